@@ -1,11 +1,7 @@
 """`roll check FILE`: can this configuration work, what will it do, what does it need, and will it fit?
 
 The command starts nothing and needs neither a GPU nor the model. Requirements that only the machine of the run must
-meet are listed as needs. Exit code 0: the configuration can work. 2: it cannot, and every problem is named with a
-remedy; or it does not fit into memory.
-
-With `--exact N` it runs, on the machine of the run: N steps at ratio 0 against a plain loop (`roll.pipeline.exact`).
-Exit code 1: they differ, and the first tensor in which they do is named; or the run failed.
+meet are listed as needs. With `--exact N` it runs N steps against a plain loop, on the machine of the run.
 
 `roll check-env`: is this environment fit to be trained in? Exit code 0: it passed every check. 1: it did not, and the
 report says why. 2: there is no such environment, or its options are wrong.
@@ -16,9 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +23,8 @@ from omegaconf import OmegaConf
 from roll.check.config import check_elsewhere
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
-from roll.check.plan import Need, missing_packages, needs, plan
+from roll.check.plan import missing_packages, needs, plan
+from roll.cli.main import attempt_run, refusal
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
 from roll.configs.loader import load_config
@@ -68,10 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     exact_help = "run N steps at ratio 0 and as a plain loop, and name the first tensor that differs"
     parser.add_argument("--exact", metavar="N", type=_steps, help=exact_help)
     options = parser.parse_intermixed_args(arguments)
-    if options.exact is not None:
-        return _exact(options.config, options.overrides, options.exact)
     gpu_memory = [] if options.gpu_memory is None else [f"cluster.device_memory_gib={options.gpu_memory}"]
     try:
+        if options.exact is not None:
+            return _exact(options.config, options.overrides, options.exact)
         config = load_config(options.config, [*options.overrides, *gpu_memory])
         missing = check_elsewhere(config)
         print(plan(config), flush=True)
@@ -84,9 +80,14 @@ def main(arguments: Sequence[str]) -> int:
             without=missing_packages(config),
         )
     except ConfigError as error:
-        return _refused(options.config, error)
+        print(refusal(options.config, error), file=sys.stderr)
+        return BAD_CONFIGURATION
     estimate = estimate_memory(config)
-    print(f"\n{render_memory(estimate)}\n\n{_render_needs(needs(config, estimate))}")
+    found = needs(config, estimate)
+    width = max(len(need.what) for need in found)
+    print(f"\n{render_memory(estimate)}\n\nwhat the run needs ([x]: it is here)")
+    for need in found:
+        print(f"  [{'x' if need.here else ' '}] {need.what:<{width}}  {need.state}")
     if not estimate.misfits:
         return PASSED
     gib = config.cluster.device_memory_gib
@@ -94,21 +95,14 @@ def main(arguments: Sequence[str]) -> int:
     return BAD_CONFIGURATION
 
 
-def _refused(file: str, error: ConfigError) -> int:
-    problems = count(len(error.problems), "problem")
-    print("\n\n".join([f"{file} cannot run ({problems})", *map(str, error.problems)]), file=sys.stderr)
-    return BAD_CONFIGURATION
-
-
 def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
-    """Run ``steps`` steps at ratio 0, repeat them as a plain loop, and say in what they differ first."""
-    from roll.cli.main import attempt_run
+    """Run ``steps`` steps at ratio 0, repeat them as a plain loop, and say in what they differ first.
+
+    Raises `ConfigError`.
+    """
     from roll.pipeline.exact import compared_with_plain_loop, exact_config
 
-    try:
-        config = exact_config(load_config(file, overrides), steps)
-    except ConfigError as error:
-        return _refused(file, error)
+    config = exact_config(load_config(file, overrides), steps)
     ended = attempt_run(file, lambda: config, time.monotonic())
     run = RunDirectory.latest(config.exp_name)
     if ended.exit_code != 0 or run is None:
@@ -117,11 +111,14 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
     try:
         # A process of its own: libraries write what they like there, and its memory ends with it.
         setup: dict[str, Any] = {"initializer": give_away_output, "initargs": (run.logs, "plain_loop")}
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **setup) as process, _children_end_early():
-            difference = process.submit(compared_with_plain_loop, config, run).result()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return FAILED
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **setup) as process:
+            try:
+                difference = process.submit(compared_with_plain_loop, config, run).result()
+            except KeyboardInterrupt:
+                for child in active_children():  # the executor would wait for it
+                    child.terminate()
+                print("interrupted", file=sys.stderr)
+                return FAILED
     except Exception as error:
         print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
         return FAILED
@@ -132,28 +129,11 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
     return FAILED
 
 
-@contextmanager
-def _children_end_early() -> Iterator[None]:
-    """End the processes of this one if it is interrupted; an executor would wait for them."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        for child in active_children():
-            child.terminate()
-        raise
-
-
 def _steps(text: str) -> int:
     steps = int(text) if text.isdecimal() else 0
     if steps < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: write 1 or more")
     return steps
-
-
-def _render_needs(found: Sequence[Need]) -> str:
-    width = max(len(need.what) for need in found)
-    lines = [f"  [{'x' if need.here else ' '}] {need.what:<{width}}  {need.state}" for need in found]
-    return "\n".join(["what the run needs ([x]: it is here)", *lines])
 
 
 _ENV_EPILOG = """\

@@ -1,8 +1,8 @@
 """`roll init FILE`: a working configuration from a few answers, or from flags alone.
 
 The command loads and checks the file it has written, and removes it again if it cannot work. Anything still missing
-(the prompts, GPUs, a user's own function) is named, so `roll check` reports nothing new. The file is a starting point:
-few keys, in the order in which a reader needs them, with reasons.
+(the prompts, GPUs, a user's own function) is named, so `roll check` reports nothing new. The file has few keys, in the
+order in which a reader needs them, with reasons.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from roll.check.config import check_elsewhere
 from roll.check.plan import missing_packages
-from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.errors import ConfigError, problems_of
 from roll.configs.loader import load_config
 from roll.configs.run import PipelineConfig
 
@@ -32,23 +32,15 @@ Without --yes, what no flag says is asked for.
 """
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question to the user, and the default that holds without an answer."""
-
-    flag: str
-    text: str
-    default: str
-
-
-QUESTIONS = (
-    Question("model", "model: a folder, or a hub name", "Qwen/Qwen2.5-0.5B-Instruct"),
-    Question("data", "prompts: a JSONL file (`prompt`, `ground_truth`, `domain`)", "data/train.jsonl"),
-    Question("domain", "domain of these prompts", "math"),
-    Question("verifier", "verifier: math, exact, numeric, code, or my_module:my_function", "math"),
-    Question("device", "devices: cuda or cpu", "cuda"),
-    Question("devices", "how many of them", "2"),
-)
+QUESTIONS = {
+    "model": ("model: a folder, or a hub name", "Qwen/Qwen2.5-0.5B-Instruct"),
+    "data": ("prompts: a JSONL file (`prompt`, `ground_truth`, `domain`)", "data/train.jsonl"),
+    "domain": ("domain of these prompts", "math"),
+    "verifier": ("verifier: math, exact, numeric, code, or my_module:my_function", "math"),
+    "device": ("devices: cuda or cpu", "cuda"),
+    "devices": ("how many of them", "2"),
+}
+"""Questions to the user by flag, and the defaults that hold without an answer."""
 
 _TEMPLATE = """\
 # roll check {path}
@@ -86,16 +78,26 @@ actor_infer:
 
 # How responses are judged: the key is a name, the tags are the `domain` of prompts.
 rewards:
-  {reward}: {{verifier: {verifier}, tag_included: [{domain}]}}
+  {domain}: {{verifier: {verifier}, tag_included: [{domain}]}}
 """
 
 
 def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
-    """Ask for settings, write the configuration and check it; return the exit code.
-
-    ``ask`` shows a prompt and returns the user's answer.
-    """
-    options = _parser().parse_args(arguments)
+    """Ask for settings, write the configuration and check it; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="roll init",
+        description="Write a working configuration for prompts with checkable answers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML file to write; it must not be there yet")
+    for flag, (text, default) in QUESTIONS.items():
+        parser.add_argument(f"--{flag}", help=f"{text} (default {default})")
+    parser.add_argument(
+        "--async", dest="overlapped", action="store_true", help="generate one step ahead, on devices of its own"
+    )
+    parser.add_argument("--yes", action="store_true", help="ask nothing; take the defaults")
+    options = parser.parse_args(arguments)
     path = Path(options.file)
     if path.exists():
         print(f"{path} is there already; name another file, or remove it", file=sys.stderr)
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         config = load_config(path)
-        missing = [*check_elsewhere(config), *_not_found(config)]
+        missing = [*check_elsewhere(config), *problems_of(partial(_look_up, config))]
     except OSError as error:
         print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
         return FAILED
@@ -127,46 +129,26 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
     return WRITTEN
 
 
-def _not_found(config: PipelineConfig) -> list[ConfigProblem]:
-    """Return the problems of names that cannot be found here, such as a module of the user's own."""
+def _look_up(config: PipelineConfig) -> None:
+    """Raise `ConfigError` for names that cannot be found here, such as a module of the user's own."""
     from roll.pipeline.preflight import look_up
 
-    try:
-        look_up(config, with_model=False, without=missing_packages(config))
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="roll init",
-        description="Write a working configuration for prompts with checkable answers.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", metavar="FILE", help="YAML file to write; it must not be there yet")
-    for question in QUESTIONS:
-        parser.add_argument(f"--{question.flag}", help=f"{question.text} (default {question.default})")
-    parser.add_argument(
-        "--async", dest="overlapped", action="store_true", help="generate one step ahead, on devices of its own"
-    )
-    parser.add_argument("--yes", action="store_true", help="ask nothing; take the defaults")
-    return parser
+    look_up(config, with_model=False, without=missing_packages(config))
 
 
 def _answers(options: argparse.Namespace, ask: Callable[[str], str]) -> dict[str, str]:
     answers = {}
-    for question in QUESTIONS:
-        answer = vars(options)[question.flag]
+    for flag, (text, default) in QUESTIONS.items():
+        answer = vars(options)[flag]
         if answer is None and not options.yes:
-            answer = ask(f"{question.text} [{question.default}]: ").strip() or None
-        answers[question.flag] = question.default if answer is None else answer
+            answer = ask(f"{text} [{default}]: ").strip() or None
+        answers[flag] = default if answer is None else answer
     return answers
 
 
 def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
     """Return the configuration as YAML. Impossible answers are left for the checks to name."""
+    quoted = {name: json.dumps(answer, ensure_ascii=False) for name, answer in answers.items()}
     devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
     trainers, engines = _shares(devices, overlapped)
     gpus = answers["device"] != "cpu"
@@ -176,21 +158,20 @@ def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
         ratio_reason = "Generation and training take turns on the same devices; 1 generates a step ahead, on its own."
     return _TEMPLATE.format(
         path=path,
-        name=_quoted(path.stem),
-        model=_quoted(answers["model"]),
-        device=_quoted(answers["device"]),
-        devices=_quoted(answers["devices"]) if not devices else devices,
+        name=json.dumps(path.stem, ensure_ascii=False),
+        model=quoted["model"],
+        device=quoted["device"],
+        devices=devices or quoted["devices"],
         ratio=int(overlapped),
         ratio_reason=ratio_reason,
         trainers=trainers,
         engines=engines,
         dtype="bfloat16" if gpus else "float32",
-        data=_quoted(answers["data"]),
+        data=quoted["data"],
         template="chat" if "instruct" in answers["model"].lower() or "qwen3" in answers["model"].lower() else "raw",
         engine="vllm" if gpus else "hf_infer",
-        reward=_quoted(answers["domain"]),
-        domain=_quoted(answers["domain"]),
-        verifier=_quoted(answers["verifier"]),
+        domain=quoted["domain"],
+        verifier=quoted["verifier"],
     )
 
 
@@ -200,8 +181,3 @@ def _shares(devices: int, overlapped: bool) -> tuple[str, str]:
         return (f'"0-{max(0, devices - 1)}"',) * 2
     half = max(1, devices // 2)
     return f'"0-{half - 1}"', f'"{half}-{max(half, devices - 1)}"'
-
-
-def _quoted(text: str) -> str:
-    """Return the text as a quoted YAML string, whatever it contains."""
-    return json.dumps(text, ensure_ascii=False)

@@ -1,8 +1,6 @@
 """The command line: check everything, print what will happen, run, and return a reliable exit code.
 
-Exit code 0: the run reached its last step. 2: the configuration cannot work (printed before Ray or a model starts,
-without a traceback). 1: any other failure, with its cause in one line and its traceback in the run's log. The modules
-of other commands are imported when called, so that each command answers at once.
+The modules of other commands are imported when called, so that each command answers at once.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -92,13 +91,17 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `roll` or `examples/start_pipeline.py`; return the exit code."""
     started = time.monotonic()
-    _leave_without_a_search()
+    atexit.unregister(gc.freeze)  # from an earlier call
+    atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = COMMANDS.get(arguments[0]) if arguments else None
     if command is not None and command.entry:
         return printed(partial(resolve_name(command.entry), arguments[1:]))
     if arguments == ["--version"]:
-        say(f"roll {_version()}")
+        try:
+            say(f"roll {version('roll')}")
+        except PackageNotFoundError:
+            say("roll (not installed)")
         return SUCCESS
     if (wrong := _no_command(arguments)) is not None:
         say(wrong, error=True)
@@ -152,7 +155,7 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
     try:
         prepared, run, point = _check(load)
     except ConfigError as error:
-        say(_refusal(path, error), error=True)
+        say(refusal(path, error, "; nothing was started"), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
     except (KeyboardInterrupt, SystemExit) as error:
         say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
@@ -162,17 +165,20 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
     try:
         with run.held():
             if point is not None:
-                from roll.pipeline.resume import look_again
+                from roll.pipeline.resume import look_again, take_out_of_the_way
 
                 point = look_again(point, prepared.config, prepared.source)
                 if _has_ended(point, prepared.config):
                     return Ended(SUCCESS)
-                _go_back(point, prepared.config)
+                try:
+                    take_out_of_the_way(point, prepared.config.max_ckpt_to_keep)
+                except (OSError, ValueError) as error:
+                    raise RunUnusable(f"the run in {run.root} cannot go on: {error}") from error
             watch = DriverWatch(prepared.config.stall_timeout_seconds)
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 outcome = _run(prepared, run, status, point, started)
     except ConfigError as error:  # another process changed the run in the meantime
-        say(_refusal(path, error), error=True)
+        say(refusal(path, error, "; nothing was started"), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
     except (RunExists, RunUnusable) as error:
         say(str(error), error=True)
@@ -215,18 +221,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("roll")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
     """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
-    with _garbage_collection_off():
+    gc.disable()  # scanning the objects of imports again and again takes a fifth of the time
+    try:
         config = check_config(load())
         say(plan(config))
         from roll.pipeline.preflight import prepare
@@ -235,28 +233,14 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
         prepared = prepare(config)
         point = find_resume_point(config, prepared.source)
         return prepared, _create_run_directory(config) if point is None else point.run, point
-
-
-@contextmanager
-def _garbage_collection_off() -> Iterator[None]:
-    """Pause garbage collection. Scanning the objects of imports again and again takes a fifth of the time."""
-    gc.disable()
-    try:
-        yield
     finally:
         gc.enable()
 
 
-def _leave_without_a_search() -> None:
-    """Freeze all objects at exit. Otherwise a last garbage collection scans all imports, for two seconds."""
-    atexit.unregister(gc.freeze)  # from an earlier call
-    atexit.register(gc.freeze)
-
-
-def _refusal(path: str, error: ConfigError) -> str:
+def refusal(path: str, error: ConfigError, effect: str = "") -> str:
     """Return the text that the user reads: every problem, with an empty line before each."""
     problems = count(len(error.problems), "problem")
-    return "\n\n".join([f"{path} cannot run ({problems}); nothing was started", *map(str, error.problems)])
+    return "\n\n".join([f"{path} cannot run ({problems}){effect}", *map(str, error.problems)])
 
 
 def _create_run_directory(config: PipelineConfig) -> RunDirectory:
@@ -277,15 +261,6 @@ def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
         return False
     say("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
     return True
-
-
-def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
-    from roll.pipeline.resume import take_out_of_the_way
-
-    try:
-        take_out_of_the_way(point, config.max_ckpt_to_keep)
-    except (OSError, ValueError) as error:
-        raise RunUnusable(f"the run in {point.run.root} cannot go on: {error}") from error
 
 
 def _run(
@@ -376,16 +351,16 @@ def _outcome(
 
 def end_process(run: RunDirectory, reason: str) -> None:
     """Kill this process, whatever its threads do. This is the last resort. Worker processes end with it."""
-    words = threading.Thread(target=_last_words, args=(run, reason), daemon=True)
+
+    def last_words() -> None:
+        say(f"{reason}; the process is ended", error=True)
+        fail_unfinished(run.summary, reason)
+        logger.error("%s; the process is ended", reason)
+
+    words = threading.Thread(target=last_words, daemon=True)
     words.start()
     words.join(LAST_WORDS_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _last_words(run: RunDirectory, reason: str) -> None:
-    say(f"{reason}; the process is ended", error=True)
-    fail_unfinished(run.summary, reason)
-    logger.error("%s; the process is ended", reason)
 
 
 def _interrupt() -> None:

@@ -1,8 +1,7 @@
 """`roll doctor`: what is wrong with a run, alive or dead, as far as its files and this host can tell, and what to do.
 
 Collecting the evidence only reads and imports nothing heavy; the diagnosis is a pure function of it. The surest cause
-is reported first: of a live run, a driver in trouble, a ring of waits, a worker in trouble, or nothing that moves. The
-driver asks here too, when nothing has moved for too long (`explain_stall`).
+is reported first. The driver asks here too, when nothing has moved for too long (`explain_stall`).
 
 Exit code 0: the run works, or has ended well. 1: something is wrong, and the report says what. 2: there is no such run,
 or its files cannot be read.
@@ -23,11 +22,21 @@ from typing import Any, Literal
 from roll.doctor.graph import HOLDER, WaitGraph, wait_graph
 from roll.pipeline.checkpoints import newest_whole
 from roll.rollout.journal import RolloutProgress, read_journal, recover
+from roll.tracking.logs import last_lines
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import ENDING_SECONDS, ProcessFacts, RunStatus, WorkerStatus, look_at, read_status
+from roll.tracking.summary import read_summary
 from roll.tracking.waits import GROUP, WORKER, Wait
 
 WELL, TROUBLE, NO_RUN = 0, 1, 2
+
+LAST_LINES = 6
+SILENT_SECONDS = 20.0
+"""Seconds without a sign of life after which a worker or a driver is reported."""
+QUIET_SHARE = 0.5
+"""Share of `stall_timeout_seconds` without any movement after which a run is reported as quiet."""
+LONG_END_SHARE = 0.5
+"""Share of `ENDING_SECONDS` after which the end of a run is reported as too long."""
 
 _EPILOG = """\
 examples:
@@ -66,26 +75,15 @@ def _render(run: str, found: Diagnosis) -> str:
     return "\n".join([*lines, *(["", *found.findings] if found.findings else [])])
 
 
-Verdict = Literal[
-    "ended",
-    "working",
-    "quiet",
-    "deadlock",
-    "worker in trouble",
-    "driver in trouble",
-    "failed",
-    "interrupted",
-    "killed",
-    "out of sight",
-    "unknown",
-]
+LiveVerdict = Literal["working", "quiet", "deadlock", "worker in trouble", "driver in trouble", "out of sight"]
+DeadVerdict = Literal["ended", "failed", "interrupted", "killed", "unknown"]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """The answer of `roll doctor`."""
 
-    verdict: Verdict
+    verdict: LiveVerdict | DeadVerdict
     headline: str
     culprit: str | None = None
     advice: str | None = None
@@ -99,38 +97,20 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class ResumeFacts:
-    """State that a resumed run would start from."""
-
-    step: int | None
-    """Step of the newest whole checkpoint; None: there is none."""
-    passed_over: tuple[str, ...] = ()
-    """Damages of newer checkpoints."""
-    finished: int = 0
-    """Number of groups in the journal that need not be generated again."""
-    begin_again: int = 0
-    """Number of groups that were in flight."""
-
-
-@dataclass(frozen=True)
 class Evidence:
-    """Facts found in a run's folder and on this host."""
+    """Facts found in a run's folder and on this host, whose name is ``host``."""
 
     run: Path
     now: float
     host: str
-    """Name of this host."""
     status: RunStatus | None
     summary: Mapping[str, Any] | None
     processes: Mapping[int, ProcessFacts | None] = field(default_factory=dict)
     """Process facts of the driver and its workers on this host, by process id; None: the process is gone."""
-    resume: ResumeFacts = ResumeFacts(None)
+    resume: str = ""
+    """Advice on how a dead run is resumed."""
     last_words: tuple[str, ...] = ()
     """Last lines of the driver's log."""
-
-
-LAST_LINES = 6
-_LAST_BYTES = 8192
 
 
 def gather_evidence(run: RunDirectory) -> Evidence:
@@ -140,64 +120,57 @@ def gather_evidence(run: RunDirectory) -> Evidence:
     if status is not None and status.driver.host == host:
         pids = [status.driver.pid, *(worker.pid for worker in status.workers if worker.on_driver_host)]
     processes = {pid: look_at(pid) for pid in pids}
-    evidence = Evidence(run.root, time.time(), host, status, _summary(run.summary), processes)
+    try:
+        summary = read_summary(run.summary)
+    except FileNotFoundError:
+        summary = None
+    except ValueError as error:
+        raise ValueError(f"{run.summary} is damaged: {error}") from error
+    evidence = Evidence(run.root, time.time(), host, status, summary, processes)
     if _live_status(evidence) is not None:
         return evidence
-    return replace(evidence, resume=_resume_facts(run), last_words=_last_lines(run.logs / "driver.log"))
-
-
-def _summary(path: Path) -> Mapping[str, Any] | None:
-    try:
-        summary: Mapping[str, Any] = json.loads(path.read_text())
-        return summary
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def _resume_facts(run: RunDirectory) -> ResumeFacts:
-    """Return the facts of the newest whole checkpoint and of what the journal adds to it."""
+    log = run.logs / "driver.log"
+    last_words = last_lines(log, LAST_LINES) if log.exists() else ()
     checkpoint, damages = newest_whole(run.checkpoints)
     progress = RolloutProgress.at_start() if checkpoint is None else checkpoint.state.progress
     recovered = recover(read_journal(run.journal), progress)
     step = None if checkpoint is None else checkpoint.step
-    return ResumeFacts(step, tuple(map(str, damages)), len(recovered.finished), len(recovered.in_flight))
-
-
-def _last_lines(path: Path) -> tuple[str, ...]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _LAST_BYTES))
-            return tuple(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
-    except FileNotFoundError:
-        return ()
+    resume = how_to_resume(step, list(map(str, damages)), len(recovered.finished), len(recovered.in_flight))
+    return replace(evidence, resume=resume, last_words=tuple(last_words))
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Explain what is wrong with a run, alive or dead."""
     status = _live_status(evidence)
-    return _of_a_dead_run(evidence) if status is None else _of_a_live_run(evidence, status)
+    if status is None:
+        return _of_a_dead_run(evidence)
+    if (trouble := _driver_trouble(evidence, status)) is not None:
+        return trouble
+    if status.phase == "ending":
+        return _ending(status)  # processes are being killed, so their waits mean nothing any more
+    graph = wait_graph(status)
+    found = (
+        _deadlock(status, graph)
+        or _worker_trouble(status, graph, evidence.processes)
+        or _quiet(status, graph)
+        or Diagnosis("working", f"the run works: {_progress(status)}")
+    )
+    return replace(found, findings=(*found.findings, *_describe_waits(status, graph)))
 
 
 def _live_status(evidence: Evidence) -> RunStatus | None:
-    """Return the status of a run whose driver is there.
-
-    A driver on another host counts as alive unless the summary records an end.
-    """
+    """Return the status of a run whose driver is there; None if the run is dead."""
     status = evidence.status
     if status is None or status.phase == "ended":
         return None
-    if status.driver.host != evidence.host:
+    if status.driver.host != evidence.host:  # it counts as alive unless the summary records an end
         return status if (evidence.summary or {}).get("status", "running") == "running" else None
     facts = evidence.processes.get(status.driver.pid)
     return status if facts is not None and facts.started == status.driver.started else None
 
 
 def _of_a_dead_run(evidence: Evidence) -> Diagnosis:
-    """Explain how a dead run ended and how to resume it."""
-    summary, advice = evidence.summary, _how_to_resume(evidence.resume)
+    summary, advice = evidence.summary, evidence.resume
     if summary is None:
         message = "the run ended before it had begun: there is no summary.json"
         return Diagnosis("unknown", message, None, advice, evidence.last_words)
@@ -231,41 +204,21 @@ def _last_known(evidence: Evidence) -> Iterator[str]:
         yield from ("last lines of the driver's log:", *(f"  {line}" for line in evidence.last_words))
 
 
-def _how_to_resume(facts: ResumeFacts) -> str:
-    if facts.step is None and facts.passed_over:
-        return "; ".join([*facts.passed_over, "no checkpoint is whole: begin a new run in another folder"])
-    if facts.step is None:
-        kept = f", with {facts.finished} groups that were finished" if facts.finished else ""
+def how_to_resume(step: int | None, damages: Sequence[str], finished: int, in_flight: int) -> str:
+    """Return the advice on how to resume from the newest whole checkpoint and the groups that the journal adds to it.
+
+    ``step``: None without a whole checkpoint. ``damages`` are those of newer checkpoints.
+    """
+    if step is None and damages:
+        return "; ".join([*damages, "no checkpoint is whole: begin a new run in another folder"])
+    if step is None:
+        kept = f", with {finished} groups that were finished" if finished else ""
         return f"there is no checkpoint yet: with resume_from_checkpoint=true the run begins again{kept}"
     resumed = (
-        f"the same command with resume_from_checkpoint=true goes on after step {facts.step}, with {facts.finished} "
-        f"finished groups; {facts.begin_again} that were in flight begin again"
+        f"the same command with resume_from_checkpoint=true goes on after step {step}, with {finished} finished "
+        f"groups; {in_flight} that were in flight begin again"
     )
-    return "; ".join([*(f"passed over: {damage}" for damage in facts.passed_over), resumed])
-
-
-SILENT_SECONDS = 20.0
-"""Seconds without a sign of life after which a worker or a driver is reported."""
-QUIET_SHARE = 0.5
-"""Share of `stall_timeout_seconds` without any movement after which a run is reported as quiet."""
-LONG_END_SHARE = 0.5
-"""Share of `ENDING_SECONDS` after which the end of a run is reported as too long."""
-
-
-def _of_a_live_run(evidence: Evidence, status: RunStatus) -> Diagnosis:
-    """Explain the state of a run whose driver is there."""
-    trouble = _driver_trouble(evidence, status)
-    if trouble is not None:
-        return trouble
-    if status.phase == "ending":
-        return _ending(status)  # processes are being killed, so their waits mean nothing any more
-    graph = wait_graph(status)
-    return (
-        _deadlock(status, graph)
-        or _worker_trouble(evidence, status, graph)
-        or _quiet(status, graph)
-        or Diagnosis("working", f"the run works: {_progress(status)}", findings=tuple(_describe_waits(status, graph)))
-    )
+    return "; ".join([*(f"passed over: {damage}" for damage in damages), resumed])
 
 
 def _driver_trouble(evidence: Evidence, status: RunStatus) -> Diagnosis | None:
@@ -300,7 +253,6 @@ def _driver_trouble(evidence: Evidence, status: RunStatus) -> Diagnosis | None:
 
 
 def _ending(status: RunStatus) -> Diagnosis:
-    """Diagnose a run whose processes are being ended on purpose."""
     seconds = status.written - (status.ending_since or status.written)
     if seconds <= LONG_END_SHARE * ENDING_SECONDS:
         return Diagnosis("working", f"the run is ending, {seconds:.0f} s so far")
@@ -315,13 +267,11 @@ def _ending(status: RunStatus) -> Diagnosis:
 def explain_stall(status: RunStatus) -> str:
     """Return why nothing moves, as far as the driver itself can see, for its last message."""
     graph = wait_graph(status)
-    found = _deadlock(status, graph) or _silent_worker(status, graph) or _end_of_chain(status, graph)
-    cause = f": {found.culprit}" if found.culprit else ""
-    return "\n".join([found.headline + cause, *found.findings])
+    found = _deadlock(status, graph) or _worker_trouble(status, graph, {}) or _end_of_chain(status, graph)
+    return "\n".join([f"{found.headline}: {found.culprit}", *found.findings, *_describe_waits(status, graph)])
 
 
 def _deadlock(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
-    """Return the diagnosis of a ring of waits; None if there is no ring."""
     ring = graph.cycle()
     if not ring:
         return None
@@ -343,52 +293,48 @@ def _deadlock(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
         f"end the run (kill {status.driver.pid}); it ends by itself once nothing has moved for "
         f"{status.stall_timeout_seconds:g} s. Let one of them give up what it has before it waits, or wait for nothing "
         "that comes after it",
-        (*(_sentence(status, edge) for edge in ring), "", *_describe_waits(status, graph)),
+        (*(_sentence(status, edge) for edge in ring), ""),
     )
 
 
 def _sentence(status: RunStatus, edge: Wait) -> str:
-    """Return an edge of a ring as text."""
     ago = _ago(status, edge.since)
     if edge.what.startswith(HOLDER):
         return f"{_spoken(edge.who)}: {edge.on} has them{edge.what.removeprefix(HOLDER)}, {ago}"
     return f"{_spoken(edge.who)} waits for {_spoken(edge.on)} ({edge.what}), {ago}"
 
 
-def _worker_trouble(evidence: Evidence, status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
-    for worker in status.workers:
-        if not worker.on_driver_host or status.driver.host != evidence.host or worker.pid not in evidence.processes:
-            continue
-        facts = evidence.processes[worker.pid]
-        if facts is None or (worker.started is not None and facts.started != worker.started):
-            advice = "the driver replaces it or ends the run"
-            return _blame(status, graph, worker, f"process {worker.pid} is gone", advice)
-        if facts.stopped:
-            cause = f"process {worker.pid} was stopped by a signal"
-            return _blame(status, graph, worker, cause, f"kill -CONT {worker.pid}")
-    return _silent_worker(status, graph)
-
-
-def _silent_worker(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
-    for worker in status.workers:
-        silence = _silence_of(status, worker)
-        if silence > SILENT_SECONDS:
-            cause = f"process {worker.pid} has given no sign of life for {silence:.0f} s"
-            return _blame(status, graph, worker, cause, "look at its host; the call that it is in has a deadline")
-    for worker in status.workers:
-        if worker.loop_lag > SILENT_SECONDS:
-            cause = f"the event loop of process {worker.pid} has been stuck for {worker.loop_lag:.0f} s"
-            where = f" in {worker.place}" if worker.place else ""
-            return _blame(status, graph, worker, cause + where, "this code must run in a thread of its own")
+def _worker_trouble(
+    status: RunStatus, graph: WaitGraph, processes: Mapping[int, ProcessFacts | None]
+) -> Diagnosis | None:
+    for worker, cause, advice in _troubled_workers(status, processes):
+        stuck = graph.waiting_for(f"{WORKER}{worker.name}")
+        waiting = [who for who in graph.waiters() if who in stuck & _actors(status)]
+        headline = f"{_listed(waiting)} cannot go on without {worker.name}" if waiting else f"{worker.name} is not well"
+        return Diagnosis("worker in trouble", headline, f"worker {worker.name}: {cause}", advice)
     return None
 
 
-def _blame(status: RunStatus, graph: WaitGraph, worker: WorkerStatus, cause: str, advice: str) -> Diagnosis:
-    stuck = graph.waiting_for(f"{WORKER}{worker.name}")
-    waiting = [who for who in graph.waiters() if who in stuck & _actors(status)]
-    headline = f"{_listed(waiting)} cannot go on without {worker.name}" if waiting else f"{worker.name} is not well"
-    findings = tuple(_describe_waits(status, graph))
-    return Diagnosis("worker in trouble", headline, f"worker {worker.name}: {cause}", advice, findings)
+def _troubled_workers(
+    status: RunStatus, processes: Mapping[int, ProcessFacts | None]
+) -> Iterator[tuple[WorkerStatus, str, str]]:
+    """Yield workers in trouble with the cause and the advice, the surest cause first."""
+    for worker in status.workers:
+        if worker.on_driver_host and worker.pid in processes:
+            facts = processes[worker.pid]
+            if facts is None or (worker.started is not None and facts.started != worker.started):
+                yield worker, f"process {worker.pid} is gone", "the driver replaces it or ends the run"
+            elif facts.stopped:
+                yield worker, f"process {worker.pid} was stopped by a signal", f"kill -CONT {worker.pid}"
+    for worker in status.workers:
+        if (silence := _silence_of(status, worker)) > SILENT_SECONDS:
+            cause = f"process {worker.pid} has given no sign of life for {silence:.0f} s"
+            yield worker, cause, "look at its host; the call that it is in has a deadline"
+    for worker in status.workers:
+        if worker.loop_lag > SILENT_SECONDS:
+            where = f" in {worker.place}" if worker.place else ""
+            cause = f"the event loop of process {worker.pid} has been stuck for {worker.loop_lag:.0f} s{where}"
+            yield worker, cause, "this code must run in a thread of its own"
 
 
 def _quiet(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
@@ -400,29 +346,23 @@ def _quiet(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
 
 def _end_of_chain(status: RunStatus, graph: WaitGraph) -> Diagnosis:
     """Diagnose a quiet run by the last node of the longest chain."""
-    quiet = status.loop_beat - status.moved_at
-    left = max(status.stall_timeout_seconds - quiet, 0)
-    return Diagnosis(
-        "quiet",
-        f"nothing has moved for {quiet:.0f} s",
-        _end(status, max((graph.chain(node) for node in graph.waiters()), key=len, default=[])),
-        f"if that may take so long, wait; the run ends itself in {left:.0f} s (stall_timeout_seconds)",
-        tuple(_describe_waits(status, graph)),
-    )
-
-
-def _end(status: RunStatus, chain: list[Wait]) -> str:
-    if not chain:
+    chain = max((graph.chain(node) for node in graph.waiters()), key=len, default=[])
+    if chain:
+        last = chain[-1]
+        place = next((worker.place for worker in status.workers if f"{WORKER}{worker.name}" == last.on), None)
+        culprit = f"all wait in the end for {_spoken(last.on)} ({last.what}), since {_ago(status, last.since)}"
+        culprit += f", which is at {place}" if place else ""
+    else:
         working = [
             f"{stage.name} runs since {_ago(status, stage.since)}" + (f", at {stage.place}" if stage.place else "")
             for stage in status.stages
             if stage.state == "running"
         ]
-        return "; ".join(working) or "nobody waits for anything that is known"
-    last = chain[-1]
-    text = f"all wait in the end for {_spoken(last.on)} ({last.what}), since {_ago(status, last.since)}"
-    places = {f"{WORKER}{worker.name}": worker.place for worker in status.workers}
-    return f"{text}, which is at {places[last.on]}" if places.get(last.on) else text
+        culprit = "; ".join(working) or "nobody waits for anything that is known"
+    quiet = status.loop_beat - status.moved_at
+    left = max(status.stall_timeout_seconds - quiet, 0)
+    advice = f"if that may take so long, wait; the run ends itself in {left:.0f} s (stall_timeout_seconds)"
+    return Diagnosis("quiet", f"nothing has moved for {quiet:.0f} s", culprit, advice)
 
 
 def _describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
@@ -445,11 +385,10 @@ def _describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
 
 
 def _state_of(status: RunStatus, worker: WorkerStatus) -> str:
-    silence = _silence_of(status, worker)
+    silence = f"{_silence_of(status, worker):.0f} s before"
     if not worker.has_answered:
-        return f"has not answered yet, asked {silence:.0f} s before"
-    busy = f"at {worker.place}" if worker.place else "had nothing to do"
-    return f"last sign of life {silence:.0f} s before, {busy}"
+        return f"has not answered yet, asked {silence}"
+    return f"last sign of life {silence}, " + (f"at {worker.place}" if worker.place else "had nothing to do")
 
 
 def _actors(status: RunStatus) -> set[str]:
@@ -458,7 +397,6 @@ def _actors(status: RunStatus) -> set[str]:
 
 
 def _spoken(node: str) -> str:
-    """Return a node as text."""
     kind, _, name = node.partition("/")
     return {
         "items": f"an item from the channel {name!r}",
@@ -469,17 +407,15 @@ def _spoken(node: str) -> str:
 
 
 def _progress(status: RunStatus) -> str:
-    """Return how far a run is, as text."""
-    moved = f"something moved {_ago(status, status.moved_at)} before"
-    if status.phase in ("preparing", "ending"):
-        return f"it is {status.phase}"
-    if status.phase == "starting":
-        return f"its roles are starting; {moved}"
-    return f"{status.step} of {status.max_steps} steps are done; {moved}"
+    if status.phase == "preparing":
+        return "it is preparing"
+    done = "its roles are starting"
+    if status.phase == "running":
+        done = f"{status.step} of {status.max_steps} steps are done"
+    return f"{done}; something moved {_ago(status, status.moved_at)} before"
 
 
 def _silence_of(status: RunStatus, worker: WorkerStatus) -> float:
-    """Return the seconds since a worker's last sign of life."""
     return max(0.0, status.loop_beat - worker.asked_since)
 
 

@@ -1,8 +1,7 @@
 """The wait-for graph of a run: edges lead from each waiter to what it waits for, and on to its holder or maker.
 
-Most nodes need everything they wait for; a few (`_any_will_do`) continue as soon as one of several does. Nodes that
-cannot continue, whatever the others do, are deadlocked, and a cycle leads through them. Waits that have just begun do
-not count, because what they wait for may have happened a moment ago.
+Nodes that cannot continue, whatever the others do, are deadlocked, and a cycle leads through them. Waits that have just
+begun do not count, because what they wait for may have happened a moment ago.
 """
 
 from __future__ import annotations
@@ -11,27 +10,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from roll.tracking import waits
 from roll.tracking.status import RunStatus
-from roll.tracking.waits import (
-    ENGINE,
-    GROUP,
-    PUBLICATION_MEMORY,
-    PUBLISHER,
-    PUBLISHING,
-    REPLICAS,
-    REWARD_MODEL,
-    SCHEDULER,
-    START,
-    TRAIN,
-    WORKER,
-    Wait,
-)
+from roll.tracking.waits import Wait
 
 YOUNG_SECONDS = 2.0
 NEEDED_GROUPS = "groups that the batch needs"
 OTHER_GROUPS = "other groups"
 """Node for groups that a status does not list, or that wait for nothing: they continue."""
-_WHO_LIFTS = {"budget": TRAIN, "version": PUBLISHER, "paused": PUBLISHER}
+_WHO_LIFTS = {"budget": waits.TRAIN, "version": waits.PUBLISHER, "paused": waits.PUBLISHER}
 """The stage that must act, by the reason why no group starts."""
 HOLDER = "who has it"
 """Beginning of the description of an edge from a thing to the actor that holds it."""
@@ -60,33 +47,27 @@ class WaitGraph:
 
     def cycle(self) -> list[Wait]:
         """Return a ring of deadlocked nodes; empty if there is none."""
-        stuck = self.deadlocked()
-        path: list[Wait] = []
-        seen: list[str] = []
-        node = next((waiter for waiter in self.waiters() if waiter in stuck), None)
-        while node is not None and node not in seen:
-            seen.append(node)
-            edge = next(edge for edge in self.of(node) if edge.on in stuck)
-            path.append(edge)
-            node = edge.on
-        return [] if node is None else path[seen.index(node) :]
+        deadlocked = self.deadlocked()
+        stuck = [node for node in self.waiters() if node in deadlocked]
+        if not stuck:
+            return []
+        among = WaitGraph({node: [edge for edge in self.of(node) if edge.on in deadlocked] for node in stuck})
+        path = among.chain(stuck[0])  # which ends in a ring: each of them waits for another
+        return path[[edge.who for edge in path].index(path[-1].on) :]
 
     def chain(self, node: str) -> list[Wait]:
         """Follow the longest wait from a node to the last node. A ring is followed once."""
-        path: list[Wait] = []
-        seen = set()
-        while node not in seen and self.of(node):
-            seen.add(node)
-            path.append(min(self.of(node), key=lambda edge: edge.since))
-            node = path[-1].on
-        return path
+        path: dict[str, Wait] = {}
+        while node not in path and self.of(node):
+            path[node] = min(self.of(node), key=lambda edge: edge.since)
+            node = path[node].on
+        return list(path.values())
 
     def waiting_for(self, node: str) -> set[str]:
         """Return the nodes that wait for a node, directly or through others."""
-        found, before = {node}, 0
-        while len(found) > before:
-            before = len(found)
-            found |= {edge.who for edges in self.edges.values() for edge in edges if edge.on in found}
+        found = {node}
+        while more := {edge.who for edges in self.edges.values() for edge in edges if edge.on in found} - found:
+            found |= more
         return found - {node}
 
     def _may_go_on(self, node: str, stuck: set[str]) -> bool:
@@ -99,7 +80,7 @@ def _any_will_do(node: str) -> bool:
 
     Processes of a reward model have a number after its name and need everything that they wait for.
     """
-    return node in (SCHEDULER, REPLICAS) or (node.startswith(REWARD_MODEL) and "/" not in node)
+    return node in (waits.SCHEDULER, waits.REPLICAS) or (node.startswith(waits.REWARD_MODEL) and "/" not in node)
 
 
 def wait_graph(status: RunStatus) -> WaitGraph:
@@ -123,31 +104,29 @@ def wait_graph(status: RunStatus) -> WaitGraph:
 def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
     """Return the edges from a node that is waited for to its holders or makers."""
     held = [wait for wait in status.holdings if wait.on == node]
+    if held and _any_will_do(node):
+        return [Wait(node, wait.who, wait.what, since) for wait in held]
     if held:
-        if _any_will_do(node):
-            return [Wait(node, wait.who, wait.what, since) for wait in held]
         return [Wait(node, wait.who, f"{HOLDER}, {wait.what}", wait.since) for wait in held]
     for channel in status.channels:
         if node == f"items/{channel.name}":
             return [Wait(node, channel.producer, "to put an item", since)]
         if node == f"room/{channel.name}":
             return [Wait(node, channel.consumer, "to take an item", since)]
-    if node == SCHEDULER:
+    if node == waits.SCHEDULER:
         return _scheduler_waits(status, since)
     if node == NEEDED_GROUPS and status.scheduler is not None:
         return [Wait(node, group, "to finish", since) for group in status.scheduler.holding_up]
-    if node == PUBLICATION_MEMORY:
-        return _memory_waits(status, since)
-    if node == REPLICAS:
-        return [Wait(node, maker, "to bring weights", since) for maker in (_publisher(status), ENGINE)]
+    # The stage publishes weights, or the start of the roles if the stages do not run yet.
+    publisher = waits.PUBLISHER if any(stage.name == waits.PUBLISHER for stage in status.stages) else waits.START
+    if node == waits.PUBLICATION_MEMORY:
+        holders = status.memory_holders
+        publishing = [Wait(node, publisher, "to publish what lies there", since)] if waits.PUBLISHING in holders else []
+        taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(waits.WORKER)]
+        return publishing + taking
+    if node == waits.REPLICAS:
+        return [Wait(node, maker, "to bring weights", since) for maker in (publisher, waits.ENGINE)]
     return []
-
-
-def _memory_waits(status: RunStatus, since: float) -> list[Wait]:
-    node, holders = PUBLICATION_MEMORY, status.memory_holders
-    publishing = [Wait(node, _publisher(status), "to publish what lies there", since)] if PUBLISHING in holders else []
-    taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(WORKER)]
-    return publishing + taking
 
 
 def _scheduler_waits(status: RunStatus, since: float) -> list[Wait]:
@@ -155,25 +134,12 @@ def _scheduler_waits(status: RunStatus, since: float) -> list[Wait]:
     if scheduler is None:
         return []
     if scheduler.in_flight and scheduler.holding_up:
-        return [Wait(SCHEDULER, NEEDED_GROUPS, "to finish", since)]
+        return [Wait(waits.SCHEDULER, NEEDED_GROUPS, "to finish", since)]
     if scheduler.in_flight:
-        return [Wait(SCHEDULER, group, "to finish", since) for group in _groups(status)]
-    if scheduler.refusal in _WHO_LIFTS:
-        lifts = _WHO_LIFTS[scheduler.refusal]
-        return [Wait(SCHEDULER, lifts, f"so that groups may start ({scheduler.refusal})", since)]
-    return []
-
-
-def _groups(status: RunStatus) -> list[str]:
-    """Return the groups in flight that are known to wait, and `OTHER_GROUPS` if there are more."""
-    listed = [wait.who for wait in status.waits if wait.who.startswith(GROUP)]
-    groups = sorted(set(listed))
-    more = sum(status.groups_by_wait.values()) > len(listed) or (
-        status.scheduler is not None and status.scheduler.in_flight > len(groups)
-    )
-    return [*groups, OTHER_GROUPS] if more else groups
-
-
-def _publisher(status: RunStatus) -> str:
-    """Return the node that publishes weights: the stage, or the start of the roles if the stages do not run yet."""
-    return PUBLISHER if any(stage.name == PUBLISHER for stage in status.stages) else START
+        waiting = [wait.who for wait in status.waits if wait.who.startswith(waits.GROUP)]
+        groups = sorted(set(waiting))
+        if sum(status.groups_by_wait.values()) > len(waiting) or scheduler.in_flight > len(groups):
+            groups.append(OTHER_GROUPS)
+        return [Wait(waits.SCHEDULER, group, "to finish", since) for group in groups]
+    lifts = _WHO_LIFTS.get(scheduler.refusal)
+    return [Wait(waits.SCHEDULER, lifts, f"so that groups may start ({scheduler.refusal})", since)] if lifts else []

@@ -1,13 +1,13 @@
 """Findings on what slows a run down: who was idle, what they waited for, and where else time and samples went.
 
-Each finding rests on recorded numbers and names them. Findings are ordered by the share of time or work at stake, so
-the first one is the one to look at.
+Each finding rests on recorded numbers and names them. The first one has the largest share of time or work at stake.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from roll.report.files import RunFiles
@@ -62,7 +62,6 @@ def idle_shares(run: RunFiles) -> dict[str, float]:
 
 
 def _waiting(run: RunFiles) -> Iterator[Finding]:
-    """Yield the finding on which role waits for which."""
     idle = idle_shares(run)
     if {"actor_infer", "actor_train"} <= idle.keys():
         share, text, remedy, lane = _who_waits(run, idle["actor_infer"], idle["actor_train"])
@@ -109,7 +108,6 @@ def _who_waits(run: RunFiles, engine: float, trainer: float) -> tuple[float, str
 
 
 def _too_far_ahead(run: RunFiles) -> str:
-    """Return the advice for an engine that waits although generation runs far ahead."""
     ratio = run.config.get("async_generation_ratio")
     if not isinstance(ratio, int | float) or ratio <= 1:
         return ""
@@ -118,18 +116,14 @@ def _too_far_ahead(run: RunFiles) -> str:
 
 def _busiest_judge(run: RunFiles) -> tuple[str, float]:
     """Return the reward, or the environments, that worked most, and the share of the training time."""
-    if run.trace is None:
-        return "", 0.0
     window = run.trace.training_window
     judges = [lane for lane in run.trace.lanes if lane.name.startswith(("rewards.", "environments/"))]
-    shares = [(lane.busy_share(window), lane.label) for lane in judges]
-    share, label = max(shares, default=(0.0, ""))
-    return label, share
+    return max(((lane.label, lane.busy_share(window)) for lane in judges), key=itemgetter(1), default=("", 0.0))
 
 
 def _validation(run: RunFiles) -> Iterator[Finding]:
-    lane = run.trace.lane("validation") if run.trace is not None else None
-    share = lane.busy_share(run.trace.training_window) if run.trace is not None and lane is not None else 0.0
+    lane = run.trace.lane("validation")
+    share = 0.0 if lane is None else lane.busy_share(run.trace.training_window)
     if share > SMALL:
         pause = _settings(run, "validation").get("mode") == "pause"
         effect = "no training group starts meanwhile (`validation.mode: pause`)" if pause else "beside the training"
@@ -153,7 +147,6 @@ def _publication(run: RunFiles) -> Iterator[Finding]:
 
 
 def _beside_training(run: RunFiles) -> Iterator[Finding]:
-    """Yield findings on the stages of a step other than rollouts and the policy's training."""
     for stage in ("reference", "value", "advantage", "critic"):
         share = _share_of_time(run, f"time/{stage}")
         if share > LARGE_IDLE:
@@ -243,8 +236,7 @@ def ledger_of(run: RunFiles) -> dict[str, float]:
 
 
 def _share_devices(run: RunFiles) -> bool:
-    """Return True if trainer and engine have a device in common."""
-    mappings = [_settings(run, role).get("device_mapping") for role in ("actor_train", "actor_infer")]
+    mappings = (_settings(run, role).get("device_mapping") for role in ("actor_train", "actor_infer"))
     train, infer = (set(mapping) if isinstance(mapping, list) else set() for mapping in mappings)
     return bool(train & infer)
 

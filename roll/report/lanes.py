@@ -22,7 +22,6 @@ BINS = 600
 BUSY_STATES = ("busy", "running")
 STAGES = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
 _ROLES = ("actor_infer", "actor_train", "reference", "critic")
-_METADATA, _SPAN = "M", "X"
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,9 @@ def read_trace(path: Path) -> Trace:
     kinds: dict[int, str] = {}
     for event in _events(path):
         pid, track = event["pid"], (event["pid"], event["tid"])
-        if event["ph"] == _METADATA and event["name"] == "process_name":
+        if event["name"] == "process_name" and event["ph"] == "M":
             kinds[pid] = str(event["args"]["name"])
-        elif event["ph"] == _METADATA:
+        elif event["ph"] == "M":
             lanes[track] = Lane(kinds.get(pid, "stages"), str(event["args"]["name"]))
         elif track in lanes:
             lanes[track].spans.append(LaneSpan(event["ts"], event["ts"] + event["dur"], str(event["name"])))
@@ -123,7 +122,7 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
                 event = json.loads(text)
             except ValueError:
                 continue  # torn: it is being written, or its process died while writing
-            if isinstance(event, dict) and event.get("ph") in (_METADATA, _SPAN):
+            if isinstance(event, dict) and event.get("ph") in ("M", "X"):  # names of tracks; spans
                 yield event
 
 
@@ -141,9 +140,10 @@ def drawn_lanes(trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, b
     many, it also has the shares of ``bins`` intervals before ``detail_from``. ``first_step``: the first training step
     of this process; ``step_first`` is that of the first of ``step_ends``.
     """
-    states = sorted({span.state for lane in trace.lanes for span in lane.spans})
-    window, detail_from = trace.training_window, _detail_from(trace.lanes, max_spans)
-    step_ends = trace.step_ends()
+    spans = [span for lane in trace.lanes for span in lane.spans]
+    states, ends = sorted({span.state for span in spans}), sorted(span.end for span in spans)
+    detail_from = 0 if len(ends) <= max_spans else ends[-max_spans - 1]
+    window, step_ends = trace.training_window, trace.step_ends()
     drawn_ends = [end / 1e3 for end in step_ends if end >= detail_from]
     return {
         "states": states,
@@ -151,7 +151,7 @@ def drawn_lanes(trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, b
         "window": [window[0] / 1e3, window[1] / 1e3],
         "detail_from": detail_from / 1e3,
         "bins": bins if detail_from else 0,
-        "spans_recorded": sum(len(lane.spans) for lane in trace.lanes),
+        "spans_recorded": len(spans),
         "step_ends": drawn_ends,
         "step_first": first_step + len(step_ends) - len(drawn_ends),
         "lanes": [_drawn(lane, states, window, detail_from, bins) for lane in trace.lanes],
@@ -171,12 +171,6 @@ def _drawn(lane: Lane, states: Sequence[str], window: tuple[int, int], detail_fr
         "busy": lane.busy_share(window),
         "bins": _binned(lane, states, detail_from, bins) if detail_from else {},
     }
-
-
-def _detail_from(lanes: Sequence[Lane], max_spans: int) -> int:
-    """Return the time after which all spans can be drawn; 0 if all of them can."""
-    ends = sorted(span.end for lane in lanes for span in lane.spans)
-    return 0 if len(ends) <= max_spans else ends[-max_spans - 1]
 
 
 def _binned(lane: Lane, states: Sequence[str], until: int, bins: int) -> Mapping[int, list[int]]:

@@ -1,8 +1,7 @@
 """`roll report`: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
 
 A content security policy names the style sheet and the script by their hashes. Nothing else runs, whatever a model has
-written, and the script writes text as text, never as markup. The run's own files are only read. Exit code 0: the page
-is written. 1: it cannot be written. 2: the folder holds no run.
+written, and the script writes text as text, never as markup. The run's own files are only read.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import json
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roll.report.files import NoRun, RunFiles, read_run
+from roll.report.files import RunFiles, read_run
 from roll.report.findings import findings, idle_shares, ledger_of, settled
 from roll.report.lanes import drawn_lanes
 from roll.report.panels import sections_of, series_of
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     target: Path = options.output or root / "report.html"
     try:
         run = read_run(root)
-    except NoRun as error:
+    except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return NO_RUN
     page = render_page(run)
@@ -103,8 +103,8 @@ source, under "run-data".</noscript>
 def render_page(run: RunFiles, now: float | None = None) -> str:
     """Return the whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
     data = page_data(run, time.time() if now is None else now)
-    style = (_ASSETS / "report.css").read_text(encoding="utf-8")
-    script = '(() => {\n"use strict";\n' + "".join(_asset(name) for name in _SCRIPTS) + "})();\n"
+    style, *scripts = ((_ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", *_SCRIPTS))
+    script = '(() => {\n"use strict";\n' + "".join(scripts) + "})();\n"
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'"
@@ -132,7 +132,7 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
         "absent": dict(run.absent),
         "metrics": series_of(run.metrics),
         "sections": [asdict(section) for section in sections_of(names)],
-        "timeline": None if run.trace is None else drawn_lanes(run.trace, max([0, *resumed_at]) + 1),
+        "timeline": None if not run.trace.lanes else drawn_lanes(run.trace, max([0, *resumed_at]) + 1),
         "resumed_at": resumed_at,
         "lags": lag_shares(run.training_steps),
         "ledger": ledger_of(run),
@@ -168,9 +168,9 @@ LONGEST_TEXT = 4_000
 
 def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
     """Return samples of as many steps as fit into ``max_bytes``: the first, the last, and evenly between."""
-    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for sample in samples:
-        by_step.setdefault(sample["step"], []).append(sample)
+        by_step[sample["step"]].append(sample)
     steps = sorted(by_step)
     of_step = cache(lambda step: [_sized(sample) for sample in by_step[step]])
     chosen = steps
@@ -185,8 +185,13 @@ def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -
 
 
 def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the bytes of a sample on the page, and the sample in its form there."""
-    shortened = _shortened(sample)
+    """Return the bytes of a sample on the page, and the sample in its form there.
+
+    If it has all its tokens, the response is not repeated.
+    """
+    tokens = sample.get("tokens")
+    response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
+    shortened = {**sample, "prompt": _cut(sample["prompt"]), "response": response}
     return len(embedded(shortened).encode(errors="backslashreplace")), shortened
 
 
@@ -201,13 +206,6 @@ def spread(items: Sequence[int], count: int) -> list[int]:
     if len(items) <= count:
         return list(items)
     return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
-
-
-def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample in its form on the page. If it has all its tokens, the response is not repeated."""
-    tokens = sample.get("tokens")
-    response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
-    return {**sample, "prompt": _cut(sample["prompt"]), "response": response}
 
 
 def _cut(text: str) -> str:
@@ -230,23 +228,20 @@ def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns an empty result if a step lacks one of the metrics.
     """
-    names = ("tokens_per_second/actor_infer", "time/step", "response/tokens")
+    rate, seconds, trained = names = ("tokens_per_second/actor_infer", "time/step", "response/tokens")
     if not steps or any(step.get(name) is None for step in steps for name in names):
         return {}
-    rate, seconds, trained = names
-    return {
-        "generated": sum(step[rate] * step[seconds] for step in steps),
-        "trained": sum(step[trained] for step in steps),
-    }
+    generated = sum(step[rate] * step[seconds] for step in steps)
+    return {"generated": generated, "trained": sum(step[trained] for step in steps)}
 
 
 def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the mean, longest and last seconds of each part of a weight update."""
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         for part, value in _named(r"weights/(.+)_seconds", step).items():
             if value is not None:
-                seconds.setdefault(part, []).append(value)
+                seconds[part].append(value)
     return [
         {"part": part, "mean": sum(values) / len(values), "longest": max(values), "last": values[-1]}
         for part, values in seconds.items()
@@ -275,10 +270,6 @@ def _state(run: RunFiles) -> dict[str, Any]:
         "lag_max": summary.get("lag/max"),
         "error": summary.get("error"),
     }
-
-
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

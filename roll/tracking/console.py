@@ -1,7 +1,7 @@
 """The console: a live view on a terminal, plain lines everywhere else.
 
-Both are drawn from one immutable progress record, so the thread that redraws the terminal never sees a half-updated
-one. A terminal without width, colours or Unicode, or no terminal at all, never stops a run.
+Both are drawn from one immutable record, so the thread that redraws the terminal never sees a half-updated one. A
+terminal without width, colours or Unicode, or no terminal at all, never stops a run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _logger = logging.getLogger(__name__)
 
 _STEPS_OF_ESTIMATE = 20
 _REDRAWS_PER_SECOND = 2
-_BAR_WIDTH = 60
-_ROLE_BAR_WIDTH = 20
+_BAR_WIDTH, _ROLE_BAR_WIDTH = 60, 20
 
 
 @dataclass(frozen=True)
@@ -45,27 +44,26 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Latest value of each metric."""
     first_accuracy: Mapping[str, float] = field(default_factory=dict)
-    last_accuracy: Mapping[str, float] = field(default_factory=dict)
     marks: tuple[tuple[float, int], ...] = ()
     """Recent pairs of time and completed steps."""
     message: str = ""
 
     def after(self, metrics: Mapping[str, float], step: int, now: float) -> Progress:
         """Return the progress once ``step`` training steps are done."""
-        accuracy = validation_accuracy(metrics)
         return replace(
             self,
             step=step,
             metrics={**self.metrics, **metrics},
-            first_accuracy={**accuracy, **self.first_accuracy},
-            last_accuracy={**self.last_accuracy, **accuracy},
+            first_accuracy={**validation_accuracy(metrics), **self.first_accuracy},
             marks=(*self.marks, (now, step))[-_STEPS_OF_ESTIMATE:],
         )
 
     def seconds_left(self, now: float) -> float | None:
         """Return an estimate from the recent steps; ``None`` until one step has been timed."""
-        if not self.marks or self.step >= self.max_steps:
-            return 0.0 if self.step >= self.max_steps else None
+        if self.step >= self.max_steps:
+            return 0.0
+        if not self.marks:
+            return None
         (first_time, first_step), (last_time, last_step) = self.marks[0], self.marks[-1]
         if last_step <= first_step:
             return None
@@ -74,11 +72,10 @@ class Progress:
 
 
 class Console:
-    """The display of a run.
+    """The display of a run: the live view if ``stream`` is a terminal that can move its cursor.
 
-    The live view is used if ``stream`` (default: standard output) is a terminal that can move its cursor. Otherwise
-    each reported step is one plain line: every ``logging_steps`` steps, at the last step and at each validation.
-    `NO_COLOR` is respected.
+    Otherwise each reported step is one plain line: every ``logging_steps`` steps, at the last step and at each
+    validation. `NO_COLOR` is respected.
     """
 
     def __init__(
@@ -95,16 +92,21 @@ class Console:
         self._progress = Progress(self._printable(name), max_steps, started=clock())
         self._broken = False
         self._closed = False
-        self._live = self._start_live() if _can_move_cursor(self._stream) else None
+        self._live: Live | None = None
+        if self._stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown"):
+            self._live = Live(
+                console=RichConsole(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False),
+                get_renderable=lambda: live_view(self._progress, self._clock()),
+                refresh_per_second=_REDRAWS_PER_SECOND,
+                vertical_overflow="crop",
+            )
+            self._live.start(refresh=True)
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the metrics after ``step`` completed training steps (0: before the first, a line only if validated).
-
-        The shown metrics are ``reward/mean``, ``val/<domain>/accuracy``, ``lag/{mean,max}``,
-        ``tokens_per_second/<role>`` and ``idle/<role>``, each where present.
-        """
+        """Show the metrics after ``step`` completed training steps (0: before the first, a line only if validated)."""
         now = self._clock()
-        self._take(metrics, step, now)
+        printable = {self._printable(name): value for name, value in metrics.items()}
+        self._progress = self._progress.after(printable, step, now)
         regular = step > 0 and step % self._logging_steps == 0
         due = regular or step == self._progress.max_steps or validation_accuracy(metrics)
         if self._live is None and due:
@@ -112,12 +114,8 @@ class Console:
 
     def resume(self, metrics: Mapping[str, float], step: int) -> None:
         """Take over a step of an earlier process, without a line."""
-        self._take(metrics, step, 0.0)
-        self._progress = replace(self._progress, marks=())
-
-    def _take(self, metrics: Mapping[str, float], step: int, now: float) -> None:
         printable = {self._printable(name): value for name, value in metrics.items()}
-        self._progress = self._progress.after(printable, step, now)
+        self._progress = replace(self._progress.after(printable, step, 0.0), marks=())
 
     def event(self, text: str) -> None:
         """Print something worth a line of its own, such as a restarted worker."""
@@ -134,17 +132,6 @@ class Console:
             self._live.stop()
             self._live = None
         self._print(self._printable(closing_text(summary)))
-
-    def _start_live(self) -> Live:
-        screen = RichConsole(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-        view = Live(
-            console=screen,
-            get_renderable=lambda: live_view(self._progress, self._clock()),
-            refresh_per_second=_REDRAWS_PER_SECOND,
-            vertical_overflow="crop",
-        )
-        view.start(refresh=True)
-        return view
 
     def _print(self, text: str) -> None:
         """Print a text. If its reader is gone (`| head`, a closed terminal), only the output stops."""
@@ -167,10 +154,7 @@ class Console:
 
 
 def say_beside(text: str) -> None:
-    """Print a line from outside the console on the present `sys.stderr`, so that it appears above a live view.
-
-    It may be called from any thread. If nothing can be printed, the line is lost.
-    """
+    """Print a line, from any thread, on the present `sys.stderr`, so that it appears above a live view."""
     say(_without_control(text), error=True)
 
 
@@ -195,15 +179,9 @@ def live_view(progress: Progress, now: float) -> Group:
 
 def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
     """Return a line for each role, with the numbers first, because a narrow terminal cuts off the end."""
-    idle, speed = (
-        {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        for prefix in ("idle/", "tokens_per_second/")
-    )
-    roles = list(dict.fromkeys([*speed, *idle]))
-    if not roles:
-        return []
-    lines = [Text(f"{'idle':>5} {'tokens/s':>9}  role", style="dim")]
-    for role in roles:
+    idle, speed = _by_role(metrics, "idle/"), _by_role(metrics, "tokens_per_second/")
+    lines = [Text(f"{'idle':>5} {'tokens/s':>9}  role", style="dim")] if idle or speed else []
+    for role in dict.fromkeys([*speed, *idle]):
         share = f"{idle[role]:.0%}" if role in idle else ""
         tokens = _thousands(speed[role]) if role in speed else ""
         working = 1 - idle.get(role, 1.0)
@@ -235,31 +213,27 @@ def duration(seconds: float) -> str:
 
 def _facts(progress: Progress) -> list[tuple[str, str]]:
     """Return label and text of the present metrics, the most important first."""
-    metrics, first, last = progress.metrics, progress.first_accuracy, progress.last_accuracy
-    accuracy = [f"{domain} {_change(first[domain], last[domain])}" for domain in last]
+    metrics, first = progress.metrics, progress.first_accuracy
+    idle, speed = _by_role(metrics, "idle/"), _by_role(metrics, "tokens_per_second/")
+    accuracy = [f"{domain} {_change(first[domain], last)}" for domain, last in validation_accuracy(metrics).items()]
     lag = [f"{metrics[f'lag/{kind}']:.3g} {kind}" for kind in ("mean", "max") if f"lag/{kind}" in metrics]
     facts = [
         ("reward", f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else ""),
         ("val", ", ".join(accuracy)),
         ("lag", ", ".join(lag)),
-        ("tokens/s", _by_role(metrics, "tokens_per_second/", _thousands)),
-        ("idle", _by_role(metrics, "idle/", lambda share: f"{share:.0%}")),
+        ("tokens/s", ", ".join(f"{role} {_thousands(rate)}" for role, rate in speed.items())),
+        ("idle", ", ".join(f"{role} {share:.0%}" for role, share in idle.items())),
     ]
     return [(label, text) for label, text in facts if text]
 
 
-def _change(first: float | None, last: float | None) -> str:
-    return _percent(last) if first == last else f"{_percent(first)} -> {_percent(last)}"
+def _change(*first_and_last: float | None) -> str:
+    """Return the first and the last accuracy as text; one if they are the same."""
+    return " -> ".join("?" if share is None else f"{share:.1%}" for share in dict.fromkeys(first_and_last))
 
 
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{share:.1%}"
-
-
-def _by_role(metrics: Mapping[str, float], prefix: str, render: Callable[[float], str]) -> str:
-    return ", ".join(
-        f"{name.removeprefix(prefix)} {render(value)}" for name, value in metrics.items() if name.startswith(prefix)
-    )
+def _by_role(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def _thousands(value: float) -> str:
@@ -272,7 +246,3 @@ def _times(progress: Progress, now: float) -> str:
     left = progress.seconds_left(now)
     elapsed = f"{duration(now - progress.started)} elapsed"
     return elapsed if left is None else f"{elapsed}, {duration(left)} left"
-
-
-def _can_move_cursor(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")

@@ -1,8 +1,8 @@
 """Files that stay readable after a crash, errors that say which file could not be written, and printing.
 
 A file is either replaced as a whole (the old content stays until the new one is on disk) or grows by whole lines, each
-flushed. A reader therefore meets at most one torn line, at the end, and knows to skip it. The reader of what is printed
-may be gone (`| head`, a closed terminal), or its disk full.
+flushed, so a reader meets at most one torn line, at the end. The reader of what is printed may be gone (`| head`, a
+closed terminal), or its disk full.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
 
-SYNC_PIECE = 64 * 1024 * 1024
-"""Bytes synced at a time."""
+SYNC_PIECE = 64 * 1024 * 1024  # bytes
 
 
 @contextmanager
@@ -60,16 +59,13 @@ def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
     with naming(path):
         size = path.stat().st_size
         synced = _sync_pieces(path, size, on_synced) if size > SYNC_PIECE else 0
-        _sync(path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     on_synced(size - synced)
 
 
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk: a new file that is synced may still lose its name."""
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,10 +97,7 @@ def remove_partials(path: Path) -> None:
 
 
 def json_number(value: object) -> float | int | None:
-    """Return a number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
-
-    Raises `TypeError` for anything else.
-    """
+    """Return a number (numpy's too) as JSON can hold it: None for NaN and infinities. Raises `TypeError` for others."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -150,15 +143,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises `ValueError` with path and line number for a broken line anywhere else.
     """
-    *lines, tail = Path(path).read_bytes().split(b"\n")
+    lines = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         record = _parse_object(line)
-        if record is None:
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
             raise ValueError(f"{path}, line {number}: not a JSON object")
-        records.append(record)
-    last = _parse_object(tail)
-    return records if last is None else [*records, last]
+    return records
 
 
 def keep_lines(
@@ -191,17 +184,12 @@ def _mend_last_line(path: Path) -> None:
     if not path.is_file():
         return
     content = path.read_bytes()
-    whole, newline, tail = content.rpartition(b"\n")
-    if not tail:
-        return
+    tail = content.rpartition(b"\n")[2]
     if _parse_object(tail) is not None:
         with open(path, "ab") as file:
             file.write(b"\n")
-    else:
-        os.truncate(path, len(whole) + len(newline))
-
-
-_NOT_PRINTED = {errno.EPIPE, errno.ENOSPC, errno.EIO}
+    elif tail:
+        os.truncate(path, len(content) - len(tail))
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -231,7 +219,7 @@ def printed(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except OSError as problem:
-        if problem.errno not in _NOT_PRINTED or problem.filename is not None:
+        if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or problem.filename is not None:
             raise
         silence(sys.stdout)
         if problem.errno != errno.EPIPE:

@@ -1,11 +1,9 @@
 """Logs of a run: a file per role without secrets, captured native output, and warnings on the driver's terminal.
 
-Redaction looks for names (``api_key: …``, ``HF_TOKEN=…``) and for the values of such environment variables, wherever
-they occur in a text. It is a safety net for logs, not a reason to print secrets.
-
-Engines, Ray and compilers write to the file descriptors of a process and of its children, bypassing `logging`. A
-process of a role redirects both descriptors for good. The driver redirects them for the length of a run and keeps a way
-to its terminal for Python, so that output of our own code or of a user's stage is still seen.
+Redaction is a safety net for logs, not a reason to print secrets. Engines, Ray and compilers write to the file
+descriptors of a process and of its children, bypassing `logging`. A process of a role redirects both for good. The
+driver redirects them for the length of a run and keeps a way to its terminal for Python, so that output of our own code
+or of a user's stage is still seen.
 
 A thread of the driver reads the growth of the files and shows warnings and errors of this project and errors of
 libraries, or everything if asked, with the role in front. It shows a bounded amount and counts the rest, so a role that
@@ -19,8 +17,9 @@ import os
 import re
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
@@ -30,19 +29,17 @@ from roll.tracking.files import naming, silence
 STDOUT, STDERR = 1, 2
 
 
-def give_away_output(log_dir: Path, role: str) -> Path:
-    """Redirect all output of this process and its children to ``<log_dir>/<role>.out`` for good; return the file.
+def give_away_output(log_dir: Path, role: str) -> None:
+    """Redirect all output of this process and its children to ``<log_dir>/<role>.out`` for good.
 
     For worker processes only. Raises `OSError` naming the file.
     """
-    path = role_file(log_dir, role, ".out")
-    target = _opened(path)
+    target = _opened(log_dir, role)
     _flush((sys.stdout, sys.stderr))
     for descriptor in (STDOUT, STDERR):
         os.dup2(target, descriptor)
     os.close(target)
     sys.stdout, sys.stderr = _stream(STDOUT, sys.stdout), _stream(STDERR, sys.stderr)
-    return path
 
 
 @contextmanager
@@ -51,7 +48,7 @@ def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
 
     Output of Python code still goes where it went. Raises `OSError` naming the file.
     """
-    target = _opened(role_file(log_dir, role, ".out"))
+    target = _opened(log_dir, role)
     before = {STDOUT: sys.stdout, STDERR: sys.stderr}
     kept = {descriptor: os.dup(descriptor) for descriptor in before}
     try:
@@ -74,7 +71,8 @@ def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _opened(path: Path) -> int:
+def _opened(log_dir: Path, role: str) -> int:
+    path = role_file(log_dir, role, ".out")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -100,32 +98,22 @@ def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) 
     The root logger's handlers are the program's own and stay. Handlers are replaced, not redirected, because the stream
     of some (`logging.lastResort`) is fixed.
     """
-    replaced = [
-        (logger, handler, _like(handler, file))
+    found = [
+        (logger, handler)
         for logger in logging.root.manager.loggerDict.values()
         if isinstance(logger, logging.Logger)
         for handler in logger.handlers
         if isinstance(handler, logging.StreamHandler) and handler.stream in terminal
     ]
-    for logger, handler, stand_in in replaced:
-        logger.removeHandler(handler)
-        logger.addHandler(stand_in)
-    try:
+    with ExitStack() as undo:
+        for logger, handler in found:
+            stand_in = logging.StreamHandler(file)
+            stand_in.level, stand_in.formatter, stand_in.filters = handler.level, handler.formatter, handler.filters
+            logger.removeHandler(handler)
+            undo.callback(logger.addHandler, handler)
+            logger.addHandler(stand_in)
+            undo.callback(logger.removeHandler, stand_in)
         yield
-    finally:
-        for logger, handler, stand_in in replaced:
-            logger.removeHandler(stand_in)
-            logger.addHandler(handler)
-
-
-def _like(handler: logging.Handler, file: TextIO) -> logging.Handler:
-    """Return a handler with the same level, formatter and filters that writes to ``file``."""
-    stand_in = logging.StreamHandler(file)
-    stand_in.setLevel(handler.level)
-    stand_in.setFormatter(handler.formatter)
-    for each in handler.filters:
-        stand_in.addFilter(each)
-    return stand_in
 
 
 def _flush(streams: Iterable[TextIO | None]) -> None:
@@ -266,7 +254,9 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     credential, or ends in token; bearer tokens; passwords in URLs; and the values of environment variables with such
     names. ``environ`` defaults to the process environment.
     """
-    for value in _secret_values(os.environ if environ is None else environ):
+    variables = (os.environ if environ is None else environ).items()
+    secrets = {value for name, value in variables if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)}
+    for value in sorted(secrets, key=len, reverse=True):  # a secret inside a longer one must leave no rest of it
         text = text.replace(value, MASK)
     for pattern in (_BEARER, _URL_PASSWORD):
         text = pattern.sub(rf"\g<name>{MASK}", text)
@@ -285,20 +275,10 @@ def _mask_assignments(text: str) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
-    """Return True for the name of a secret.
-
-    `token` counts at the end only (`max_new_tokens` is a number), and not in the words of a tokenizer.
-    """
+    """`token` counts at the end only (`max_new_tokens` is a number), and not in the words of a tokenizer."""
     name = name.lower()
-    if _SECRET_WORD.search(name):
-        return True
-    return name.endswith("token") and not _TOKENIZER_WORD.search(name)
-
-
-def _secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Return the secret values, longest first, so that a secret inside a longer one leaves no rest of it."""
-    values = {value for name, value in environ.items() if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)}
-    return sorted(values, key=len, reverse=True)
+    named_token = name.endswith("token") and not _TOKENIZER_WORD.search(name)
+    return named_token or _SECRET_WORD.search(name) is not None
 
 
 class _RedactingFormatter(logging.Formatter):
@@ -318,18 +298,16 @@ class _TerminalHandler(logging.Handler):
             self.handleError(record)
 
 
-def configure_logging(log_dir: Path | None, role: str, console: bool = False) -> Path | None:
+def configure_logging(log_dir: Path, role: str, console: bool = False) -> Path:
     """Send this process's log to ``<log_dir>/<role>.log`` and, with ``console``, warnings to the terminal as well.
 
     Messages of this project are logged from INFO, those of libraries from WARNING. Python's own warnings go to the file
-    only. A second call replaces the handlers of the first. Returns the file (``None`` without ``log_dir``); raises
-    `OSError` naming a file that cannot be opened.
+    only. A second call replaces the handlers of the first. Returns the file; raises `OSError` naming a file that cannot
+    be opened.
     """
-    handlers: list[logging.Handler] = []
-    file_path = None if log_dir is None else role_file(log_dir, role, ".log")
-    if file_path is not None:
-        file_path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(file_path, encoding="utf-8", errors="backslashreplace"))
+    path = role_file(log_dir, role, ".log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")]
     if console:
         terminal = _TerminalHandler()
         terminal.setLevel(logging.WARNING)
@@ -346,10 +324,16 @@ def configure_logging(log_dir: Path | None, role: str, console: bool = False) ->
     root.setLevel(logging.WARNING)
     logging.getLogger("roll").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    return file_path
+    return path
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a log."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return [line.rstrip("\n") for line in deque(file, maxlen=count)]
 
 
 def role_file(log_dir: Path, role: str, suffix: str) -> Path:
     """Return one file inside the folder for any role name: ``rewards.math/0`` -> ``rewards.math_0.log``."""
     name = re.sub(r"[^\w.-]+", "_", role).strip(".") or "unnamed"
-    return Path(log_dir) / f"{name}{suffix}"
+    return log_dir / f"{name}{suffix}"

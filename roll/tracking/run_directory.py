@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, that it is new, and the paths inside it.
+"""The folder of a run and the paths inside it.
 
 Creating it claims it: two runs never share a folder, and the results of an earlier run are never overwritten.
 """
@@ -6,6 +6,7 @@ Creating it claims it: two runs never share a folder, and the results of an earl
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -31,48 +32,32 @@ class RunDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / "config.yaml"
-        """The resolved configuration, secrets redacted."""
-        self.metrics = root / "metrics.jsonl"
-        """One JSON object per training step."""
-        self.timeline = root / "timeline.json"
-        """States of stages and workers over time; opens in Perfetto."""
-        self.samples = root / "samples.jsonl"
-        """Readable rollouts."""
-        self.summary = root / "summary.json"
-        """End and results of the run."""
-        self.status = root / "status.json"
-        """Present activity of the run."""
-        self.chaos = root / "chaos.jsonl"
-        """Record of the injected faults."""
+        self.config = root / "config.yaml"  # the resolved configuration, secrets redacted
+        self.metrics = root / "metrics.jsonl"  # one JSON object per training step
+        self.timeline = root / "timeline.json"  # states of stages and workers over time; opens in Perfetto
+        self.samples = root / "samples.jsonl"  # readable rollouts
+        self.summary = root / "summary.json"  # end and results of the run
+        self.status = root / "status.json"  # present activity of the run
+        self.chaos = root / "chaos.jsonl"  # record of the injected faults
         self.checkpoints = root / "checkpoints"
-        """Folder of checkpoints."""
-        self.journal = root / "journal"
-        """Folder of the rollout journal."""
-        self.weights = root / "weights"
-        """Folder of published weights on their way to the engines, if they travel as files."""
-        self.weights_note = root / "weights.json"
-        """Note that names the other folder of published weights, if the configuration sets one."""
-        self.tensorboard = root / "tensorboard"
-        """Folder of TensorBoard's events."""
-        self.trackers = root / "trackers"
-        """Folder with one folder per plug-in tracker."""
-        self.tracker_ids = self.trackers / "ids.json"
-        """The run's id in each plug-in tracker."""
-        self.episodes = root / "episodes"
-        """Validation episodes to look at."""
-        self.logs = root / "logs"
-        """Folder of the logs of driver and workers."""
+        self.journal = root / "journal"  # journal of the rollouts
+        self.weights = root / "weights"  # published weights on their way to the engines, if they travel as files
+        self.weights_note = root / "weights.json"  # names the other folder of published weights, if one is set
+        self.tensorboard = root / "tensorboard"  # TensorBoard's events
+        self.trackers = root / "trackers"  # one folder per plug-in tracker
+        self.tracker_ids = self.trackers / "ids.json"  # the run's id in each plug-in tracker
+        self.episodes = root / "episodes"  # validation episodes to look at
+        self.logs = root / "logs"  # logs of driver and workers
+        self._lock = root / ".lock"
+
 
     @classmethod
     def create(
         cls, output_dir: str | None, exp_name: str, now: datetime | None = None, base: Path | str = "output"
     ) -> RunDirectory:
-        """Make and claim the folder of a new run.
+        """Make and claim the folder of a new run: ``output_dir`` if given, else ``<base>/<exp_name>/<time>``.
 
-        The folder is ``output_dir`` if given. Otherwise it is ``<base>/<exp_name>/<time>``, and the link ``latest``
-        beside it then points to it. ``now`` is the time in the name (default: the present, local time).
-
+        The link ``latest`` beside the latter then points to it. ``now`` is the time in the name (default: the present).
         Raises `RunExists` if ``output_dir`` holds a run already, `ValueError` for an ``exp_name`` that leads out of
         ``base``, and `OSError` with the path if the folder cannot be made.
         """
@@ -83,7 +68,15 @@ class RunDirectory:
         else:
             root = _make_timed_folder(Path(base) / _checked_name(exp_name), now or datetime.now())
         run = cls(root)
-        run._claim()
+        try:
+            # If two runs start at once in one folder, one of them fails here.
+            with naming(run.metrics):
+                run.metrics.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise RunExists(
+                f"{root} already holds a run ({run.metrics.name} exists). Choose another output_dir, or move or delete "
+                "that folder; without output_dir each run gets a folder of its own."
+            ) from error
         with naming(root):
             run.checkpoints.mkdir(exist_ok=True)
             run.logs.mkdir(exist_ok=True)
@@ -111,34 +104,31 @@ class RunDirectory:
 
         Raises `RunExists` if another process works on it, and `RunUnusable` if its folder cannot be written.
         """
-        path = self.root / ".lock"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = open(self._lock, "ab")
         except OSError as error:
             raise RunUnusable(f"cannot write to {self.root}: {error.strerror}") from error
-        try:
+        with lock:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunExists(f"another process works on the run in {self.root}: end it first") from None
             yield
-        finally:
-            os.close(descriptor)
 
     def write_config(self, text: str) -> None:
         """Save the resolved configuration, whose secrets are already redacted."""
         write_atomically(self.config, text)
 
-    def _claim(self) -> None:
-        """Create `metrics.jsonl` exclusively: if two runs start at once in one folder, one fails here."""
+    def is_held(self) -> bool:
+        """Return True if a process works on the run. The lock is tested with a shared lock, released at once."""
         try:
-            with naming(self.metrics), open(self.metrics, "x"):
-                pass
-        except FileExistsError as error:
-            raise RunExists(
-                f"{self.root} already holds a run ({self.metrics.name} exists). Choose another output_dir, or move or "
-                "delete that folder; without output_dir each run gets a folder of its own."
-            ) from error
+            with open(self._lock) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 def _checked_name(exp_name: str) -> str:
@@ -151,18 +141,16 @@ def _checked_name(exp_name: str) -> str:
 def _make_timed_folder(parent: Path, now: datetime) -> Path:
     """Make a folder named by the time. Two runs started within one second get different folders."""
     stamp = now.strftime("%Y-%m-%d_%H-%M-%S")
-    attempt = 1
-    while True:
-        root = parent / (stamp if attempt == 1 else f"{stamp}_{attempt}")
-        try:
-            with naming(root):
-                parent.mkdir(parents=True, exist_ok=True)
+    root = parent / stamp
+    with naming(root):
+        parent.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count(2):
+            try:
                 root.mkdir()
-            return root
-        except FileExistsError:
-            if not parent.is_dir():
-                raise
-            attempt += 1
+                break
+            except FileExistsError:
+                root = parent / f"{stamp}_{attempt}"
+    return root
 
 
 def _point_latest_to(root: Path) -> None:

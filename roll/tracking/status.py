@@ -1,15 +1,15 @@
 """`status.json`: the present state of a run, for a reader in another process; and the watch over a stuck driver.
 
-A thread of its own rewrites the file every second. The file therefore tells a working driver from one that is busy,
-that is gone, or whose event loop is stuck (and where). The file holds the last known state, bounded however large the
-run is, and stays when the run ends. It is not essential: a failed write is logged and tried again.
+A thread of its own rewrites the file every second, so the file tells a working driver from one that is gone or whose
+event loop is stuck (and where). It holds the last known state, bounded however large the run is, and stays when the run
+ends. It is not essential: a failed write is logged and tried again.
 
 A watch on the event loop cannot end a run whose event loop is stuck, and the file's own disk may hang, so a second
 thread interrupts or kills a driver that does not end. Only watched time counts: a pause of the whole process (SIGSTOP,
 a laptop that sleeps) or a changed clock is no reason to end a run.
 
-The position of a thread or task is one line of the program: the innermost frame outside of libraries, which says more
-about a hang than the frames inside. The function that hangs in the library is added.
+The place of a thread or task is the innermost line outside of libraries, which says more about a hang than the frames
+inside, and the function that hangs in the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from traceback import walk_stack
@@ -35,17 +35,16 @@ from pydantic import TypeAdapter, ValidationError
 from roll.tracking.files import write_atomically
 from roll.tracking.waits import Wait
 
+logger = logging.getLogger(__name__)
+
 Phase = Literal["preparing", "starting", "running", "ending", "ended"]
 """In order: before the event loop runs; roles start; stages run; processes are ended; nothing runs any more."""
 
+WRITE_SECONDS = 1.0
 STUCK_SECONDS = 5.0
 """Seconds after which the place of a stuck event loop, or of a long end of the run, is reported."""
 ENDING_SECONDS = 240.0
-"""Longest end of a run, in seconds.
-
-It is longer than the wait for worker processes and shorter than asyncio's wait for threads. Later waits have no
-deadline.
-"""
+"""Longest end of a run: longer than the wait for worker processes, shorter than asyncio's for threads."""
 DEAF_SECONDS = 60.0
 """Seconds from the limit to the kill. An event loop that is stuck in native code does not react to interrupts."""
 INTERRUPTS = 2
@@ -72,9 +71,8 @@ class DriverWatch:
     stall_timeout_seconds: float
     ending_seconds: float = ENDING_SECONDS
     stuck: float = 0.0
-    """Seconds since its event loop last came round, in phases in which it should."""
+    """Seconds since its event loop last came round, in phases in which it should; ``ending``: since the end began."""
     ending: float = 0.0
-    """Seconds for which the run has been ending."""
     interrupts: int = 0
 
     def look(self, phase: Phase, seconds: float, came_round: bool) -> Literal["go on", "interrupt", "end"]:
@@ -101,26 +99,21 @@ class ProcessFacts:
 
 def look_at(pid: int) -> ProcessFacts | None:
     """Return the facts of a process; None if it no longer exists on this host."""
-    stat = Path("/proc") / str(pid) / "stat"
     if not Path("/proc/self/stat").exists():
-        return ProcessFacts(None, stopped=False) if _answers(pid) else None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass  # it is there, and another user's
+        return ProcessFacts(None, stopped=False)
     try:
-        text = stat.read_text()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name in parentheses may contain anything, so fields are counted from its end.
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else ProcessFacts(int(fields[18]), stopped=state in "Tt")
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 _POOL_THREAD = "concurrent/futures/thread.py"
@@ -137,22 +130,20 @@ def thread_place(ident: int) -> str | None:
     return _place([frame for frame, _ in walk_stack(inner)])
 
 
+def _busy_places() -> Iterator[tuple[threading.Thread, str]]:
+    for thread in threading.enumerate():
+        if thread.ident is not None and (place := thread_place(thread.ident)) is not None:
+            yield thread, place
+
+
 def busy_threads() -> list[str]:
     """Return each thread that is busy and that the process waits for at exit, with its line."""
-    threads = (thread for thread in threading.enumerate() if not thread.daemon)
-    return [f"{name} in {place}" for name, place in _busy_places(threads)]
+    return [f"{thread.name} in {place}" for thread, place in _busy_places() if not thread.daemon]
 
 
 def working_place(thread_name: str) -> str | None:
     """Return the source line that a thread named ``thread_name...`` is executing; None if all of them are idle."""
-    threads = (thread for thread in threading.enumerate() if thread.name.startswith(thread_name))
-    return next((place for _, place in _busy_places(threads)), None)
-
-
-def _busy_places(threads: Iterable[threading.Thread]) -> Iterator[tuple[str, str]]:
-    for thread in threads:
-        if thread.ident is not None and (place := thread_place(thread.ident)) is not None:
-            yield thread.name, place
+    return next((place for thread, place in _busy_places() if thread.name.startswith(thread_name)), None)
 
 
 def task_place(task: asyncio.Task[object]) -> str | None:
@@ -183,11 +174,6 @@ def _is_own(path: str) -> bool:
     return path.startswith(_HERE) or not path.startswith(("<", *_LIBRARIES))
 
 
-logger = logging.getLogger(__name__)
-
-WRITE_SECONDS = 1.0
-
-
 @dataclass(frozen=True)
 class DriverStatus:
     """The process that conducts the run."""
@@ -195,7 +181,6 @@ class DriverStatus:
     pid: int
     host: str
     started: int | None
-    """See `ProcessFacts.started`."""
 
     @classmethod
     def of_this_process(cls) -> DriverStatus:
@@ -237,7 +222,7 @@ class WorkerStatus:
     asked_since: float
     """Time of its last sign of life, or of the first request for one."""
     started: int | None = None
-    """See `ProcessFacts.started`; None: on another host."""
+    """None: on another host, or see `ProcessFacts.started`."""
     has_answered: bool = True
     loop_lag: float = 0.0
     place: str | None = None
@@ -287,21 +272,14 @@ class RunStatus:
     """Number of groups in flight by what they wait for; ``waits`` has only the oldest of them."""
 
 
-_RECORD = TypeAdapter(RunStatus)
-
-
-class DamagedStatus(ValueError):
-    """The file exists but cannot be understood."""
-
-
 def read_status(path: Path) -> RunStatus | None:
-    """Read the status; None if there is no such file. Raises `DamagedStatus`, and `OSError` if it cannot be read."""
+    """Read the status; None if there is no such file. Raises `ValueError` for a damaged file."""
     try:
-        return _RECORD.validate_json(path.read_bytes())
+        return TypeAdapter(RunStatus).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise DamagedStatus(f"{path} cannot be understood: {error.errors()[0]['msg']}") from error
+        raise ValueError(f"{path} cannot be understood: {error.errors()[0]['msg']}") from error
 
 
 class StatusFile:
@@ -316,8 +294,7 @@ class StatusFile:
     ) -> None:
         """Start the threads. Call this in the thread that will run the event loop.
 
-        If ``watch`` decides so, ``interrupt`` is called to interrupt that thread, or ``end``, with a reason, to end the
-        process.
+        If ``watch`` decides so, ``interrupt`` is called to interrupt that thread, or ``end``, with a reason.
         """
         self._path = path
         self._interrupt = interrupt
@@ -365,49 +342,44 @@ class StatusFile:
             self._changed.wait(WRITE_SECONDS)
             self._changed.clear()
             ended = self._closed.is_set()
-            self._write(self._seen_from_here(replace(self._status, phase="ended") if ended else self._status))
-
-    def _seen_from_here(self, status: RunStatus) -> RunStatus:
-        return replace(
-            status,
-            written=time.time(),
-            loop_place=thread_place(self._loop_thread) if self._watch.stuck > STUCK_SECONDS else None,
-            ending_threads=tuple(busy_threads()) if self._watch.ending > STUCK_SECONDS else (),
-        )
+            status = replace(
+                self._status,
+                written=time.time(),
+                loop_place=thread_place(self._loop_thread) if self._watch.stuck > STUCK_SECONDS else None,
+                ending_threads=tuple(busy_threads()) if self._watch.ending > STUCK_SECONDS else (),
+            )
+            self._write(replace(status, phase="ended") if ended else status)
 
     def _look_again_and_again(self) -> None:
         attention = Attention(2 * WRITE_SECONDS)
         rounds = self._rounds
         while not self._closed.wait(WRITE_SECONDS):
             rounds, before = self._rounds, rounds
-            self._act(self._watch.look(self._status.phase, attention.look(), rounds != before))
+            decision = self._watch.look(self._status.phase, attention.look(), rounds != before)
+            if decision == "interrupt":
+                self.stuck_because = self.stuck_because or self._reason()
+                self._interrupt()
+            elif decision == "end":
+                self._end(self._reason())
 
-    def _act(self, decision: str) -> None:
-        if decision == "interrupt":
-            self.stuck_because = self.stuck_because or self._stuck_because()
-            self._interrupt()
-        elif decision == "end":
-            self._end(self._late_because() if self._status.phase == "ending" else self._stuck_because())
-
-    def _stuck_because(self) -> str:
-        limit = self._watch.stall_timeout_seconds
+    def _reason(self) -> str:
+        """Return why the driver is interrupted or ended."""
+        watch = self._watch
+        if self._status.phase == "ending":
+            threads = "; ".join(busy_threads()) or "no thread of Python"
+            return f"the run had not come to its end after {watch.ending:.0f} s; still at work: {threads}"
         return (
-            f"the driver's event loop was stuck for {self._watch.stuck:.0f} s (stall_timeout_seconds: {limit:g}) in "
-            f"{thread_place(self._loop_thread)}"
+            f"the driver's event loop was stuck for {watch.stuck:.0f} s (stall_timeout_seconds: "
+            f"{watch.stall_timeout_seconds:g}) in {thread_place(self._loop_thread)}"
         )
-
-    def _late_because(self) -> str:
-        threads = "; ".join(busy_threads()) or "no thread of Python"
-        return f"the run had not come to its end after {self._watch.ending:.0f} s; still at work: {threads}"
 
     def _write(self, current: RunStatus) -> None:
         # Texts come from exceptions and may contain what UTF-8 cannot hold: halves of surrogate pairs.
         text = json.dumps(asdict(current), indent=1, ensure_ascii=False, default=str)
         try:
             write_atomically(self._path, text.encode("utf-8", "replace").decode() + "\n", durable=False)
+            self._failing = False
         except OSError as error:
             if not self._failing:
                 logger.warning("`roll doctor` will not know how the run stands: %s", error)
             self._failing = True
-        else:
-            self._failing = False

@@ -1,8 +1,7 @@
 """`summary.json`, the state of the run in one small file, and `samples.jsonl`, a few readable rollouts per step.
 
-The summary is true at every moment. It says ``running`` from the start, so a run that is killed at once never looks
-like a success. Once a failure is recorded, nothing turns it into a success. Each sample also has a bounded number of
-single tokens, with their policy versions and advantages. Equal neighbouring values are written once.
+The summary is true at every moment: it says ``running`` from the start, so a run that is killed at once never looks
+like a success, and nothing turns a recorded failure into a success.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from roll.tracking.files import JsonLines, json_number, read_json_lines, write_atomically
+from roll.tracking.files import JsonLines, json_number, write_atomically
 from roll.tracking.logs import redact
 
 
@@ -67,43 +66,28 @@ class SampleLog(JsonLines):
             self.append(_as_record(sample))
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the samples of a run in order; a last line torn by a crash is left out."""
-    return read_json_lines(path)
-
-
 def _as_record(sample: ReadableSample) -> dict[str, Any]:
-    record = {
-        **vars(sample),
-        "score": json_number(sample.score),
-        "advantage": None if sample.advantage is None else json_number(sample.advantage),
-    }
+    record = {**vars(sample), "score": json_number(sample.score), "advantage": _known_number(sample.advantage)}
     tokens = record.pop("tokens")
     return record if tokens is None else {**record, "tokens": _tokens_record(tokens)}
 
 
 def _tokens_record(tokens: ReadableTokens) -> dict[str, Any]:
     """Return the tokens with versions, advantages and turns as pairs of run length and value."""
-    advantages = [None if value is None else json_number(value) for value in tokens.advantages]
-    return {
-        **vars(tokens),
-        "versions": _run_lengths(tokens.versions),
-        "advantages": _run_lengths(advantages),
-        "turns": _run_lengths(tokens.turns),
-    }
+    advantages = [_known_number(value) for value in tokens.advantages]
+    columns = {"versions": tokens.versions, "advantages": advantages, "turns": tokens.turns}
+    pairs = {name: [[len(list(equal)), value] for value, equal in groupby(column)] for name, column in columns.items()}
+    return {**vars(tokens), **pairs}
 
 
-def _run_lengths(values: Sequence[Any]) -> list[list[Any]]:
-    return [[len(list(equal)), value] for value, equal in groupby(values)]
-
-
-_ACCURACY = re.compile(r"val/(?P<domain>.+)/accuracy")
+def _known_number(value: float | None) -> float | int | None:
+    return None if value is None else json_number(value)
 
 
 def validation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics ``val/<domain>/accuracy`` by domain."""
-    matches = {name: _ACCURACY.fullmatch(name) for name in metrics}
-    return {match["domain"]: metrics[name] for name, match in matches.items() if match}
+    pattern = re.compile("val/(.+)/accuracy")
+    return {match[1]: value for name, value in metrics.items() if (match := pattern.fullmatch(name))}
 
 
 def describe_error(error: BaseException) -> str:
@@ -117,9 +101,30 @@ def describe_error(error: BaseException) -> str:
     return f"{text} (caused by {describe_error(error.__cause__)})" if error.__cause__ else text
 
 
+_KINDS = {
+    "ledger": (dict, "JSON object"),
+    "val/first": (dict, "JSON object"),
+    "val/last": (dict, "JSON object"),
+    "resumed_at": (list, "list"),
+    "seconds": (int | float, "number"),
+    "first_step_seconds": (int | float, "number"),
+}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the content of a `summary.json`. Raises `ValueError` if it is damaged."""
+    summary = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(summary, dict):
+        raise ValueError("it is no JSON object")
+    for name, (kind, said) in _KINDS.items():
+        if summary.get(name) is not None and not isinstance(summary[name], kind):
+            raise ValueError(f"its {name} is no {said}")
+    return summary
+
+
 def fail_unfinished(path: Path, reason: str) -> None:
     """Record a run as failed on behalf of a process that no longer can. An end that is on record stays."""
-    summary = json.loads(path.read_text())
+    summary = read_summary(path)
     if summary["status"] == "running":
         text = json.dumps(summary | {"status": "failed", "error": redact(reason)}, indent=2, ensure_ascii=False)
         write_atomically(path, text + "\n")
@@ -138,18 +143,14 @@ class Summary:
         started: float | None = None,
         earlier: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write the first summary.
-
-        ``earlier``: for a resumed run, the records of `metrics.jsonl` that still count. Seconds are those of all
-        processes of the run together.
-        """
+        """Write the first summary. ``earlier``: for a resumed run, the records of `metrics.jsonl` that still count."""
         self._path = path
         self._clock = clock
         self._started = clock() if started is None else started
         self._content: dict[str, Any] = {
             "status": "running",
             "steps": 0,
-            "seconds": 0.0,
+            "seconds": 0.0,  # of all processes of the run together
             "first_step_seconds": None,
             "val/first": {},
             "val/last": {},

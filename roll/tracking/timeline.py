@@ -3,9 +3,6 @@
 Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
 the file as they end. The file is whole, valid JSON after every write, so the file of a killed run can be opened. Memory
 holds only the present states and recent busy intervals. Not thread-safe: the driver's event loop is the one writer.
-
-A worker records its busy spans in wall-clock time, safe between threads, for a reader that asks once per step. If a
-step has more separate spans than are kept, its beginning is missing.
 """
 
 from __future__ import annotations
@@ -14,10 +11,11 @@ import json
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,33 +24,65 @@ from roll.tracking.files import naming
 
 JOINED_SECONDS = 0.005
 """Shorter pauses are ignored."""
-KEPT_SPANS = 4000
+_EVENTS_PER_WRITE = 64
+_SECONDS_PER_WRITE = 1.0
+_PROCESSES = {"stages": 1, "roles": 2}
+
+
+class BusyIntervals:
+    """The union of time intervals, sorted and disjoint. Beyond ``remembered`` of them the oldest is forgotten.
+
+    Pauses of at most ``joined`` seconds count as covered.
+    """
+
+    def __init__(self, remembered: int, joined: float = 0.0) -> None:
+        self._remembered = remembered
+        self._joined = joined
+        self.spans: list[tuple[float, float]] = []
+        self._forgotten_until = float("-inf")
+
+    def add(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Add an interval; return what is covered now and was not before, in order."""
+        start = max(start, self._forgotten_until)
+        if end <= start:
+            return []
+        touched = self._touched(start - self._joined, end + self._joined)
+        edges = [start, *chain.from_iterable(self.spans[touched]), end]
+        self.spans[touched] = [(min(edges[:2]), max(edges[-2:]))]
+        if len(self.spans) > self._remembered:
+            self._forgotten_until = self.spans.pop(0)[1]
+        return [(left, right) for left, right in zip(edges[::2], edges[1::2], strict=True) if left < right]
+
+    def share_within(self, start: float, end: float) -> float:
+        """Return the covered share of a window, without its forgotten time."""
+        start = max(start, self._forgotten_until)
+        if start >= end:
+            return 0.0
+        covered = self.spans[self._touched(start, end)]
+        return sum(min(end, right) - max(start, left) for left, right in covered) / (end - start)
+
+    def _touched(self, start: float, end: float) -> slice:
+        first = bisect_left(self.spans, start, key=itemgetter(1))
+        return slice(first, bisect_right(self.spans, end, key=itemgetter(0)))
 
 
 class BusySpans:
-    """Spans of work, in order. ``clock`` returns seconds since the epoch."""
+    """Spans of a worker's work in order, safe between threads, for a reader that asks once per step.
 
-    def __init__(self, clock: Callable[[], float] = time.time, kept: int = KEPT_SPANS) -> None:
+    ``clock`` returns seconds since the epoch. If a step has more than ``kept`` spans, its beginning is missing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, kept: int = 4000) -> None:
         self._clock = clock
-        self._spans: deque[tuple[float, float]] = deque(maxlen=kept)
+        self._spans = BusyIntervals(kept, JOINED_SECONDS)
         self._lock = Lock()
         self._working = 0
         self._since = 0.0
 
     def add(self, start: float, end: float) -> None:
-        """Add work from ``start`` to ``end``, after all spans added before.
-
-        If a clock that was set back makes it begin earlier, the span is cut or left out.
-        """
+        """Add work from ``start`` to ``end``."""
         with self._lock:
-            last_start, last_end = self._spans[-1] if self._spans else (start, start)
-            start = max(start, last_end)
-            if end <= start:
-                return
-            if self._spans and start - last_end < JOINED_SECONDS:
-                self._spans[-1] = (last_start, end)
-            else:
-                self._spans.append((start, end))
+            self._spans.add(start, end)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -74,11 +104,7 @@ class BusySpans:
             self.add(self._since, now)
             self._since = now
         with self._lock:
-            return list(self._spans)
-
-
-_EVENTS_PER_WRITE = 64
-_SECONDS_PER_WRITE = 1.0
+            return list(self._spans.spans)
 
 
 @dataclass(frozen=True)
@@ -90,49 +116,12 @@ class ActorState:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class BusyIntervals:
-    """The union of time intervals, sorted and disjoint. Beyond ``remembered`` of them the oldest is forgotten."""
-
-    def __init__(self, remembered: int) -> None:
-        self._remembered = remembered
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-        self.forgotten_until = float("-inf")
-        """End of the forgotten time."""
-
-    def add(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Add an interval; return the parts of it that no earlier one covered, in order."""
-        start = max(start, self.forgotten_until)
-        if end <= start:
-            return []
-        touched = slice(bisect_left(self._ends, start), bisect_right(self._starts, end))
-        starts, ends = self._starts[touched], self._ends[touched]
-        left_edges, right_edges = [start, *(max(start, known_end) for known_end in ends)], [*starts, end]
-        uncovered = [(left, right) for left, right in zip(left_edges, right_edges, strict=True) if left < right]
-        self._starts[touched] = [min([start, *starts])]
-        self._ends[touched] = [max([end, *ends])]
-        if len(self._ends) > self._remembered:
-            self._starts.pop(0)
-            self.forgotten_until = self._ends.pop(0)
-        return uncovered
-
-    def share_within(self, start: float, end: float) -> float:
-        """Return the covered share of a window, without its forgotten time."""
-        start = max(start, self.forgotten_until)
-        if start >= end:
-            return 0.0
-        touched = slice(bisect_left(self._ends, start), bisect_right(self._starts, end))
-        covered = zip(self._starts[touched], self._ends[touched], strict=True)
-        return sum(min(end, right) - max(start, left) for left, right in covered) / (end - start)
-
-
 class Timeline:
     """Recorder of state changes and busy intervals, with queries for present states and idle shares.
 
-    ``path``: the Chrome trace file that spans are streamed to (opens in Perfetto); without it nothing is written.
-    ``clock``: seconds. The default is the wall clock, because intervals measured by workers on other hosts must fit in.
-    A clock that is set back never gives negative or overlapping spans. ``remembered``: intervals of each worker that
-    stay in memory.
+    ``path``: the Chrome trace file that spans are streamed to; without it nothing is written. ``clock``: seconds. It is
+    the wall clock, because intervals measured by workers on other hosts must fit in; one that is set back never gives
+    negative or overlapping spans. ``remembered``: intervals of each worker that stay in memory.
     """
 
     def __init__(
@@ -215,16 +204,17 @@ class _TraceFile:
     """A Chrome trace (array of events) that is complete after every write.
 
     Each write replaces the closing bracket by new events and a new bracket, in one go, so the file never lacks it.
-    Processes are the tracks "stages" and "roles"; each actor or worker is a thread. Times are whole microseconds since
+    Each actor or worker is a thread, named in the file when it is first used. Times are whole microseconds since
     ``origin``. Both ends of a span are rounded, so rounding makes no overlap.
     """
 
     def __init__(self, path: Path, origin: float) -> None:
         self._path = path
         self._origin = origin
-        self._tracks: dict[tuple[str, str], tuple[int, int]] = {}
-        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[int, str], int] = {}
         self.pending: list[str] = []
+        for process, pid in _PROCESSES.items():
+            self._push_name("process_name", pid, 0, process)
         with naming(path):
             self._file = open(path, "wb", buffering=1 << 20)
             self._file.write(b"[\n]")
@@ -233,8 +223,11 @@ class _TraceFile:
         """Position of the next event: after the last one, or after the opening bracket."""
 
     def add(self, process: str, thread: str, name: str, start: float, end: float, details: Mapping[str, Any]) -> None:
-        pid, tid = self._track(process, thread)
-        begin = self._microseconds(start)
+        pid = _PROCESSES[process]
+        if (pid, thread) not in self._threads:
+            self._threads[pid, thread] = len(self._threads) + 1
+            self._push_name("thread_name", pid, self._threads[pid, thread], thread)
+        tid, begin = self._threads[pid, thread], self._microseconds(start)
         event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": self._microseconds(end) - begin}
         args = {key: _plain(value) for key, value in details.items()}
         self._push({**event, "args": args} if args else event)
@@ -255,16 +248,6 @@ class _TraceFile:
         self.flush()
         with naming(self._path):
             self._file.close()
-
-    def _track(self, process: str, thread: str) -> tuple[int, int]:
-        """Return the numbers of a track, which is named in the file when it is first used."""
-        if (process, thread) not in self._tracks:
-            if process not in self._processes:
-                self._processes[process] = len(self._processes) + 1
-                self._push_name("process_name", self._processes[process], 0, process)
-            self._tracks[process, thread] = (self._processes[process], len(self._tracks) + 1)
-            self._push_name("thread_name", *self._tracks[process, thread], thread)
-        return self._tracks[process, thread]
 
     def _push_name(self, kind: str, pid: int, tid: int, name: str) -> None:
         self._push({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})

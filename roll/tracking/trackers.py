@@ -1,8 +1,7 @@
 """`metrics.jsonl` and TensorBoard: the trackers that the driver writes itself, on disk when `log` returns.
 
-`metrics.jsonl` has one JSON object per step, valid JSON for any metric values, readable after any crash. TensorBoard
-events are written with TensorBoard's own writer, so the driver needs no torch. Libraries that may hang or fail are run
-by `roll.tracking.plugins`.
+TensorBoard events are written with TensorBoard's own writer, so the driver needs no torch. Libraries that may hang or
+fail are run by `roll.tracking.plugins`.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ class MetricsLog(JsonLines):
         """
         if "step" in metrics:
             raise ValueError("a metric may not be called 'step': the key holds the training step")
-        values = {name: _number(name, value) for name, value in metrics.items()}
+        values: dict[str, float | int | None] = {}
+        for name, value in metrics.items():
+            try:
+                values[name] = json_number(value)
+            except TypeError as error:
+                raise TypeError(f"metric {name!r}: {error}") from error
         non_finite = sum(value is None for value in values.values())
         self.append({"step": int(step), **values, **({NON_FINITE: non_finite} if non_finite else {})})
-
-
-def _number(name: str, value: float) -> float | int | None:
-    try:
-        return json_number(value)
-    except TypeError as error:
-        raise TypeError(f"metric {name!r}: {error}") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -58,11 +55,13 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time, after_step: int | None = None) -> None:
         """Open the event file. ``after_step``: last step that counts in a resumed run; later events are hidden."""
         # Imported here, because it takes half a second that a run without TensorBoard need not spend.
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder = folder
         self._clock = clock
+        self._new_event, self._new_summary = Event, Summary
         with naming(folder):
             self._writer = EventFileWriter(str(folder))
         if after_step is not None:
@@ -70,7 +69,8 @@ class TensorBoardTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step; values may be NaN or infinite."""
-        self._write_values(step, [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()])
+        values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
+        self._write(step, summary=self._new_summary(value=values))
 
     def picture(self, name: str, path: Path, step: int) -> None:
         """Write a GIF, shown under images and animated."""
@@ -78,18 +78,11 @@ class TensorBoardTracker:
         # Width and height follow the six letters of the format's name and version.
         width, height = (int.from_bytes(data[start : start + 2], "little") for start in (6, 8))
         image = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": data}
-        self._write_values(step, [{"tag": name, "image": image}])
-
-    def _write_values(self, step: int, values: list[dict[str, Any]]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._write(step, summary=Summary(value=values))
+        self._write(step, summary=self._new_summary(value=[{"tag": name, "image": image}]))
 
     def _write(self, step: int, **content: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
         with naming(self._folder):
-            self._writer.add_event(Event(wall_time=self._clock(), step=step, **content))
+            self._writer.add_event(self._new_event(wall_time=self._clock(), step=step, **content))
             self._writer.flush()
 
     def close(self) -> None:

@@ -2,40 +2,29 @@
 
 An actor does one thing after another (a stage, the checkpointer), or several at once that do not wait for each other's
 resources (a group's requests). `acting` names the actor of the code inside it; tasks that start there belong to the
-same actor. `part` is for concurrent work that does compete, and `apart` for work that outlives the actor. Code that can
-wait says so with `waiting`. Code that holds something that others may wait for says so with `holding`. Outside `acting`
-both do nothing, so the code can be used without a board. The names shared by waits and the doctor's graph are below.
+same actor. `part` is for concurrent work that does compete, and `apart` for work that outlives the actor. Outside
+`acting`, `waiting` and `holding` do nothing, so the code can be used without a board.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-START = "start"
-"""The code that starts the roles and publishes the first version."""
+START = "start"  # the code that starts the roles and publishes the first version
 TRAIN = "stage/train"
-PUBLISHER = "stage/param_update"
-"""The stage that brings weights to the engines."""
-ENGINE = "engine"
-"""The task that looks after the engine's replicas."""
-GROUP = "group/"
-"""Prefix of a group's number: its rollout."""
-WORKER = "worker/"
-"""Prefix of a worker's name: a process that is called."""
-SCHEDULER = "scheduler"
-"""The wait for a batch."""
-REPLICAS = "replicas"
-"""Any engine that may take a request."""
-REWARD_MODEL = "rewards."
-"""Prefix of the name of a reward that has processes on devices: any of these."""
+PUBLISHER = "stage/param_update"  # the stage that brings weights to the engines
+ENGINE = "engine"  # the task that looks after the engine's replicas
+GROUP = "group/"  # prefix of a group's number: its rollout
+WORKER = "worker/"  # prefix of a worker's name: a process that is called
+SCHEDULER = "scheduler"  # the wait for a batch
+REPLICAS = "replicas"  # any engine that may take a request
+REWARD_MODEL = "rewards."  # prefix of the name of a reward that has processes on devices: any of these
 PUBLICATION_MEMORY = "publication memory"
-PUBLISHING = "the publication under way"
-"""Holder of publication memory while a weight update is under way."""
+PUBLISHING = "the publication under way"  # holder of publication memory while a weight update is under way
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,6 @@ class WaitBoard:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._numbers = itertools.count()
         self._waits: dict[int, Wait] = {}
         self._holdings: dict[int, Wait] = {}
 
@@ -77,43 +65,30 @@ class WaitBoard:
 
     @contextmanager
     def _listed(self, entries: dict[int, Wait], who: str, on: str, what: str) -> Iterator[None]:
-        number = next(self._numbers)
-        entries[number] = Wait(who, on, what, self._clock())
+        entry = Wait(who, on, what, self._clock())
+        entries[id(entry)] = entry
         try:
             yield
         finally:
-            del entries[number]
+            del entries[id(entry)]
 
 
-@dataclass(frozen=True)
-class _Actor:
-    name: str
-    board: WaitBoard
+_ACTING: ContextVar[tuple[str, WaitBoard] | None] = ContextVar("acting", default=None)
+"""The present actor's name and board."""
 
 
-_ACTING: ContextVar[_Actor | None] = ContextVar("acting", default=None)
+@contextmanager
+def _as_actor(actor: tuple[str, WaitBoard] | None) -> Iterator[None]:
+    token = _ACTING.set(actor)
+    try:
+        yield
+    finally:
+        _ACTING.reset(token)
 
 
 def acting(name: str, board: WaitBoard) -> AbstractContextManager[None]:
     """Attribute the waits of this block, and of tasks started in it, to an actor."""
-    return _as_actor(_Actor(name, board))
-
-
-@contextmanager
-def part(name: str) -> Iterator[None]:
-    """Make this block an actor of its own, which the present actor waits for.
-
-    It is for one of several things that the present actor does at the same time.
-    """
-    own = name if (whole := _ACTING.get()) is None else f"{whole.name}/{name}"
-    with waiting(own, "a part of it"), apart(own):
-        yield
-
-
-def apart(name: str) -> AbstractContextManager[None]:
-    """Make this block, and tasks started in it, an actor of its own, which the present actor does not wait for."""
-    actor = _ACTING.get()
-    return nullcontext() if actor is None else acting(name, actor.board)
+    return _as_actor((name, board))
 
 
 def unobserved() -> AbstractContextManager[None]:
@@ -121,22 +96,31 @@ def unobserved() -> AbstractContextManager[None]:
     return _as_actor(None)
 
 
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """Make this block an actor of its own, one of several that the present actor waits for."""
+    own = name if (whole := _ACTING.get()) is None else f"{whole[0]}/{name}"
+    with waiting(own, "a part of it"), apart(own):
+        yield
+
+
+def apart(name: str) -> AbstractContextManager[None]:
+    """Make this block, and tasks started in it, an actor of its own, which the present actor does not wait for."""
+    actor = _ACTING.get()
+    return nullcontext() if actor is None else acting(name, actor[1])
+
+
 def waiting(on: str, what: str) -> AbstractContextManager[None]:
     """List a wait of the present actor while this is open."""
-    actor = _ACTING.get()
-    return nullcontext() if actor is None else actor.board.wait(actor.name, on, what)
+    if (actor := _ACTING.get()) is None:
+        return nullcontext()
+    name, board = actor
+    return board.wait(name, on, what)
 
 
 def holding(on: str, what: str) -> AbstractContextManager[None]:
     """List a holding of the present actor while this is open."""
-    actor = _ACTING.get()
-    return nullcontext() if actor is None else actor.board.hold(actor.name, on, what)
-
-
-@contextmanager
-def _as_actor(actor: _Actor | None) -> Iterator[None]:
-    token = _ACTING.set(actor)
-    try:
-        yield
-    finally:
-        _ACTING.reset(token)
+    if (actor := _ACTING.get()) is None:
+        return nullcontext()
+    name, board = actor
+    return board.hold(name, on, what)

@@ -39,8 +39,8 @@ from roll.configs.roles import DataArguments
 from roll.data.prompts import load_prompts, load_tokenizer
 from roll.data.records import derive_seed
 from roll.data.stream import PromptStream
-from roll.tracking.status import DamagedStatus, read_status
-from roll.tracking.summary import read_samples
+from roll.tracking.files import read_json_lines
+from roll.tracking.status import read_status
 from roll.tracking.trackers import read_metrics
 
 BATCH = 8
@@ -152,7 +152,7 @@ class DisturbedRun:
     def _workers(self, role: str) -> list[int]:
         try:
             status = read_status(self.out / "status.json")
-        except DamagedStatus:
+        except ValueError:
             return []
         if status is None or status.driver.pid != self.process.pid:
             return []
@@ -244,7 +244,7 @@ def check_history(out: Path, max_steps: int, task: Path, seed: int, report: Repo
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "success" and summary["steps"] == max_steps
     assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(max_steps + 1))
-    samples = [sample for sample in read_samples(out / "samples.jsonl") if sample["split"] == "train"]
+    samples = [sample for sample in read_json_lines(out / "samples.jsonl") if sample["split"] == "train"]
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, max_steps + 1), BATCH)
     trained_on = [sample["group_id"] for sample in samples]
     assert len(set(trained_on)) == len(trained_on), "a group was trained on twice"

@@ -18,7 +18,7 @@ from fake_cluster import IN_THIS_PROCESS, FakeCluster
 from tiny import write_config
 
 from roll.cli.main import main
-from roll.tracking.summary import read_samples
+from roll.tracking.files import read_json_lines
 from roll.tracking.trackers import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ class FinishedRun:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        return read_samples(self.folder / "samples.jsonl")
+        return read_json_lines(self.folder / "samples.jsonl")
 
 
 def run_pipeline(

@@ -188,10 +188,11 @@ def test_a_role_whose_share_is_not_a_number_is_shown():
 
 
 LIVE_RUN = """
-import logging
+import logging, tempfile
+from pathlib import Path
 from roll.tracking.console import Console
 from roll.tracking.logs import configure_logging
-configure_logging(None, "driver", console=True)
+configure_logging(Path(tempfile.mkdtemp()), "driver", console=True)
 view = Console("quickstart", 3)
 for step in range(1, 4):
     view.step({"reward/mean": step / 10, "val/addition/accuracy": step / 5}, step)

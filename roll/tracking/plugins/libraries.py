@@ -10,17 +10,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from roll.tracking.plugins.process import Ending, TrackerPlugIn, TrackerRun, flat_summary, made
+from roll.tracking.plugins.process import Ending, TrackerPlugIn, TrackerRun, flat_summary
 
 
 def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
-
-
-def _labels() -> Any:
-    return field(default_factory=list, metadata={"help": "Labels."})
 
 
 @dataclass
@@ -31,7 +28,7 @@ class WandbOptions:
     name: str | None = _option(None, "Name of the run. Default: `exp_name`.")
     entity: str | None = _option(None, "User or team. Default: that of the key.")
     group: str | None = _option(None, "Runs shown together.")
-    tags: list[str] = _labels()
+    tags: list[str] = field(default_factory=list, metadata={"help": "Labels."})
     notes: str | None = _option(None, "A longer description.")
     mode: Literal["online", "offline"] = _option(
         "online", "`online` needs `WANDB_API_KEY`; `offline` writes to the run's folder, for `wandb sync`."
@@ -61,7 +58,7 @@ class WandbPlugIn(TrackerPlugIn):
             tags=options.tags,
             notes=options.notes,
             mode=options.mode,
-            dir=made(run.folder),
+            dir=run.folder,
             id=run.id,
             resume="allow",
             config=run.config,
@@ -104,7 +101,7 @@ class SwanlabOptions:
     name: str | None = _option(None, "Name of the experiment. Default: `exp_name`.")
     workspace: str | None = _option(None, "User or organisation. Default: that of the key.")
     group: str | None = _option(None, "Experiments shown together.")
-    tags: list[str] = _labels()
+    tags: list[str] = field(default_factory=list, metadata={"help": "Labels."})
     description: str | None = _option(None, "A longer description.")
     mode: Literal["online", "offline", "local"] = _option(
         "online",
@@ -136,7 +133,7 @@ class SwanlabPlugIn(TrackerPlugIn):
             tags=options.tags,
             description=options.description,
             mode=options.mode,
-            log_dir=made(run.folder),
+            log_dir=run.folder,
             id=run.id,
             resume="allow",
             config=run.config,
@@ -189,7 +186,8 @@ class TrackioPlugIn(TrackerPlugIn):
 
     def __init__(self, run: TrackerRun, options: TrackioOptions) -> None:
         if options.dir is not None:
-            os.environ["TRACKIO_DIR"] = made(options.dir)
+            Path(options.dir).mkdir(parents=True, exist_ok=True)
+            os.environ["TRACKIO_DIR"] = options.dir
         if options.space_id is None:
             # Otherwise it would ask the hub for the user, or send metrics to the address in a leftover variable.
             os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,15 +1,11 @@
 """Plug-in trackers: their contract, their process, and the driver's end of it.
 
-A plug-in tracker is a class with options that takes metrics and an end. Its process reads one JSON object per line and
-writes one for each report to the driver. Everything that the library prints goes to the tracker's log. The process ends
-with the run: with the status that the driver reports, or as failed if the driver disappears. A library that hangs then
-is killed, so no process stays behind. Ids stay the same after a resume.
+The process reads one JSON object per line and writes one for each report to the driver. Everything that the library
+prints goes to the tracker's log. The process ends with the run: with the status that the driver reports, or as failed
+if the driver disappears. A library that hangs then is killed, so no process stays behind. Ids stay after a resume.
 
 Logging never waits: a bounded queue, a thread that feeds the process, and a deadline. Records that do not fit into the
-queue are left out and counted. This is reported once when it begins and once at the end; `metrics.jsonl` has
-everything. The run continues whatever becomes of the process.
-
-Classes are named, not imported, so an unused tracker costs nothing.
+queue are left out and counted; `metrics.jsonl` has everything. The run continues whatever becomes of the process.
 """
 
 from __future__ import annotations
@@ -18,14 +14,13 @@ import json
 import logging
 import os
 import queue
-import secrets
 import signal
-import string
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +30,7 @@ from typing import IO, Any, ClassVar, Literal, Protocol
 from roll.tracking.files import naming, write_atomically
 from roll.tracking.logs import redact
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.summary import describe_error
 
 
 @dataclass(frozen=True)
@@ -43,9 +39,8 @@ class TrackerRun:
 
     name: str
     id: str
-    """21 lower-case letters and digits, drawn once for each tracker of a run and kept in its folder."""
+    """21 lower-case letters and digits (as swanlab requires), drawn once for each tracker of a run."""
     folder: str
-    """Folder for the tracker's files."""
     resumed: bool
     """True if the tracker has seen this run before, under this id."""
     config: dict[str, Any]
@@ -108,12 +103,6 @@ def flat_summary(summary: Mapping[str, Any], prefix: str = "summary") -> dict[st
     return flat
 
 
-def made(folder: str) -> str:
-    """Create the folder if it does not exist, and return it."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 ORPHAN_SECONDS = 60.0
 """Time for a tracker to write everything out after the driver has disappeared."""
 _LOOK_SECONDS = 1.0
@@ -145,34 +134,28 @@ def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
         plug_in = kind(TrackerRun(**beginning["run"]), kind.Options(**beginning["options"]))
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        reply(failed=_words(error))
+        reply(failed=describe_error(error))
         return 1
     reply(where=plug_in.where)
+    ending = Ending("failed", {}, "the process of the run ended without a word")
     for line in incoming:
         record = json.loads(line)
         if "ending" in record:
-            return _finish(plug_in, Ending(**record["ending"]), reply)
+            ending = Ending(**record["ending"])
+            break
         try:
             plug_in.log(record["metrics"], record["step"])
         except Exception as error:
             traceback.print_exc()
-            reply(refused=_words(error), step=record["step"])
-    return _finish(plug_in, Ending("failed", {}, "the process of the run ended without a word"), reply)
-
-
-def _finish(plug_in: TrackerPlugIn, ending: Ending, reply: Callable[..., None]) -> int:
+            reply(refused=describe_error(error), step=record["step"])
     try:
         plug_in.finish(ending)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        reply(unfinished=_words(error))
+        reply(unfinished=describe_error(error))
         return 1
     reply(finished=True)
     return 0
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _end_as_an_orphan(driver: int) -> None:
@@ -189,47 +172,32 @@ def open_plug_ins(
     exp_name: str,
     config: dict[str, Any],
 ) -> list[TrackerProcess]:
-    """Start plug-ins.
+    """Start plug-ins: ``classes`` has their import paths by name, ``options`` their keys, already checked.
 
-    ``classes``: name -> import path of its `TrackerPlugIn`. ``options``: name -> keys of its `Options`, already
-    checked. ``config``: the resolved configuration, secrets redacted.
+    ``config``: the resolved configuration, secrets redacted.
     """
     if not classes:
         return []
     run.trackers.mkdir(exist_ok=True)
     known = json.loads(run.tracker_ids.read_text()) if run.tracker_ids.exists() else {}
-    ids = {**known, **{name: _new_id() for name in classes if name not in known}}
+    ids = {**{name: uuid.uuid4().hex[:21] for name in classes}, **known}
     write_atomically(run.tracker_ids, json.dumps(ids, indent=1) + "\n")
-    return [
-        TrackerProcess(
-            name,
-            path,
-            TrackerRun(exp_name, ids[name], str((run.trackers / _file_name(name)).absolute()), name in known, config),
-            asdict(resolve_name(path).Options(**options.get(name, {}))),
-            run.logs / f"tracker_{_file_name(name)}.out",
-        )
-        for name, path in classes.items()
-    ]
-
-
-def _file_name(name: str) -> str:
-    """Return a name for files; that of a tracker may be an import path."""
-    return name.replace(":", ".")
-
-
-def _new_id() -> str:
-    """Return an id that all of them accept: swanlab requires 21 lower-case letters and digits."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))
+    trackers = []
+    for name, path in classes.items():
+        file_name = name.replace(":", ".")  # a name may be an import path
+        folder = (run.trackers / file_name).absolute()
+        folder.mkdir(exist_ok=True)
+        identity = TrackerRun(exp_name, ids[name], str(folder), name in known, config)
+        chosen = asdict(resolve_name(path).Options(**options.get(name, {})))
+        trackers.append(TrackerProcess(name, path, identity, chosen, run.logs / f"tracker_{file_name}.out"))
+    return trackers
 
 
 _logger = logging.getLogger(__name__)
 
 CAPACITY = 1000
 """Most records that wait. A record is a step, or a validation before the first step."""
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from roll.tracking.plugins.process import main; main()"
-)  # fmt: skip
+_BOOT = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import main; main()"
 _LAST_WORDS_SECONDS = 1.0
 
 
@@ -245,12 +213,12 @@ class TrackerProcess:
         log: Path,
         capacity: int = CAPACITY,
     ) -> None:
-        """Start the thread. ``options``: fields of the plug-in's `Options`. ``log`` takes the library's output."""
+        """Start the thread. ``options``: fields of the plug-in's `Options`; ``log``: file of the library's output."""
         self.name = name
         self.dropped = 0
         """Number of records that did not get through."""
         self._log = log
-        self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)  # None: nothing follows
         self._beginning = _line({"class_path": class_path, "run": asdict(run), "options": dict(options)})
         self._ending = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -263,7 +231,9 @@ class TrackerProcess:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the metrics of a step. Does not wait."""
-        record = _line({"metrics": {name: _plain(value) for name, value in metrics.items()}, "step": int(step)})
+        # JSON does not know numpy's numbers.
+        plain = {name: value if type(value) is int else float(value) for name, value in metrics.items()}
+        record = _line({"metrics": plain, "step": int(step)})
         if self._given_up is not None:
             self.dropped += 1
             return
@@ -280,10 +250,7 @@ class TrackerProcess:
         self._stop_feeding()
 
     def wait(self, deadline: float) -> None:
-        """Wait until the tracker has written everything out, or until the deadline (of `time.monotonic`).
-
-        A tracker that is late is killed.
-        """
+        """Wait until the tracker has written everything out; kill it at the deadline (of `time.monotonic`)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._give_up("was not done in time and is ended")
@@ -376,11 +343,10 @@ class TrackerProcess:
 
 
 class PlugIns:
-    """All plug-in trackers of a run."""
+    """All plug-in trackers of a run. ``timeout_seconds``: their common time limit at the end."""
 
     def __init__(self, trackers: Sequence[TrackerProcess], timeout_seconds: float) -> None:
-        """Keep the trackers. ``timeout_seconds``: their common time limit at the end."""
-        self._trackers = list(trackers)
+        self._trackers = trackers
         self._timeout_seconds = timeout_seconds
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -390,7 +356,7 @@ class PlugIns:
 
     def end(self, ending: Ending) -> None:
         """Report the end of the run to all trackers and wait for them together. Safe to call twice."""
-        trackers, self._trackers = self._trackers, []
+        trackers, self._trackers = self._trackers, ()
         deadline = time.monotonic() + self._timeout_seconds
         for tracker in trackers:
             tracker.end(ending)
@@ -401,8 +367,3 @@ class PlugIns:
 def _line(record: Mapping[str, Any]) -> bytes:
     """Return the record as a line of JSON. NaN and infinities are written in Python's way, which the host reads."""
     return (json.dumps(record, ensure_ascii=True, default=str) + "\n").encode()
-
-
-def _plain(value: float) -> float | int:
-    """Convert numpy's numbers, which JSON does not know."""
-    return value if type(value) in (int, float) else float(value)
