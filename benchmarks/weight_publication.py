@@ -96,9 +96,10 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
             "actor_infer",
             setting.replicas,
             lambda index: worker(InferWorker, "actor_infer", index, setting.replicas, index + 1),
-            EngineSpec(setting.engine, {}, str(model), "float32", "sdpa", False, MAX_LENGTH),
+            EngineSpec(
+                setting.engine, {}, str(model), "float32", "sdpa", False, MAX_LENGTH, transport=setting.transport
+            ),
             PoolSettings(
-                transport=setting.transport,
                 in_flight="keep",
                 max_restarts=0,
                 start_timeout_seconds=DEADLINE_SECONDS,

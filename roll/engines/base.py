@@ -13,10 +13,11 @@ the run's own process imports this module too.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -72,8 +73,7 @@ class GenerateRequest:
 
 @dataclass
 class Completion:
-    """The result of a request: the sampled tokens, their log-probabilities and the weight versions that produced
-    them."""
+    """The result of a request: sampled tokens, their log-probabilities and the weight versions behind them."""
 
     request_id: str
     token_ids: np.ndarray
@@ -84,11 +84,9 @@ class Completion:
     """int32 ``[new]``."""
     finish_reason: FinishReason
 
-
-def no_tokens(request: GenerateRequest) -> Completion:
-    """Return the completion of a request that was aborted before it began."""
-    empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
-    return Completion(request.request_id, *empty, finish_reason="abort")
+    def after(self, known: int) -> TokenChunk:
+        """Return the tokens beyond the first ``known``, as the last chunk of the request."""
+        return TokenChunk(self.token_ids[known:], self.logprobs[known:], self.versions[known:], self.finish_reason)
 
 
 @dataclass
@@ -100,23 +98,72 @@ class TokenChunk:
     versions: np.ndarray
     finish_reason: FinishReason | None = None
 
+    def completion(self, request_id: str, finish_reason: FinishReason) -> Completion:
+        """Return these tokens as the whole response."""
+        return Completion(request_id, self.token_ids, self.logprobs, self.versions, finish_reason)
 
-class InferStrategy(Protocol):
+
+def no_tokens() -> TokenChunk:
+    """Return the only chunk of a request that was aborted before it began."""
+    return TokenChunk(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+
+
+@dataclass
+class PreparedWeights:
+    """A weight update that fits the engine's model, waiting to be loaded."""
+
+    held: HeldWeights
+    """What the engine would hold."""
+    content: Any
+    """The tensors, in the form that the engine loads."""
+
+
+class InferStrategy(ABC):
     """One engine replica."""
 
+    _prepared: PreparedWeights | None = None
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: str,
+        attn_implementation: str,
+        max_length: int,
+        trust_remote_code: bool = False,
+        eos_token_ids: Sequence[int] | None = None,
+        devices_per_engine: int = 1,
+        shares_devices: bool = False,
+        transport: str = "object_store",
+        strategy_config: dict[str, Any],
+    ) -> None:
+        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
+        engine with ``shares_devices`` has to sleep at times. ``transport`` names the way that weights come."""
+        self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
+        self._eos_token_ids = eos_token_ids
+        self._devices = devices_per_engine if device == "cuda" else 1
+        self._shares_devices = shares_devices
+        self._transport = transport
+        self._strategy_config = strategy_config
+        self._tokenizer: Decoder | None = None
+
+    @abstractmethod
     async def start(self) -> None:
         """Load the model (as version 0) and accept requests."""
 
+    @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
         """Run one request to its end. An aborted request returns normally, with `finish_reason='abort'` and its tokens.
 
         Raises ``ValueError`` for a request that cannot run, `EngineFailed` if the engine fails.
         """
 
+    @abstractmethod
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Run a request like `generate`, yielding one token (or a few) at a time. Leaving the iteration early aborts
-        the request."""
+        """Run a request like `generate`, yielding its tokens as they come. Leaving the iteration early aborts it."""
 
+    @abstractmethod
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
         """Return the new tokens of each running request beyond the first ``known[id]`` (absent: 0).
 
@@ -127,9 +174,11 @@ class InferStrategy(Protocol):
         that is stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`.
         """
 
+    @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now. Unknown ids are ignored: they may just have finished."""
 
+    @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding. Return when no step runs; new requests are queued.
 
@@ -138,9 +187,11 @@ class InferStrategy(Protocol):
         caches, which are rebuilt from prompts and partial tokens when the engine resumes.
         """
 
+    @abstractmethod
     async def resume(self) -> None:
         """Resume decoding after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
 
+    @abstractmethod
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Take in a weight update while requests run, and return what the engine would hold.
 
@@ -148,21 +199,22 @@ class InferStrategy(Protocol):
         naming the tensor if a name is unknown or missing, or a shape differs.
         """
 
+    @abstractmethod
     async def load_weights(self, version: int) -> HeldWeights:
-        """Replace all weights by the prepared ones; only while paused or idle.
+        """Replace all weights by the prepared ones, or none; only while paused or idle.
 
-        Raises ``RuntimeError`` if this version is not the one prepared. Never reports success for a half-loaded
-        version.
+        Raises ``RuntimeError`` if this version is not the one prepared, `EngineFailed` for a load that stopped halfway.
         """
 
+    @abstractmethod
     async def sleep(self) -> None:
-        """Release the devices: free the caches, move the weights off the device. Only while paused or idle; harmless to
-        repeat."""
+        """Free the caches and move the weights off the device; only while paused or idle. Harmless to repeat."""
 
+    @abstractmethod
     async def wake(self) -> None:
-        """Undo `sleep`. Requests that had tokens continue from prompt plus partial tokens. A paused engine stays
-        paused."""
+        """Undo `sleep`. Requests continue from prompt plus partial tokens. A paused engine stays paused."""
 
+    @abstractmethod
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probability of each token given those before it, under the current weights, at temperature 1
         and without truncation.
@@ -172,24 +224,57 @@ class InferStrategy(Protocol):
         engine must be awake and not paused. Raises ``ValueError`` for a sequence that does not fit the model.
         """
 
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Return at least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total) and
         `busy_spans` (the latest ones, in seconds since the epoch; see `BusySpans`)."""
 
+    @abstractmethod
     async def shutdown(self) -> None:
         """End all requests as aborted and free everything. Harmless to repeat."""
 
-
-@runtime_checkable
-class PushedStrategy(Protocol):
-    """An engine whose library receives weights straight from the trainer, by NCCL or CUDA IPC."""
-
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Make one call of the weight transfer of the engine's library."""
+        """Make one call of the weight transfer of the engine's library: the trainer pushes, by NCCL or CUDA IPC."""
+        raise RuntimeError(f"weights cannot be pushed into {type(self).__name__}")
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
-        """Record a completed push of this version and return what the engine holds. ``layout``: name -> (dtype name,
-        shape)."""
+        """Record a completed push and return what the engine holds. ``layout``: name -> (dtype name, shape)."""
+        raise RuntimeError(f"weights cannot be pushed into {type(self).__name__}")
+
+    def _prepared_for(self, version: int) -> PreparedWeights:
+        """Return the prepared weights. Raises ``RuntimeError`` if they are not of this version."""
+        if self._prepared is None or self._prepared.held.version != version:
+            held = "nothing" if self._prepared is None else f"version {self._prepared.held.version}"
+            raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
+        return self._prepared
+
+    def _read_facts(self, config: PretrainedConfig) -> None:
+        """Take the vocabulary, and the end tokens unless they were given, from the model's configuration."""
+        self._vocabulary = config.get_text_config(decoder=True).vocab_size
+        given = self._eos_token_ids
+        self._end_tokens = eos_token_ids(self._spec, config) if given is None else tuple(given)
+
+    def _checked(self, request: GenerateRequest) -> StopStringMatcher | None:
+        """Check a request and return the matcher of its stop strings, which has seen the tokens of earlier attempts;
+        None if no stop string may end the response.
+
+        Raises ``ValueError`` for a request that cannot run. The tokenizer is loaded for the first one that needs it.
+        """
+        check_request(request, self._spec.max_length, self._vocabulary)
+        if not request.sampling.watches_text:
+            return None
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = load_tokenizer(self._spec)
+            except OSError as error:
+                raise ValueError(
+                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
+                    f"{error}"
+                ) from error
+        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
+        if request.first_token_index:
+            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
+        return matcher
 
 
 class EngineFailed(RuntimeError):
@@ -244,28 +329,33 @@ def check_request(request: GenerateRequest, max_length: int, vocabulary: int) ->
         raise ValueError(f"request {request.request_id!r} cannot run: {problem}")
 
 
-def check_tensor(
-    name: str, dtype: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]], taken: Container[str]
-) -> None:
-    """Check a tensor of a weight update against the ``shapes`` of the model's parameters.
+Content = TypeVar("Content")
 
-    Raises ``WeightMismatch`` naming the tensor if it does not fit or is among those ``taken`` before.
+
+def checked(
+    tensors: Iterable[tuple[str, str, Sequence[int], Content]], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, Sequence[int], Content]]:
+    """Yield the tensors of a weight update, each (name, dtype, shape, anything else).
+
+    Raises ``WeightMismatch`` naming a tensor that does not fit the ``shapes`` of the model's parameters, comes twice,
+    or has not come by the end.
     """
-    if name not in shapes:
-        raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
-    if name in taken:
-        raise WeightMismatch(f"tensor {name!r} came twice")
-    if not dtype.startswith(("float", "bfloat")):
-        raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
-    if tuple(shape) != tuple(shapes[name]):
-        raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {tuple(shapes[name])}")
-
-
-def check_complete(shapes: Iterable[str], taken: Container[str]) -> None:
-    """Raise ``WeightMismatch`` naming a parameter for which a weight update brought no tensor."""
-    missing = [name for name in shapes if name not in taken]
+    missing = dict.fromkeys(shapes)
+    for tensor in tensors:
+        name, dtype, shape, _ = tensor
+        if name not in shapes:
+            raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+        if name not in missing:
+            raise WeightMismatch(f"tensor {name!r} came twice")
+        if not dtype.startswith(("float", "bfloat")):
+            raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
+        if tuple(shape) != tuple(shapes[name]):
+            raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {tuple(shapes[name])}")
+        del missing[name]
+        yield tensor
     if missing:
-        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
+        first = next(iter(missing))
+        raise WeightMismatch(f"tensor {first!r} is missing from the publication ({len(missing)} missing in all)")
 
 
 @dataclass(frozen=True)
@@ -280,20 +370,15 @@ class ModelSpec:
     trust_remote_code: bool = False
 
 
-def load_config(model_path: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the model's configuration."""
-    from transformers import AutoConfig
+def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]]]:
+    """Return the model's configuration, and the shape of each parameter by its Hugging Face name; tied parameters
+    appear once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-
-
-def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by its Hugging Face name; tied parameters appear once."""
-    from transformers import AutoModelForCausalLM
-
+    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+    return config, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
@@ -367,31 +452,3 @@ class StopStringMatcher:
             self._context_start, self._settled = self._settled, len(self._token_ids)
             self._tail = recent[max(len(recent) - self._tail_length, 0) :]
         return matched
-
-
-class StopStrings:
-    """Makes the matchers of an engine's requests. The tokenizer is loaded for the first request that needs it."""
-
-    def __init__(self, load_tokenizer: Callable[[], Decoder]) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._tokenizer: Decoder | None = None
-
-    def matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
-        """Return a matcher that has seen the tokens of earlier attempts; None if no stop string may end the response.
-
-        Raises ``ValueError`` if the model has no tokenizer.
-        """
-        if not request.sampling.watches_text:
-            return None
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = self._load_tokenizer()
-            except OSError as error:
-                raise ValueError(
-                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
-                    f"{error}"
-                ) from error
-        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
-        if request.first_token_index:
-            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
-        return matcher

@@ -38,14 +38,9 @@ class HFInferConfig:
     """Number of torch's computing threads on a CPU. Default: torch's own."""
 
 
-def parse_hf_options(strategy_config: dict[str, Any], path: str = "strategy_args.strategy_config") -> HFInferConfig:
-    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
-    return made("hf_infer", HFInferConfig, strategy_config, path)
-
-
 def check_hf_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
-    return problems_of(lambda: parse_hf_options(strategy_config, path))
+    return problems_of(lambda: made("hf_infer", HFInferConfig, strategy_config, path))
 
 
 _STREAM_INTERVAL = 8
@@ -55,6 +50,10 @@ _STREAM_INTERVAL = 8
 def stream_interval(has_stop_strings: bool) -> int:
     """Return the number of tokens per message: one if any token may complete a stop string."""
     return 1 if has_stop_strings else _STREAM_INTERVAL
+
+
+_OFF = (None, False, "off", "null", "none")
+"""Values that turn an argument off."""
 
 
 def _key_problems(
@@ -70,30 +69,29 @@ def _key_problems(
 ) -> list[ConfigProblem]:
     """Return what is wrong with the keys for a library.
 
-    ``known``: its arguments, each a ``noun``; None if it is not installed. ``reserved``: argument -> the setting to use
-    instead. ``harmful``: argument -> reason why it is refused. ``slots``: the argument that limits running requests.
+    ``known``: its arguments, each a ``noun``; None if it is not installed. ``reserved``: key -> the setting to use
+    instead. ``harmful``: key -> reason why only a value that turns it off is allowed. ``slots``: the key that limits
+    running requests.
     """
     problems = []
-    for key in strategy_config:
+    for key, value in strategy_config.items():
         if key in reserved:
             problems.append(ConfigProblem(f"{path}.{key}", "the run itself sets this", f"use {reserved[key]}"))
-        elif key in harmful:
+        elif key in harmful and value not in _OFF:
             problems.append(ConfigProblem(f"{path}.{key}", harmful[key], "remove this key"))
         elif known is not None and key not in known:
             meant = nearest(key, known)
             hint = f"did you mean `{meant}`?" if meant else f"see the {noun}s in {library}'s documentation"
             problems.append(ConfigProblem(f"{path}.{key}", f"{library} has no such {noun}", hint))
-    if strategy_config.get(slots) == 1:
-        problems.append(ConfigProblem(f"{path}.{slots}", "one place is kept for scoring", "write 2 or more"))
+        elif key == slots and value == 1:
+            problems.append(ConfigProblem(f"{path}.{slots}", "one place is kept for scoring", "write 2 or more"))
     return problems
 
 
 def _installed(library: str) -> Path | None:
     """Return the folder of an installed library, without importing it."""
     spec = importlib.util.find_spec(library)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
 
 
 def _field_names(source: Path, classes: Collection[str] | None = None) -> set[str]:
@@ -134,10 +132,7 @@ VLLM_RESERVED = {
 
 
 def check_vllm_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
-
-    Unknown engine arguments are found only if vLLM is installed.
-    """
+    """Return what is wrong with the ``strategy_config`` at ``path``; unknown keys only if vLLM is installed."""
     return _key_problems(
         strategy_config,
         path,
@@ -152,8 +147,7 @@ def check_vllm_options(strategy_config: dict[str, Any], path: str) -> list[Confi
 
 @cache
 def vllm_argument_names() -> frozenset[str] | None:
-    """Return the names of the installed release's engine arguments, read from its source; None if vLLM is not
-    installed."""
+    """Return the names of vLLM's engine arguments, read from its source; None if it is not installed."""
     folder = _installed("vllm")
     if folder is None:
         return None
@@ -169,8 +163,7 @@ def engine_arguments(
     sleeps: bool,
     cache_bytes_per_token: int,
 ) -> dict[str, Any]:
-    """Return keyword arguments for ``AsyncEngineArgs``: defaults, the user's own, and the run's decisions, in
-    increasing priority.
+    """Return keyword arguments for ``AsyncEngineArgs``: defaults, then the user's own, then the run's decisions.
 
     ``cache_bytes_per_token``: bytes of one token's keys and values. ``sleeps``: the engine shares its devices.
     """
@@ -271,15 +264,11 @@ SGLANG_HARMFUL = {
     "encoder_only": "the engine generates text",
     "use_ray": "the run places the engine's processes itself",
 }
-"""Server argument of SGLang -> reason why only the value that turns it off is allowed."""
-_OFF = (None, False, "off", "null", "none")
+"""Server argument of SGLang -> reason why only a value that turns it off is allowed."""
 
 
 def check_sglang_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
-
-    Unknown server arguments are found only if SGLang is installed.
-    """
+    """Return what is wrong with the ``strategy_config`` at ``path``; unknown keys only if SGLang is installed."""
     return _key_problems(
         strategy_config,
         path,
@@ -287,24 +276,21 @@ def check_sglang_options(strategy_config: dict[str, Any], path: str) -> list[Con
         "server argument",
         known=sglang_argument_names(),
         reserved=SGLANG_RESERVED,
-        harmful={key: reason for key, reason in SGLANG_HARMFUL.items() if strategy_config.get(key) not in _OFF},
+        harmful=SGLANG_HARMFUL,
         slots="max_running_requests",
     )
 
 
 @cache
 def sglang_argument_names() -> frozenset[str] | None:
-    """Return the names of the installed release's server arguments, read from its source; None if SGLang is not
-    installed."""
+    """Return the names of SGLang's server arguments, read from its source; None if it is not installed."""
     folder = _installed("sglang")
     return None if folder is None else read_sglang_argument_names(folder / "srt")
 
 
 def read_sglang_argument_names(runtime: Path) -> frozenset[str]:
-    """Return the names of server arguments in the sources of SGLang's runtime.
-
-    Older releases define them in one class, newer ones in several below ``arg_groups/fields``.
-    """
+    """Return the names of server arguments in the sources of SGLang's runtime. Older releases define them in one class,
+    newer ones in several below ``arg_groups/fields``."""
     names = _field_names(runtime / "server_args.py", ("ServerArgs",))
     for source in (runtime / "arg_groups" / "fields").glob("*.py"):
         names |= _field_names(source)
@@ -320,11 +306,8 @@ def server_arguments(
     port: int,
     api_key: str,
 ) -> dict[str, Any]:
-    """Return keyword arguments for ``ServerArgs``: defaults, the user's own, and the run's decisions, in increasing
-    priority.
-
-    ``sleeps``: the engine shares its devices.
-    """
+    """Return keyword arguments for ``ServerArgs``: defaults, then the user's own, then the run's decisions. ``sleeps``:
+    the engine shares its devices."""
     defaults = {
         "log_level": "warning",
         "max_running_requests": SGLANG_SLOTS,

@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from roll.engines.base import Completion, EngineFailed, FinishReason, GenerateRequest, PauseMode, TokenChunk
-from roll.engines.worker import EngineSpec, LoadPlan, RequestFailed
+from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode, TokenChunk, no_tokens
+from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.actors import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
@@ -81,18 +81,16 @@ class Replica:
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
-        """Hold the lock for one change: loading weights, sleeping or waking.
-
-        Each call inside has its own deadline, so the engine's silence during a change is not taken for a death.
-        """
-        async with AsyncExitStack() as change:
-            with waiting(f"changes of {self.name}", "another change of its weights"):
-                await change.enter_async_context(self._changing)
-            change.enter_context(holding(f"changes of {self.name}", "changing its weights"))
-            try:
+        """Hold the lock for one change: loading weights, sleeping or waking. Each call inside has its own deadline, so
+        the engine's silence is not taken for a death."""
+        with waiting(f"changes of {self.name}", "another change of its weights"):
+            await self._changing.acquire()
+        try:
+            with holding(f"changes of {self.name}", "changing its weights"):
                 yield
-            finally:
-                self._changed_at = asyncio.get_running_loop().time()
+        finally:
+            self._changed_at = asyncio.get_running_loop().time()
+            self._changing.release()
 
     async def generate(self, response: PartialResponse) -> Completion:
         """Generate the rest of a response. All requests made in one turn of the event loop leave in one call.
@@ -140,10 +138,8 @@ class Replica:
         asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
 
     async def serve(self) -> WorkerDied:
-        """Deliver results and record tokens until the process dies or its engine fails, and return the first cause.
-
-        By then every open request has failed with `WorkerDied`.
-        """
+        """Deliver results and record tokens until the process dies or its engine fails. Return the first cause, with
+        which every open request has failed."""
         with unobserved():
             watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
         try:
@@ -215,7 +211,6 @@ class Replica:
 class PoolSettings:
     """Settings of the pool of replicas."""
 
-    transport: str
     in_flight: PauseMode
     max_restarts: int
     start_timeout_seconds: float
@@ -304,10 +299,8 @@ class InferencePool:
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run a request to its end, continuing on another replica if one dies.
-
-        No token is older than ``min_version``, and none is older than the token before it.
-        """
+        """Run a request to its end, continuing on another replica if one dies. No token is older than ``min_version``,
+        or than the token before it."""
         response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
         completion = await self._attempt(response, sticky_key)
         while completion is None:
@@ -344,7 +337,7 @@ class InferencePool:
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
         loaded = Loaded()
-        await self._change_each(lambda replica: self._load(replica, publication, canaries, loaded))
+        await self._change_each(lambda replica: self._load(replica, loaded))
         self.buffers.published(publication.version)
         return loaded
 
@@ -391,10 +384,7 @@ class InferencePool:
             replica.handle.kill()
 
     async def _start_replica(self, index: int) -> None:
-        """Wait until the engines have the devices, then start a replica with the current weights.
-
-        The engines keep the devices until the replica is up.
-        """
+        """Wait until the engines have the devices, and let them keep these until the replica is up."""
         while not self._awake.is_set():
             await self._awake.wait()
         self._starting += 1
@@ -419,7 +409,7 @@ class InferencePool:
                 while (publication := self._publication) is not None and replica.version < publication.version:
                     if not self.buffers.has(publication.version):
                         break  # The next `publish` brings another one.
-                    await self._load(replica, publication, self._canaries, Loaded())
+                    await self._load(replica, Loaded())
                 await self._settle(replica)
         except BaseException as error:
             # Requests may have arrived as soon as the replica had its weights.
@@ -446,22 +436,18 @@ class InferencePool:
                 except (WorkerDied, WorkerFailed) as again:
                     death = again
 
-    async def _load(
-        self, replica: Replica, publication: Publication, canaries: CanaryScores | None, loaded: Loaded
-    ) -> None:
-        """Bring one replica to a version if it is behind, and verify it.
-
-        Requests that need this version reach the replica only afterwards.
-        """
-        if replica.version >= publication.version:
+    async def _load(self, replica: Replica, loaded: Loaded) -> None:
+        """Bring one replica to the current version. Requests for the version reach it once it is verified."""
+        publication, canaries = self._publication, self._canaries
+        if publication is None or replica.version >= publication.version:
             return
         self.buffers.hold(publication.version, replica)
         settings = self._settings
         if publication.layout is not None:
             receipt, seconds = await self._push(replica, publication)
         else:
-            plan = LoadPlan(settings.transport, settings.load_bucket_bytes, settings.in_flight)
-            receipt, seconds = await self._change(replica, "load_weights", publication, plan)
+            order = (publication, settings.load_bucket_bytes, settings.in_flight)
+            receipt, seconds = await self._change(replica, "load_weights", *order)
         if self._replicas.get(replica.name) is not replica:
             raise WorkerDied(replica.name, "it died right after it had loaded its weights")
         check_weights(replica.name, publication, receipt)
@@ -479,10 +465,8 @@ class InferencePool:
             self._router.mark_live(replica.name, publication.version)
 
     async def _push(self, replica: Replica, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:
-        """Have the trainer push its weights into a paused replica.
-
-        A replica that fails to take them is replaced. A failure in the trainer stops the run.
-        """
+        """Have the trainer push its weights into a paused replica. A replica that fails to take them is replaced; a
+        failure in the trainer stops the run."""
         await self._change(replica, "begin_push", self._settings.in_flight)
         target = PushTarget(replica.name, replica.handle.actor, self._spec.devices_per_engine)
         pushing = asyncio.ensure_future(self.weight_source.push(publication.version, target))
@@ -507,11 +491,8 @@ class InferencePool:
         return await self._change(replica, "end_push", publication)
 
     async def _change(self, replica: Replica, method: str, *args: Any) -> Any:
-        """Call a method that changes a replica or follows a change.
-
-        A replica that takes too long, or whose engine fails in the call, is killed and replaced; its `WorkerDied` is
-        raised.
-        """
+        """Call a method that changes a replica or follows a change. A replica that takes too long, or whose engine
+        fails in the call, is killed and replaced; its `WorkerDied` is raised."""
         seconds = self._settings.publish_timeout_seconds
         try:
             return await replica.handle.call(method, *args, timeout=seconds)
@@ -554,9 +535,8 @@ class PartialResponse:
         self._min_version = min_version
         room = max_length - len(request.prompt_token_ids)
         self._limit = max(1, min(request.sampling.max_new_tokens, room))
-        self._settled: list[TokenChunk] = []
+        self._settled = no_tokens()
         self._attempt: list[TokenChunk] = []
-        self._finish_reason: FinishReason | None = None
 
     @property
     def request_id(self) -> str:
@@ -566,60 +546,54 @@ class PartialResponse:
     @property
     def attempt_tokens(self) -> int:
         """Number of known tokens of the current attempt."""
-        return _count(self._attempt)
+        return sum(len(chunk.token_ids) for chunk in self._attempt)
 
     @property
     def min_version(self) -> int | None:
         """Oldest weight version that may continue the response; None if any may."""
-        newest = max((int(chunk.versions.max()) for chunk in self._settled if len(chunk.versions)), default=None)
-        return max((version for version in (self._min_version, newest) if version is not None), default=None)
+        newest = self._settled.versions[-1:].tolist()
+        return max(newest if self._min_version is None else [self._min_version, *newest], default=None)
 
     def remaining(self) -> GenerateRequest:
         """Return the request for the missing part."""
-        tokens = [chunk.token_ids for chunk in self._settled]
-        count = _count(self._settled)
+        request, count = self._request, len(self._settled.token_ids)
         return replace(
-            self._request,
-            prompt_token_ids=np.concatenate([self._request.prompt_token_ids, *tokens]).astype(np.int32),
-            sampling=replace(self._request.sampling, max_new_tokens=self._request.sampling.max_new_tokens - count),
-            first_token_index=self._request.first_token_index + count,
+            request,
+            prompt_token_ids=np.concatenate([request.prompt_token_ids, self._settled.token_ids]).astype(np.int32),
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
+            first_token_index=request.first_token_index + count,
         )
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the next tokens of the current attempt."""
-        if len(chunk.token_ids) or chunk.finish_reason is not None:
-            self._attempt.append(chunk)
+        self._attempt.append(chunk)
 
     def cut_off(self) -> int:
         """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
-        kept, self._attempt = self._attempt, []
-        self._settled += kept
-        self._finish_reason = kept[-1].finish_reason if kept else None
-        if self._finish_reason is None and _count(self._settled) >= self._limit:
-            self._finish_reason = "length"
-        return _count(kept)
+        kept = self.attempt_tokens
+        self._settled = _joined([self._settled, *self._attempt])
+        self._attempt = []
+        return kept
 
     @property
     def completion(self) -> Completion | None:
         """The whole response if the interrupted attempts already contain all of it, else None."""
-        if self._finish_reason is not None and self._finish_reason != "abort":
-            return self._completion(self._settled, self._finish_reason)
-        return None
+        reason = self._settled.finish_reason
+        if reason is None or reason == "abort":
+            if len(self._settled.token_ids) < self._limit:
+                return None
+            reason = "length"
+        return self._settled.completion(self.request_id, reason)
 
     def joined_to(self, completion: Completion) -> Completion:
         """Return the whole response, where ``completion`` is the part that the current attempt generated."""
-        rest = TokenChunk(completion.token_ids, completion.logprobs, completion.versions)
-        return self._completion([*self._settled, rest], completion.finish_reason)
-
-    def _completion(self, chunks: Sequence[TokenChunk], finish_reason: FinishReason) -> Completion:
-        return Completion(
-            request_id=self._request.request_id,
-            token_ids=np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
-            logprobs=np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
-            versions=np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
-            finish_reason=finish_reason,
-        )
+        return _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
 
 
-def _count(chunks: Sequence[TokenChunk]) -> int:
-    return sum(len(chunk.token_ids) for chunk in chunks)
+def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    return TokenChunk(
+        np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
+        np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
+        np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
+        chunks[-1].finish_reason,
+    )

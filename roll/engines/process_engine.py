@@ -1,44 +1,46 @@
 """An engine that computes in processes of its own: what `vllm` and `sglang` share.
 
-`ProcessEngine` keeps the state of such an engine; the adapter of a library makes the calls. Requests wait outside the
-library until a slot is free, so no update waits for a request that has not begun. A weight update is checked for being
-complete and fitting before the engine is paused.
+`ProcessEngine` keeps the state of such an engine; the adapter of a library makes the calls. A weight update is checked
+for being complete and fitting before the engine is paused.
+
+Requests wait outside the library until a slot is free, first come, first served, and nothing enters while the gate is
+shut, so no update waits for a request that has not begun. An abort that arrives before the request is inside, a request
+that must leave and enter again before all others, a drain that is interrupted: these are handled here once.
+
+The library reports which weights produced which tokens only when the request ends; until then each token carries a
+version that is never too new. Stop strings are matched here, token by token, because libraries handle token ids only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import numpy as np
-import torch
 
-from roll.data.records import derive_seed
 from roll.engines.base import (
     BusyClock,
     Completion,
     EngineFailed,
+    FinishReason,
     GenerateRequest,
     InferStrategy,
-    ModelSpec,
     PauseMode,
-    StopStrings,
+    PreparedWeights,
+    SamplingParams,
+    StopStringMatcher,
     TokenChunk,
-    check_complete,
-    check_request,
-    check_tensor,
-    eos_token_ids,
-    load_config,
-    load_tokenizer,
+    checked,
+    model_facts,
     no_tokens,
-    parameter_shapes,
 )
-from roll.engines.requests import AdmittedRequests, Response
 from roll.weights.buckets import HeldWeights, WeightBucket, manifest
 
 if TYPE_CHECKING:
@@ -48,44 +50,258 @@ if TYPE_CHECKING:
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face name of each tensor -> (dtype name, shape)."""
 
-_INSPECTED_BYTES = 64 * 1024**2
-"""Most bytes of weights that are read back from the engine after an update."""
+
+class AdmissionGate:
+    """A limited number of slots for requests, behind a gate that can be shut."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._open = True
+        self._waiting: deque[tuple[str, asyncio.Future[bool]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to enter."""
+        return len(self._waiting)
+
+    async def enter(self, request_id: str, *, first: bool = False) -> bool:
+        """Wait for a slot, which `leave` releases. Return False if the request was turned away. ``first`` puts it
+        before all others, because it had a slot before."""
+        entry = (request_id, asyncio.get_running_loop().create_future())
+        if first:
+            self._waiting.appendleft(entry)
+        else:
+            self._waiting.append(entry)
+        self._admit()
+        try:
+            return await entry[1]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif not entry[1].cancelled() and entry[1].result():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Release a slot."""
+        self._free += 1
+        self._admit()
+
+    def turn_away(self, request_ids: Collection[str]) -> None:
+        """Stop these requests from waiting; their `enter` returns False."""
+        for entry in [entry for entry in self._waiting if entry[0] in request_ids]:
+            self._waiting.remove(entry)
+            if not entry[1].done():
+                entry[1].set_result(False)
+
+    def shut(self) -> None:
+        """Admit no request until `open`."""
+        self._open = False
+
+    def open(self) -> None:
+        """Admit waiting requests, as many as there are free slots."""
+        self._open = True
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._open and self._free and self._waiting:
+            _, admitted = self._waiting.popleft()
+            if admitted.cancelled():
+                continue
+            self._free -= 1
+            admitted.set_result(True)
 
 
-def check_layout(entries: Iterable[tuple[str, str, Sequence[int]]], shapes: Mapping[str, Sequence[int]]) -> Layout:
-    """Check a weight update against the model's ``shapes`` and return its layout.
+class AdmittedRequests:
+    """Requests, from when they become known until they have ended."""
 
-    Raises ``WeightMismatch`` naming a tensor that does not fit or is missing.
-    """
-    layout: Layout = {}
-    for name, dtype, shape in entries:
-        check_tensor(name, dtype, shape, shapes, layout)
-        layout[name] = (dtype, tuple(shape))
-    check_complete(shapes, layout)
-    return layout
+    def __init__(self, slots: int, on_change: Callable[[], None]) -> None:
+        """``on_change`` is called when a request has entered or left."""
+        self.gate = AdmissionGate(slots)
+        self.inside: dict[str, Response] = {}
+        """Requests inside the engine, in order of entry."""
+        self._known: dict[str, Response] = {}
+        self._drains: list[asyncio.Future[None]] = []
+        self._numbers = itertools.count()
+        self._on_change = on_change
+
+    def engine_id(self) -> str:
+        """Return a name that is no prefix of another: SGLang aborts all requests that begin with a given name."""
+        return f"roll-{next(self._numbers):016d}"
+
+    async def run(
+        self,
+        request: GenerateRequest,
+        matcher: StopStringMatcher | None,
+        updates_of: Callable[[Response], AsyncGenerator[Response, None]],
+    ) -> AsyncGenerator[Response, None]:
+        """Yield the request's state after each message from the engine; nothing if it was aborted before it began.
+
+        ``updates_of`` runs the request until it ends or has to begin again. Raises ``ValueError`` if a request of this
+        name exists already.
+        """
+        name = request.request_id
+        if name in self._known:
+            raise ValueError(f"request {name!r} cannot run: another one with this id is running")
+        had_a_slot = False
+        try:
+            while True:
+                response = self._known[name] = Response(request, self.engine_id(), matcher)
+                if not await self.gate.enter(name, first=had_a_slot):
+                    return
+                try:
+                    if not response.aborted:
+                        self.inside[name] = response
+                        self._on_change()
+                        async with aclosing(updates_of(response)) as updates:
+                            async for update in updates:
+                                yield update
+                finally:
+                    self._leave(name)
+                if response.aborted or not response.begins_again:
+                    return
+                had_a_slot = True
+        finally:
+            del self._known[name]
+
+    def _leave(self, name: str) -> None:
+        self.inside.pop(name, None)
+        self.gate.leave()
+        self._on_change()
+        if not self.inside:
+            for drain in self._drains:
+                if not drain.done():
+                    drain.set_result(None)
+
+    def abort(self, names: Iterable[str] | None = None) -> list[Response]:
+        """Abort these requests (None: all): turn away those that wait, mark the others, return those inside."""
+        names = self._known.keys() if names is None else self._known.keys() & set(names)
+        self.gate.turn_away(names)
+        for name in names:
+            self._known[name].aborted = True
+            self._known[name].wake()
+        return [response for name, response in self.inside.items() if name in names]
+
+    def begin_again(self) -> list[Response]:
+        """Mark and return the requests without a token. They enter again, before all others, when the gate opens."""
+        waiting = [response for response in self.inside.values() if not response.token_ids]
+        for response in waiting:
+            response.begins_again = True
+            response.wake()
+        return waiting
+
+    async def drained(self) -> None:
+        """Wait until no request is inside. Raises ``RuntimeError`` if `interrupt_drains` ends the wait."""
+        if not self.inside:
+            return
+        drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._drains.append(drain)
+        try:
+            await drain
+        finally:
+            self._drains.remove(drain)
+
+    def interrupt_drains(self, by: str) -> None:
+        """End pending drains with an error that says what interrupted them."""
+        for drain in self._drains:
+            if not drain.done():
+                drain.set_exception(RuntimeError(f"the drain was interrupted by {by}"))
 
 
-def sample_of(tensors: Mapping[str, torch.Tensor], version: int) -> list[str]:
-    """Return names of some tensors to read back, together at most `_INSPECTED_BYTES` (or one tensor). They differ from
-    version to version."""
-    sample: list[str] = []
-    size = 0
-    for name in sorted(tensors, key=lambda name: derive_seed(version, name)):
-        size += tensors[name].nbytes
-        if sample and size > _INSPECTED_BYTES:
-            break
-        sample.append(name)
-    return sample
+VersionSpan = tuple[int, int, int]
+"""Weight version, first token and last token (exclusive) of a part of a response."""
 
 
 @dataclass
-class Prepared:
-    """A weight update that fits, waiting to be loaded."""
+class Response:
+    """The tokens of a request so far."""
 
-    receipt: HeldWeights
-    layout: Layout
-    staged: Any
-    """Result of the adapter's `ProcessEngine._stage`."""
+    request: GenerateRequest
+    engine_id: str
+    """Name of the request inside the engine."""
+    matcher: StopStringMatcher | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    aborted: bool = False
+    """True once an abort was requested."""
+    begins_again: bool = False
+    """True if the request must enter the engine again: it had no token when weights were replaced under cached
+    prompts."""
+    wake: Callable[[], None] = lambda: None
+    """Function called after `aborted` or `begins_again` was set."""
+    _last_version: int | None = None
+    """Version that the engine held at the last message."""
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        spans: Sequence[VersionSpan] = (),
+        finish_reason: FinishReason | None = None,
+    ) -> bool:
+        """Add new tokens from an engine that holds ``version``. Return True if a stop string ends the request before
+        the engine does.
+
+        ``spans`` give the versions of the whole response once it has ended. Engines hold a few tokens back, so the
+        first message after an update may contain tokens of the version before. All tokens of that message count as
+        older until the request ends and the engine reports the spans. Raises `EngineFailed` if the spans do not cover
+        the tokens, or if a token has no log-probability.
+        """
+        if len(logprobs) != len(token_ids):
+            raise EngineFailed(f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+        require_numbers(logprobs)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        oldest = version if self._last_version is None else self._last_version
+        self.versions += [oldest] * len(token_ids)
+        self._last_version = version
+        if spans:
+            self.versions = [version for version, start, end in spans for _ in range(start, end)]
+            if len(self.versions) != len(self.token_ids):
+                known, count = len(self.versions), len(self.token_ids)
+                raise EngineFailed(f"the engine tells the weight versions of {known} tokens out of {count}")
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+        return self._stop_at_string(len(token_ids))
+
+    def chunk(self, known: int, finish_reason: FinishReason | None = None) -> TokenChunk:
+        """Return the tokens beyond the first ``known``."""
+        logprobs = np.array(self.logprobs[known:], dtype=np.float32)
+        return TokenChunk(
+            np.array(self.token_ids[known:], dtype=np.int32),
+            np.zeros_like(logprobs) if is_greedy(self.request.sampling) else logprobs,
+            np.array(self.versions[known:], dtype=np.int32),
+            finish_reason,
+        )
+
+    def completion(self) -> Completion:
+        """Return the whole response."""
+        return self.chunk(0).completion(self.request.request_id, self.finish_reason or "abort")
+
+    def _stop_at_string(self, new: int) -> bool:
+        if self.matcher is None or not new:
+            return False
+        for end in range(len(self.token_ids) - new + 1, len(self.token_ids) + 1):
+            if self.matcher.push([self.token_ids[end - 1]]):
+                going_on = self.finish_reason is None
+                del self.token_ids[end:], self.logprobs[end:], self.versions[end:]
+                self.finish_reason = "stop"
+                return going_on
+        return False
+
+
+def require_numbers(logprobs: Iterable[float | None]) -> None:
+    """Raise ``EngineFailed`` if a log-probability is NaN, or None: JSON knows no NaN."""
+    if any(logprob is None or math.isnan(logprob) for logprob in logprobs):
+        raise EngineFailed("the engine's logits are NaN: there is no distribution to sample from")
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Return True if the sampling distribution is a point."""
+    return sampling.temperature == 0 or sampling.top_k == 1
 
 
 Engine = TypeVar("Engine")
@@ -93,52 +309,19 @@ Engine = TypeVar("Engine")
 
 
 class ProcessEngine(InferStrategy, Generic[Engine]):
-    """One engine replica whose library computes in its own processes. An adapter implements the methods from `_launch`
-    on."""
+    """One engine replica whose library computes in its own processes. Adapters implement what follows `_launch`."""
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        device: str,
-        dtype: str,
-        attn_implementation: str,
-        max_length: int,
-        trust_remote_code: bool = False,
-        eos_token_ids: Sequence[int] | None = None,
-        devices_per_engine: int = 1,
-        shares_devices: bool = False,
-        transport: str = "object_store",
-        strategy_config: dict[str, Any],
-    ) -> None:
-        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
-        engine with ``shares_devices`` is started so that it can sleep. ``transport`` is the way that weights come."""
-        self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
-        self._eos_token_ids = eos_token_ids
-        self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
-        self._sleeps = shares_devices
-        self._transport = transport
-        self._strategy_config = strategy_config
-        self._engine: Engine | None = None
-        self._numbers = itertools.count()
-        self._scoring = asyncio.Lock()
-        self._paused = False
-        self._asleep = False
-        self._version = 0
-        self._prepared: Prepared | None = None
-        self._stop_strings = StopStrings(lambda: load_tokenizer(self._spec))
-        self._generated_tokens = 0
-        self._clock = BusyClock()
+    _engine: Engine | None = None
+    _paused = _asleep = False
+    _version = _generated_tokens = 0
 
     async def start(self) -> None:
         if self._engine is not None:
             raise RuntimeError("this engine was started before")
-        spec = self._spec
-        config = load_config(spec.model_path, spec.trust_remote_code)
-        self._shapes = parameter_shapes(config, spec.trust_remote_code)
-        self._vocabulary = config.get_text_config(decoder=True).vocab_size
-        if self._eos_token_ids is None:
-            self._eos_token_ids = eos_token_ids(spec, config)
+        config, self._shapes = model_facts(self._spec)
+        self._read_facts(config)
+        self._clock = BusyClock()
+        self._scoring = asyncio.Lock()
         self._engine, slots = await self._launch(config)
         # One slot is kept for scoring: a score follows an update, which must not wait for requests that have not begun.
         self._requests = AdmittedRequests(slots - 1, self._tick)
@@ -148,7 +331,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         async with aclosing(self._responses(request)) as responses:
             async for response in responses:
                 last = response
-        return no_tokens(request) if last is None else last.completion()
+        return no_tokens().completion(request.request_id, "abort") if last is None else last.completion()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         known = 0
@@ -160,8 +343,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
                 known = len(response.token_ids)
                 if ended is not None:
                     return
-        empty = no_tokens(request)
-        yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+        yield no_tokens()
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
         await self._sign_of_life()
@@ -204,29 +386,23 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._requests.gate.open()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
-        """Check a weight update, and put it where the library can read it, while requests run."""
         self._prepared = None
         self._prepared = await asyncio.to_thread(lambda: self._prepare(list(buckets), version))
-        return self._prepared.receipt
+        return self._prepared.held
 
-    def _prepare(self, buckets: list[WeightBucket], version: int) -> Prepared:
-        layout = check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], self._shapes)
-        return Prepared(HeldWeights(version, *manifest(buckets)), layout, self._stage(buckets))
+    def _prepare(self, buckets: list[WeightBucket], version: int) -> PreparedWeights:
+        entries = checked((entry for bucket in buckets for entry in bucket.tensors), self._shapes)
+        self._layout = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
+        return PreparedWeights(HeldWeights(version, *manifest(buckets)), self._stage(buckets))
 
     async def load_weights(self, version: int) -> HeldWeights:
-        """Replace all weights by the prepared ones; only while paused or idle.
-
-        The returned checksums are those of the loaded bytes. For some tensors, which change with the version, they are
-        those of what the engine holds, as far as it can read them back. Raises ``WeightMismatch`` if the update did not
-        reach the engine's weights, ``EngineFailed`` for a load that stopped halfway. If it fails, the engine stays
-        paused.
-        """
+        """See `InferStrategy.load_weights`. The checksums are those of the loaded bytes; for some tensors, which change
+        with the version, of what the engine holds, as far as it can read them back. Raises ``WeightMismatch`` if the
+        update did not reach the engine's weights. If it fails, the engine stays paused."""
         self._live_engine()
-        prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.receipt.version != version:
-            held = "nothing" if prepared is None else f"version {prepared.receipt.version}"
-            raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
-        self._requests.require_none("load_weights", paused=self._paused)
+        prepared, layout = self._prepared_for(version), self._layout
+        self._prepared = None
+        self._require_still("load_weights")
         was_open = not self._paused
         if was_open:
             await self.pause("resume")
@@ -238,24 +414,24 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         except Exception as error:
             raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
         self._version = version
-        held_weights = await self._inspected(prepared.receipt, prepared.layout)
+        held_weights = await self._inspected(prepared.held, layout)
         if was_open:
             await self.resume()
         return held_weights
 
     async def _begin_again(self) -> None:
-        """Take requests without a token out of the library: its caches may hold their prompts as computed with the old
-        weights."""
+        """Take requests without a token out of the library: its caches hold prompts of the old weights."""
         await self._withdraw(self._requests.begin_again())
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        self._live_engine()
         async with self._scoring:
             return [await self._score(tokens) for tokens in token_ids]
 
     async def sleep(self) -> None:
         """Free the caches and move the weights to the host. An engine with its own devices only frees the caches."""
         self._live_engine()
-        self._requests.require_none("sleep", paused=self._paused)
+        self._require_still("sleep")
         if self._asleep:
             return
         self._requests.gate.shut()
@@ -275,11 +451,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._tick()
 
     def stats(self) -> dict[str, Any]:
-        """Return `running`, `waiting`, `version`, the totals `generated_tokens` and `busy_seconds`, and `busy_spans`.
-
-        Libraries do not report how long they computed. The engine counts as busy while at least one request is inside
-        and it is not paused.
-        """
+        """See `InferStrategy.stats`. Libraries do not report how long they computed: the engine counts as busy while a
+        request is inside and it is not paused."""
         self._live_engine()
         self._tick()
         return {
@@ -296,28 +469,20 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
             return
         self._requests.interrupt_drains("shutdown()")
         self._prepared = None
-        await self._stop(engine, self._requests.abort_all())
+        await self._stop(engine, self._requests.abort())
 
-    async def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
-        """Yield the request's state after each message from the library; nothing if it was aborted before it began."""
+    def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
+        """Return the states of the request after each message; none if it was aborted before it began."""
         self._live_engine()
-        name = request.request_id
-        self._requests.require_new(name)
-        check_request(request, self._spec.max_length, self._vocabulary)
+        matcher = self._checked(request)
         self._check_sampling(request)
-        matcher = self._stop_strings.matcher(request)
+        return self._requests.run(request, matcher, self._updates)
 
-        def enter() -> Response:
-            return Response(request, self._engine_id(), matcher)
-
-        async with aclosing(self._requests.run(name, enter, self._updates)) as updates:
-            async for update in updates:
-                yield update
-
-    def _engine_id(self) -> str:
-        """Return a name that is no prefix of another one: SGLang aborts all requests whose names begin with a given
-        one."""
-        return f"roll-{next(self._numbers):016d}"
+    def _require_still(self, what: str) -> None:
+        if not self._paused and self._requests.inside:
+            raise RuntimeError(
+                f"{what} needs a paused or idle engine; {len(self._requests.inside)} requests are running"
+            )
 
     def _live_engine(self) -> Engine:
         if self._engine is None:
@@ -345,8 +510,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         """Wait for an answer from the library's own process, which it gives between two steps."""
 
     async def _withdraw(self, responses: Sequence[Response]) -> None:
-        """End requests in the library that were marked as aborted or beginning again. Nothing is to be done if
-        `_updates` does so when it is woken."""
+        """End marked requests in the library. Nothing is to be done if `_updates` does so when it is woken."""
 
     @abstractmethod
     async def _halt(self, mode: PauseMode) -> None:
@@ -358,16 +522,15 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
 
     @abstractmethod
     def _stage(self, buckets: list[WeightBucket]) -> Any:
-        """Put a weight update that fits where the library can read it. Runs in a thread of its own."""
+        """Put a weight update that fits where the library can read it, and return that. Runs in a thread of its own."""
 
     @abstractmethod
-    async def _load(self, prepared: Prepared) -> None:
+    async def _load(self, prepared: PreparedWeights) -> None:
         """Let the halted library take a weight update."""
 
     @abstractmethod
     async def _inspected(self, sent: HeldWeights, layout: Layout) -> HeldWeights:
-        """Return what the library holds after an update. A tensor that cannot be read back has the checksum that was
-        sent."""
+        """Return what the library holds after an update, with the sent checksum where it cannot be read back."""
 
     @abstractmethod
     async def _score(self, tokens: np.ndarray) -> np.ndarray:

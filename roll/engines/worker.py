@@ -11,20 +11,13 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from roll.configs.strategies import ENGINES, strategy_class
-from roll.engines.base import (
-    Completion,
-    EngineFailed,
-    GenerateRequest,
-    InferStrategy,
-    PauseMode,
-    PushedStrategy,
-    TokenChunk,
-)
+from roll.engines.base import Completion, EngineFailed, GenerateRequest, InferStrategy, PauseMode, TokenChunk
 from roll.runtime.actors import Worker
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, split_bucket
 from roll.weights.publisher import Publication, check_weights
@@ -59,16 +52,6 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class LoadPlan:
-    """Settings for loading a weight update."""
-
-    transport: str
-    bucket_bytes: int
-    """Largest number of bytes handed to the engine at a time."""
-    in_flight: PauseMode
-
-
-@dataclass(frozen=True)
 class RequestFailed:
     """A request that the engine could not run."""
 
@@ -88,7 +71,7 @@ class InferWorker(Worker):
         self._any_finished = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: EngineFailed | None = None
-        self._receivers: dict[str, WeightReceiver] = {}
+        self._spec = spec
         self.set_threads()
         self._strategy = spec.build(self.identity.place.device)
         await self._strategy.start()
@@ -111,9 +94,7 @@ class InferWorker(Worker):
 
     async def collect(self, wait_seconds: float) -> list[Completion | RequestFailed]:
         """Return the requests that finished since the last call, waiting at most ``wait_seconds`` for the first one.
-
-        Raises `EngineFailed` once the engine cannot continue and all earlier results have been delivered.
-        """
+        Raises `EngineFailed` once the engine cannot continue and all earlier results have been delivered."""
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_finished.wait()
@@ -142,19 +123,22 @@ class InferWorker(Worker):
                 task.cancel()
         await self._strategy.abort(request_ids)
 
-    async def load_weights(self, publication: Publication, plan: LoadPlan) -> tuple[HeldWeights, dict[str, float]]:
+    async def load_weights(
+        self, publication: Publication, bucket_bytes: int, mode: PauseMode
+    ) -> tuple[HeldWeights, dict[str, float]]:
         """Fetch a weight update, verify its checksums and load it; return the receipt and the timings.
 
-        Decoding stops for the load only. Timings in seconds: ``fetch`` (while decoding continues), ``load``, and
-        ``stall`` (from the end of the last step before the load to the order for the next one). The receipt is that of
-        the loaded weights. Raises `WeightsDiffer` or `WeightMismatch` naming the tensor. If the fetched weights are
-        wrong, the old ones stay in use; if the loaded ones are wrong, the engine stays paused.
+        The engine gets ``bucket_bytes`` at a time, and decoding stops for the load only. Timings in seconds: ``fetch``
+        (while decoding continues), ``load``, and ``stall`` (from the end of the last step before the load to the order
+        for the next one). The receipt is that of the loaded weights. Raises `WeightsDiffer` or `WeightMismatch` naming
+        the tensor. If the fetched weights are wrong, the old ones stay in use; if the loaded ones are wrong, the engine
+        stays paused.
         """
         started = time.perf_counter()
-        prepared = await self._strategy.prepare_weights(self._received(publication, plan), publication.version)
+        prepared = await self._strategy.prepare_weights(self._received(publication, bucket_bytes), publication.version)
         check_weights(self.identity.name, publication, prepared)
         fetched = time.perf_counter()
-        await self._strategy.pause(plan.in_flight)
+        await self._strategy.pause(mode)
         paused = time.perf_counter()
         receipt = await self._strategy.load_weights(publication.version)
         loaded = time.perf_counter()
@@ -169,30 +153,27 @@ class InferWorker(Worker):
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """Run one call of the engine library's weight transfer, sent by the trainer."""
-        await self._pushed().transfer_step(step, payload)
+        await self._strategy.transfer_step(step, payload)
 
     async def end_push(self, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:
         """Verify the checksums of the pushed weights and resume decoding. Raises as `load_weights` does."""
         if publication.layout is None:
             raise ValueError("a publication that was pushed has a layout, and this one has none")
-        receipt = await self._pushed().weights_pushed(publication.version, publication.layout)
+        receipt = await self._strategy.weights_pushed(publication.version, publication.layout)
         check_weights(self.identity.name, publication, receipt)
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()
         return receipt, {"fetch": 0.0, "load": loaded - self._push_began, "stall": resumed - self._push_began}
 
-    def _pushed(self) -> PushedStrategy:
-        if not isinstance(self._strategy, PushedStrategy):
-            raise RuntimeError(f"{self.identity.name} runs an engine into which weights cannot be pushed")
-        return self._strategy
+    @cached_property
+    def _receiver(self) -> WeightReceiver:
+        return TRANSPORTS[self._spec.transport].receiver()
 
-    def _received(self, publication: Publication, plan: LoadPlan) -> Iterator[WeightBucket]:
+    def _received(self, publication: Publication, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yield the update's buckets in the sizes that the engine takes, fetched as the engine consumes them."""
-        if plan.transport not in self._receivers:
-            self._receivers[plan.transport] = TRANSPORTS[plan.transport].receiver()
-        for bucket in self._receivers[plan.transport].receive(publication.handles, publication.version):
-            yield from split_bucket(bucket, plan.bucket_bytes)
+        for bucket in self._receiver.receive(publication.handles, publication.version):
+            yield from split_bucket(bucket, bucket_bytes)
 
     async def sleep(self) -> None:
         """Give up the devices. Requests wait; those that lose their caches are recomputed later."""

@@ -128,7 +128,6 @@ class Roles:
         config, role = self._config, self._config.actor_infer
         engines = split_devices(parse_device_mapping(role.device_mapping), role.num_gpus_per_engine)
         settings = PoolSettings(
-            transport=self._transport.name,
             in_flight=config.weight_update.in_flight,
             max_restarts=role.max_replica_restarts,
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll.engines.base import GenerateRequest, ModelSpec, SamplingParams, StopStrings
-from roll.engines.hf.engine import HFEngine
+from roll.engines.base import Completion, GenerateRequest, ModelSpec, SamplingParams
+from roll.engines.hf.engine import ActiveRequest, HFEngine
 from roll.engines.hf.model import load_model
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.engines.options import HFInferConfig
 
 VOCABULARY = 40
 EOS = 1
-
-
-def no_tokenizer():
-    raise OSError("this model has no tokenizer")
 
 
 def make_strategy(path: str, max_length: int = 128, eos_token_ids=(EOS,), **strategy_config) -> HFInferStrategy:
@@ -32,7 +28,7 @@ def make_strategy(path: str, max_length: int = 128, eos_token_ids=(EOS,), **stra
 
 def make_engine(path: str, max_length: int = 128, rows: int = 64, prefill: int = 1024, attention: str = "sdpa"):
     model = load_model(ModelSpec(path, "cpu", "float32", attention, max_length))
-    return HFEngine(model, max_length, HFInferConfig(rows, prefill), (EOS,), StopStrings(no_tokenizer))
+    return HFEngine(model, max_length, HFInferConfig(rows, prefill), (EOS,))
 
 
 def make_request(name: str, prompt, max_new_tokens: int = 16, first_token_index: int = 0, **sampling):
@@ -44,6 +40,16 @@ def make_request(name: str, prompt, max_new_tokens: int = 16, first_token_index:
     )
 
 
+def submit(engine, *requests: GenerateRequest) -> None:
+    for request in requests:
+        engine.submit(ActiveRequest(request))
+
+
+def completed(engine) -> dict[str, Completion]:
+    """What has ended since the last call, by request id."""
+    return {event.request_id: event for _, event in engine.take_events() if isinstance(event, Completion)}
+
+
 def run_engine(engine, limit: int = 2000) -> dict:
     """Step until nothing is left; completions by request id."""
     completions = {}
@@ -51,14 +57,13 @@ def run_engine(engine, limit: int = 2000) -> dict:
         if not engine.running and not engine.waiting:
             return completions
         engine.step()
-        completions |= {done.request_id: done for _, done in engine.take_output().completions}
+        completions |= completed(engine)
     raise AssertionError("the engine did not come to an end")
 
 
 def run_requests(path: str, requests, **engine_sizes) -> dict:
     engine = make_engine(path, **engine_sizes)
-    for key, request in enumerate(requests):
-        engine.submit(key, request)
+    submit(engine, *requests)
     return run_engine(engine)
 
 

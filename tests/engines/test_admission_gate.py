@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.engines.requests import AdmissionGate
+from roll.engines.process_engine import AdmissionGate
 from roll.rollout.clock import run_virtual
 from tests.tiers import examples
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from roll.engines.hf.engine import prefill_length
 from roll.engines.hf.model import NonFiniteLogits, processed_logprobs
 from roll.weights.buckets import pack_buckets
-from tests.engines.hf_helpers import EOS, VOCABULARY, make_engine, make_request, run_engine, run_requests
+from tests.engines.hf_helpers import (
+    EOS,
+    VOCABULARY,
+    completed,
+    make_engine,
+    make_request,
+    make_strategy,
+    run_engine,
+    run_requests,
+    submit,
+)
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[np.ndarray]:
@@ -78,8 +88,7 @@ def test_rows_with_different_sampling_run_side_by_side(model_path, reference):
 def test_samples_of_one_prompt_are_prefilled_once_and_differ(qwen_path):
     engine = make_engine(qwen_path)
     prompt = np.arange(3, 33)
-    for key in range(16):
-        engine.submit(key, make_request(str(key), prompt, 8, seed=key, ignore_eos=True))
+    submit(engine, *(make_request(str(seed), prompt, 8, seed=seed, ignore_eos=True) for seed in range(16)))
     completions = run_engine(engine)
     assert engine.prefill_tokens == len(prompt) - 1
     assert engine.generated_tokens == 16 * 8
@@ -143,11 +152,11 @@ def test_the_length_limit_ends_a_response_with_reason_length(qwen_path):
     ],
 )
 def test_a_request_that_cannot_run_is_refused_with_the_reason(qwen_path, prompt, sampling, words):
-    engine = make_engine(qwen_path, max_length=32)
+    strategy = make_strategy(qwen_path, max_length=32)
+    strategy._read_facts(AutoConfig.from_pretrained(qwen_path))
     with pytest.raises(ValueError, match=f"'wrong' cannot run.*{words}|'wrong' has stop strings.*{words}"):
-        engine.submit(0, make_request("wrong", list(prompt), **sampling))
-    engine.submit(1, make_request("right", [5]))
-    assert "right" in run_engine(engine)
+        strategy._checked(make_request("wrong", list(prompt), **sampling))
+    assert strategy._checked(make_request("right", [5])) is None
 
 
 def test_abort_returns_partial_tokens_and_leaves_the_others_alone(qwen_path):
@@ -155,12 +164,11 @@ def test_abort_returns_partial_tokens_and_leaves_the_others_alone(qwen_path):
     requests = [make_request(str(i), prompt, 30, seed=i, ignore_eos=True) for i, prompt in enumerate(prompts)]
     undisturbed = run_requests(qwen_path, requests)
     engine = make_engine(qwen_path, rows=4)
-    for key, request in enumerate(requests):
-        engine.submit(key, request)
+    submit(engine, *requests)
     for _ in range(9):
         engine.step()
-    engine.abort([0, 2, 5, 99])
-    aborted = {done.request_id: done for _, done in engine.take_output().completions}
+    engine.abort(["0", "2", "5", "unknown"])
+    aborted = completed(engine)
     assert {name: done.finish_reason for name, done in aborted.items()} == dict.fromkeys("025", "abort")
     assert aborted["0"].token_ids.tolist() == undisturbed["0"].token_ids[:9].tolist()
     assert len(aborted["5"].token_ids) == 0
@@ -174,8 +182,7 @@ def test_rebuilt_caches_continue_a_response_unchanged(model_path):
     requests = [make_request(str(i), p, 24, seed=i, ignore_eos=True) for i, p in enumerate(random_prompts(5, seed=6))]
     undisturbed = run_requests(model_path, requests)
     engine = make_engine(model_path)
-    for key, request in enumerate(requests):
-        engine.submit(key, request)
+    submit(engine, *requests)
     for _ in range(10):
         engine.step()
     assert engine.kv_bytes > 0
@@ -193,7 +200,7 @@ def test_not_a_number_in_the_weights_ends_the_step_with_an_error(qwen_path):
     del weights["lm_head.weight"]  # tied to the embedding
     broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
     engine.load_weights(engine.stage_weights(pack_buckets(broken.items(), 10_000), version=1))
-    engine.submit(0, make_request("a", [5, 6]))
+    submit(engine, make_request("a", [5, 6]))
     with pytest.raises(NonFiniteLogits):
         engine.step()
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from roll.configs.errors import ConfigError
 from roll.configs.strategies import ENGINES, strategy_class
-from roll.engines.base import EngineFailed
+from roll.engines.base import EngineFailed, InferStrategy
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
 from tests.engines.hf_helpers import EOS, VOCABULARY, load, make_request, make_strategy, run_requests
@@ -84,6 +84,16 @@ async def after_tokens(strategy: HFInferStrategy, request, count: int):
     while sum(len(chunk.token_ids) for chunk in chunks) < count:
         chunks.append(await anext(stream))
     return chunks, stream
+
+
+def test_an_engine_of_ones_own_has_every_method_of_the_interface():
+    class Unfinished(HFInferStrategy):
+        abort = InferStrategy.abort
+
+    with pytest.raises(TypeError, match="abstract method '?abort"):
+        Unfinished("m", device="cpu", dtype="float32", attn_implementation="sdpa", max_length=8, strategy_config={})
+    with pytest.raises(RuntimeError, match="cannot be pushed into HFInferStrategy"):
+        asyncio.run(make_strategy("m").transfer_step("init", {}))
 
 
 def test_registry_finds_the_engine_and_names_the_nearest():
@@ -454,7 +464,7 @@ def test_end_tokens_default_to_those_of_the_model(qwen_path):
 
 def test_wrong_options_are_reported_together_with_the_nearest_name(qwen_path):
     with pytest.raises(ConfigError) as caught:
-        make_strategy(qwen_path, max_runing_requests=4, threads=0, max_prefill_tokens="many")
+        asyncio.run(make_strategy(qwen_path, max_runing_requests=4, threads=0, max_prefill_tokens="many").start())
     assert len(caught.value.problems) == 3
     assert "did you mean `max_running_requests`?" in str(caught.value)
 

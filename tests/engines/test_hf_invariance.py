@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.hf_helpers import VOCABULARY, make_engine, make_request, run_engine
+from tests.engines.hf_helpers import VOCABULARY, completed, make_engine, make_request, run_engine, submit
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def mixed_requests(seed: int, count: int = 24, longest: int = 60) -> list:
 def alone(path: str, requests: list) -> dict:
     engine = make_engine(path, max_length=512)
     completions = {}
-    for key, request in enumerate(requests):
-        engine.submit(key, request)
+    for request in requests:
+        submit(engine, request)
         completions |= run_engine(engine)
     return completions
 
@@ -56,10 +56,10 @@ def assert_invariant(path: str, requests: list, seeds: range) -> None:
         engine = make_engine(path, max_length=512, rows=rows, prefill=prefill)
         completions = {}
         for key in generator.permutation(len(requests)):
-            engine.submit(int(key), requests[key])
+            submit(engine, requests[key])
             for _ in range(generator.integers(0, 6)):
                 engine.step()
-                completions |= {done.request_id: done for _, done in engine.take_output().completions}
+                completions |= completed(engine)
         assert_same_bits(completions | run_engine(engine), expected)
 
 
@@ -75,12 +75,11 @@ def test_aborted_neighbours_change_no_bit(qwen_path):
     requests = mixed_requests(seed=7)
     expected = alone(qwen_path, requests)
     engine = make_engine(qwen_path, max_length=512)
-    for key, request in enumerate(requests):
-        engine.submit(key, request)
+    submit(engine, *requests)
     for _ in range(5):
         engine.step()
-    survivors = {done.request_id: done for _, done in engine.take_output().completions}
-    engine.abort(range(0, len(requests), 3))
-    aborted = {done.request_id for _, done in engine.take_output().completions}
+    survivors = completed(engine)
+    engine.abort([request.request_id for request in requests[::3]])
+    aborted = completed(engine)
     survivors |= run_engine(engine)
     assert_same_bits(survivors, {name: done for name, done in expected.items() if name not in aborted})

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from roll.engines.base import EngineFailed
 from roll.engines.pool import PartialResponse
 from roll.weights.buckets import pack_buckets
-from tests.engines.hf_helpers import VOCABULARY, load, make_request, make_strategy
+from tests.engines.hf_helpers import VOCABULARY, load, make_request, make_strategy, submit
 
 DEADLINE_SECONDS = 60
 
@@ -198,10 +198,11 @@ def test_a_stop_string_that_began_before_the_death_still_ends_the_response(qwen_
         await strategy.pause("keep")
 
         def steps(engine):
-            engine.submit(99, request)
+            submit(engine, request)
             for _ in range(kept):
                 engine.step()
-            return engine.progress({})[99]
+            ((_, chunk),) = engine.progress({})
+            return chunk
 
         return await strategy._thread.call(steps)
 

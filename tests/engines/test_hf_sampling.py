@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from roll.engines.hf.model import NonFiniteLogits, RowSampling, counter_uniforms, processed_logprobs, sample
+from roll.engines.hf.model import NonFiniteLogits, counter_uniforms, processed_logprobs, sample
 from tests.tiers import examples
 
 
-def rows_of(count, temperature=1.0, top_k=0, top_p=1.0, uniforms=None) -> RowSampling:
-    return RowSampling(
+def rows_of(count, temperature=1.0, top_k=0, top_p=1.0, uniforms=None) -> dict[str, np.ndarray]:
+    return dict(
         temperature=np.full(count, temperature, dtype=np.float32),
         top_k=np.full(count, top_k, dtype=np.int64),
         top_p=np.full(count, top_p, dtype=np.float64),
@@ -49,8 +49,9 @@ def test_sampled_frequencies_fit_the_exact_distribution(temperature, top_k, top_
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=12) * 1.5).float().expand(count, 12)
     uniforms = counter_uniforms(np.arange(count, dtype=np.uint64), np.full(count, 3))
     rows = rows_of(count, temperature, top_k, top_p, uniforms)
-    tokens, logprobs = sample(logits, rows)
-    expected = processed_logprobs(logits[:1], rows.temperature[:1], rows.top_k[:1], rows.top_p[:1])[0].double().exp()
+    tokens, logprobs = sample(logits, **rows)
+    first = {name: rows[name][:1] for name in ("temperature", "top_k", "top_p")}
+    expected = processed_logprobs(logits[:1], **first)[0].double().exp()
     counts = np.bincount(tokens.numpy(), minlength=12)
     inside = expected.numpy() > 0
     assert counts[~inside].sum() == 0
@@ -74,7 +75,7 @@ def test_processed_distribution_equals_that_of_the_transformers_warpers(seed, te
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
     rows = rows_of(3, temperature, top_k, top_p)
-    actual = processed_logprobs(logits, rows.temperature, rows.top_k, rows.top_p)
+    actual = processed_logprobs(logits, rows["temperature"], rows["top_k"], rows["top_p"])
     expected = torch.log_softmax(expected, dim=-1)
     assert torch.equal(torch.isinf(actual), torch.isinf(expected))
     kept = torch.isfinite(expected)
@@ -91,7 +92,7 @@ def test_processed_distribution_equals_that_of_the_transformers_warpers(seed, te
 )
 def test_a_token_of_probability_zero_is_never_sampled(logits, uniform, temperature, top_k, top_p):
     rows = rows_of(1, temperature, top_k, top_p, np.array([uniform]))
-    tokens, logprobs = sample(torch.tensor([logits]), rows)
+    tokens, logprobs = sample(torch.tensor([logits]), **rows)
     assert torch.isfinite(logprobs[0]) and logprobs[0].double().exp() > 0
     ranks_above = sum(value > logits[int(tokens[0])] for value in logits)
     assert top_k == 0 or ranks_above < top_k
@@ -101,8 +102,7 @@ def test_greedy_rows_take_the_largest_logit_beside_sampled_rows():
     logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     temperature = np.array([0, 1, 0, 0.5, 0, 1], dtype=np.float32)
     uniforms = counter_uniforms(np.arange(6, dtype=np.uint64), np.zeros(6, dtype=np.int64))
-    rows = RowSampling(temperature, np.array([0, 0, 3, 2, 0, 0]), np.ones(6), uniforms)
-    tokens, logprobs = sample(logits, rows)
+    tokens, logprobs = sample(logits, temperature, np.array([0, 0, 3, 2, 0, 0]), np.ones(6), uniforms)
     greedy = temperature == 0
     assert (tokens.numpy() == logits.argmax(-1).numpy())[greedy].all()
     assert (logprobs.numpy() == 0)[greedy].all() and (logprobs.numpy() < 0)[~greedy].all()
@@ -122,4 +122,4 @@ def test_logits_without_a_distribution_are_an_error(bad, temperature):
     logits = torch.zeros(3, 5)
     logits[1, 2] = bad
     with pytest.raises(NonFiniteLogits):
-        sample(logits, rows_of(3, temperature))
+        sample(logits, **rows_of(3, temperature))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from roll.engines.base import ModelSpec, eos_token_ids, load_config, load_tokenizer
+from roll.engines.base import ModelSpec, eos_token_ids, load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_end_tokens_come_from_the_first_place_that_names_some(tmp_path, generati
         words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 3}, unk_token="a"))
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token=tokenizer).save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), "cpu", "float32", "sdpa", 8)
-    assert eos_token_ids(spec, load_config(spec.model_path, False)) == expected
+    assert eos_token_ids(spec, AutoConfig.from_pretrained(tmp_path)) == expected
 
 
 def test_responses_are_read_with_the_tokenizer_that_was_saved(tmp_path):

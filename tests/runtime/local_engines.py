@@ -10,7 +10,14 @@ from functools import partial
 import numpy as np
 
 from roll.engines import worker as infer_worker
-from roll.engines.base import Completion, EngineFailed, GenerateRequest, SamplingParams, TokenChunk
+from roll.engines.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    InferStrategy,
+    SamplingParams,
+    TokenChunk,
+)
 from roll.engines.pool import InferencePool, Loaded, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerIdentity, WorkerTimeout
@@ -41,7 +48,7 @@ class RunningRequest:
         )
 
 
-class ScriptedEngine:
+class ScriptedEngine(InferStrategy):
     """An `InferStrategy` whose tokens take a second each and whose loads take two."""
 
     def __init__(self, *_args, in_place=True, witness=None, **_options):
@@ -86,6 +93,9 @@ class ScriptedEngine:
             del self.running[request.request_id]
         got, reason = mine.chunk(), "abort" if mine.aborted.is_set() else "length"
         return Completion(request.request_id, got.token_ids, got.logprobs, got.versions, reason)
+
+    def stream(self, request):
+        raise NotImplementedError("no pool streams")
 
     async def unstuck(self):
         if self.stuck.is_set():
@@ -152,6 +162,9 @@ class ScriptedEngine:
 
     def stats(self):
         return {"generated_tokens": 0, "busy_seconds": 0.0, "busy_spans": []}
+
+    async def shutdown(self):
+        """It has no process of its own."""
 
 
 class LocalWorker(InferWorker):
@@ -264,14 +277,14 @@ class LocalPool:
             "silence_timeout_seconds": 20.0,
             **settings,
         }
-        spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64, 1, False)
+        spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64, transport="nothing")
         self.events: list[str] = []
         self.pool = InferencePool(
             "actor_infer",
             replicas,
             self._start_worker,
             spec,
-            PoolSettings(transport="nothing", **chosen),
+            PoolSettings(**chosen),
             self.events.append,
         )
 

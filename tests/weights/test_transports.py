@@ -26,7 +26,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll.engines.base import GenerateRequest, SamplingParams
-from roll.engines.worker import EngineSpec, InferWorker, LoadPlan
+from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.actors import WorkerIdentity
 from roll.runtime.placement import WorkerPlace
 from roll.weights.buckets import WeightMismatch, manifest, pack_buckets, tensor_checksum, views
@@ -281,20 +281,16 @@ def test_a_file_that_was_cut_off_names_what_is_lost(tmp_path):
         received("checkpoint", publication)
 
 
-def run_engine(model_path: str, scenario):
+def run_engine(model_path: str, transport: str, scenario):
     async def main():
         worker = InferWorker(WorkerIdentity("actor_infer", 0, 1, WorkerPlace(0, "cpu", (0,), 1), None))
-        await worker.start(EngineSpec("hf_infer", {}, model_path, "float32", "sdpa", False, 128))
+        await worker.start(EngineSpec("hf_infer", {}, model_path, "float32", "sdpa", False, 128, transport=transport))
         try:
             return await asyncio.wait_for(scenario(worker), 60)
         finally:
             await worker._strategy.shutdown()
 
     return asyncio.run(main())
-
-
-def plan_for(transport: str) -> LoadPlan:
-    return LoadPlan(transport, BUCKET_BYTES // 2, "keep")
 
 
 async def completion_of(worker: InferWorker, name: str = "r"):
@@ -312,7 +308,7 @@ def test_every_transport_gives_the_engine_the_same_bits(model_path, transport, b
         results = []
         for version in range(4):
             publication = trainer.publish(version, weights_like(model_path, version))
-            receipt, seconds = await worker.load_weights(publication, plan_for(name))
+            receipt, seconds = await worker.load_weights(publication, BUCKET_BYTES // 2, "keep")
             assert receipt.checksums == publication.checksums
             assert receipt.in_place == (name == "shared_memory" and buffers == 2)
             assert seconds.keys() == {"fetch", "load", "stall"}
@@ -325,8 +321,8 @@ def test_every_transport_gives_the_engine_the_same_bits(model_path, transport, b
             results.append(completion.logprobs.tobytes())
         return results
 
-    got = run_engine(model_path, lambda worker: scenario(worker, transport))
-    expected = run_engine(model_path, lambda worker: scenario(worker, "object_store"))
+    got = run_engine(model_path, transport, lambda worker: scenario(worker, transport))
+    expected = run_engine(model_path, "object_store", lambda worker: scenario(worker, "object_store"))
     assert got == expected
     assert len(set(got)) == 4
 
@@ -335,7 +331,7 @@ def test_engines_of_one_host_share_one_copy(model_path, tmp_path):
     async def scenario(worker):
         trainer = Trainer("shared_memory", tmp_path)
         publication = trainer.publish(0, weights_like(model_path, 0))
-        await worker.load_weights(publication, plan_for("shared_memory"))
+        await worker.load_weights(publication, BUCKET_BYTES // 2, "keep")
         parameters = worker._strategy._live_thread().engine._model.parameters()
         maps = Path("/proc/self/maps").read_text().splitlines()
         ranges = [line.split()[0].split("-") for line in maps if "roll-weights-0" in line and " r--s " in line]
@@ -346,7 +342,7 @@ def test_engines_of_one_host_share_one_copy(model_path, tmp_path):
         await worker.wake()
         return await completion_of(worker)
 
-    assert run_engine(model_path, scenario).finish_reason == "length"
+    assert run_engine(model_path, "shared_memory", scenario).finish_reason == "length"
 
 
 FAULTS = {
@@ -369,7 +365,7 @@ def test_a_bad_update_is_caught_and_named_before_a_request_sees_it(model_path, t
 
     async def scenario(worker):
         trainer = Trainer(transport, tmp_path)
-        await worker.load_weights(trainer.publish(1, weights_like(model_path, 1)), plan_for(transport))
+        await worker.load_weights(trainer.publish(1, weights_like(model_path, 1)), BUCKET_BYTES // 2, "keep")
         before = await completion_of(worker)
         publication = trainer.publish(2, weights)
         if fault == "corrupted bucket":
@@ -378,12 +374,12 @@ def test_a_bad_update_is_caught_and_named_before_a_request_sees_it(model_path, t
             publication = replace(trainer.publish(4, weights), version=2)
         error, words = FAULTS[fault]
         with pytest.raises(error, match=words):
-            await worker.load_weights(publication, plan_for(transport))
+            await worker.load_weights(publication, BUCKET_BYTES // 2, "keep")
         after = await completion_of(worker)
         assert set(after.versions) == {1}
         assert after.logprobs.tobytes() == before.logprobs.tobytes()
 
-    run_engine(model_path, scenario)
+    run_engine(model_path, transport, scenario)
 
 
 def corrupt(transport: str, trainer: Trainer, publication: Publication, name: str) -> None:
@@ -409,8 +405,8 @@ def test_a_failed_update_can_be_followed_by_a_good_one(model_path, tmp_path):
         bad = trainer.publish(0, weights_like(model_path, 0))
         bad.checksums["model.norm.weight"] ^= 1
         with pytest.raises(WeightsDiffer):
-            await worker.load_weights(bad, plan_for("shared_memory"))
-        await worker.load_weights(trainer.publish(1, weights_like(model_path, 1)), plan_for("shared_memory"))
+            await worker.load_weights(bad, BUCKET_BYTES // 2, "keep")
+        await worker.load_weights(trainer.publish(1, weights_like(model_path, 1)), BUCKET_BYTES // 2, "keep")
         return await completion_of(worker)
 
-    assert set(run_engine(model_path, scenario).versions) == {1}
+    assert set(run_engine(model_path, "shared_memory", scenario).versions) == {1}

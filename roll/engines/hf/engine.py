@@ -7,15 +7,17 @@ multiples for which the kernels' sums do not depend on the shape. All methods mu
 
 The running requests are a table, one row each, and so are their keys and values. Rows 0 to n are in use, and the last
 row takes the place of a row that ends. A decoding step therefore attends to plain views ``[:rows, :, :kv_length]``,
-loops over no request and gathers nothing. The buffers grow geometrically in rows and length, and never shrink until
-`release`.
+loops over no request and gathers nothing. Keys and values grow geometrically in rows and length, and never shrink
+until `release`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +31,13 @@ from roll.engines.base import (
     EngineFailed,
     FinishReason,
     GenerateRequest,
+    PreparedWeights,
     StopStringMatcher,
-    StopStrings,
     TokenChunk,
-    check_complete,
-    check_request,
-    check_tensor,
+    checked,
     no_tokens,
 )
-from roll.engines.hf.model import LENGTH_MULTIPLE, RowSampling, SlotCache, counter_uniforms, round_up, sample
+from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.options import HFInferConfig
 from roll.weights.buckets import HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
 
@@ -48,34 +48,25 @@ _ADMISSION_INTERVAL = 4
 """While requests run, new ones join only at every fourth step, so that their prompts share a forward pass."""
 
 
-@dataclass
-class EngineOutput:
-    """Completions and chunks since the last `take_output`."""
+@dataclass(eq=False)
+class ActiveRequest:
+    """A request and what is not in its row of the table."""
 
-    completions: list[tuple[int, Completion]] = field(default_factory=list)
-    chunks: list[tuple[int, TokenChunk]] = field(default_factory=list)
-
-
-@dataclass
-class StagedWeights:
-    """A complete weight update that fits the model, ready to be loaded."""
-
-    tensors: dict[str, torch.Tensor]
-    """Tensors in the model's precision, on the host. If the model computes on the host too, these tensors become its
-    parameters."""
-    receipt: HeldWeights
+    request: GenerateRequest
+    matcher: StopStringMatcher | None = None
+    streaming: bool = False
+    """True if a chunk is reported after each step."""
+    row: int = -1
+    """-1 while it waits for one."""
+    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    """What has been reported to the caller, in its event loop: chunks, then the completion or an error."""
 
 
 class HFEngine:
     """Runs many independent requests over one model."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        max_length: int,
-        options: HFInferConfig,
-        eos_token_ids: Sequence[int],
-        stop_strings: StopStrings,
+        self, model: PreTrainedModel, max_length: int, options: HFInferConfig, end_tokens: tuple[int, ...]
     ) -> None:
         """``max_length``: longest prompt plus response."""
         self.version = 0
@@ -87,22 +78,22 @@ class HFEngine:
         self._device = model.device
         self._max_length = max_length
         self._options = options
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._stop_strings = stop_strings
+        self._end_tokens = end_tokens
         config = model.config.get_text_config(decoder=True)
         self._vocabulary = config.vocab_size
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._min_rows = _ROW_MULTIPLE * threads
         max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
-        self._cache = SlotCache(config.num_hidden_layers, max_rows, max_length)
-        self._table = RequestTable(max_length)
+        self._cache = SlotCache(max_rows, max_length)
+        self._table = RequestTable(options.max_running_requests, max_length)
         self._waiting: deque[ActiveRequest] = deque()
-        self._watched: dict[int, ActiveRequest] = {}
-        self._streaming: dict[int, ActiveRequest] = {}
-        self._output = EngineOutput()
+        self._watched: set[ActiveRequest] = set()
+        self._streaming: set[ActiveRequest] = set()
+        self._events: list[tuple[ActiveRequest, Completion | TokenChunk]] = []
         self._caches_dropped = False
         self._steps_since_admission = 0
-        self._asleep = False
+        self.asleep = False
+        """True between `sleep` and `wake`."""
         self._parameters = dict(model.named_parameters())
 
     @property
@@ -116,60 +107,46 @@ class HFEngine:
         return len(self._waiting)
 
     @property
-    def asleep(self) -> bool:
-        """True between `sleep` and `wake`."""
-        return self._asleep
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of the key-value cache."""
         return self._cache.num_bytes
 
-    def submit(self, key: int, request: GenerateRequest, streaming: bool = False) -> None:
-        """Queue a request under a number that no other request has.
-
-        Raises ``ValueError`` saying what is wrong with the request; other requests are not affected.
-        """
-        check_request(request, self._max_length, self._vocabulary)
-        active = ActiveRequest(key, request, streaming)
-        active.matcher = self._stop_strings.matcher(request)
+    def submit(self, active: ActiveRequest) -> None:
+        """Queue a checked request. No other one in the engine has its id."""
         self._waiting.append(active)
 
-    def abort(self, keys: Iterable[int]) -> None:
-        """End these requests with the tokens they have. Unknown keys are ignored."""
-        keys = set(keys)
-        rows = [active.row for active in self._table.requests if active.key in keys]
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests (None: all) with the tokens they have. Unknown ids are ignored."""
+        names = None if request_ids is None else set(request_ids)
+        everyone = (*self._table.requests, *self._waiting)
+        chosen = [active for active in everyone if names is None or active.request.request_id in names]
+        rows = [active.row for active in chosen if active.row >= 0]
+        waiting = [active for active in chosen if active.row < 0]
         self._finish(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
-        for active in [active for active in self._waiting if active.key in keys]:
+        for active in waiting:
             self._waiting.remove(active)
-            self._finish_waiting(active)
+            self._events.append((active, no_tokens().completion(active.request.request_id, "abort")))
 
-    def abort_all(self) -> None:
-        """End every request with the tokens it has."""
-        self.abort([active.key for active in (*self._table.requests, *self._waiting)])
+    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk]]:
+        """Return the completions since the last call, and chunks of streaming requests before their last."""
+        events, self._events = self._events, []
+        return events
 
-    def take_output(self) -> EngineOutput:
-        """Return completions and chunks since the last call."""
-        output, self._output = self._output, EngineOutput()
-        return output
-
-    def progress(self, known: Mapping[int, int]) -> dict[int, TokenChunk]:
-        """Return the new tokens of each running request beyond the first ``known[key]`` (absent: 0); omit requests
-        without any."""
-        chunks = {
-            active.key: self._table.chunk(active.row, known.get(active.key, 0), None) for active in self._table.requests
-        }
-        return {key: chunk for key, chunk in chunks.items() if len(chunk.token_ids)}
+    def progress(self, known: Mapping[str, int]) -> list[tuple[ActiveRequest, TokenChunk]]:
+        """Return the new tokens of the running requests that have any beyond the first ``known[id]`` (absent: 0)."""
+        chunks = [
+            (active, self._table.chunk(active.row, known.get(active.request.request_id, 0)))
+            for active in self._table.requests
+        ]
+        return [(active, chunk) for active, chunk in chunks if len(chunk.token_ids)]
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probability of each token given those before it, at temperature 1: float32 ``[length]`` per
-        sequence, 0 at the first token.
+        """See `InferStrategy.score`. Each sequence has its own forward pass: memory for the logits of one is enough.
 
-        Each sequence has its own forward pass, so memory for the logits of one sequence is enough. Raises
-        ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep.
+        Raises ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep.
         """
-        if self._asleep:
+        if self.asleep:
             raise RuntimeError("the engine sleeps; wake it before score")
         return [self._score(tokens) for tokens in token_ids]
 
@@ -187,15 +164,15 @@ class HFEngine:
         self.clock.set(False)
 
     def drop_caches(self) -> None:
-        """Free all keys and values. The next step recomputes them from prompts and partial tokens, with the weights of
-        that moment."""
+        """Free all keys and values. The next step recomputes them from the tokens, with the weights of that moment."""
         self._cache.release()
         self._caches_dropped = True
 
-    def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> StagedWeights:
+    def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
         """Take in a weight update without touching the model. Any thread may call this while another one steps.
 
-        Tensors are cast to the model's precision. On a CPU, tensors that already have that precision and lie in lasting
+        Its content maps names to tensors on the host; if the model computes there too, they become its parameters. They
+        are cast to the model's precision. On a CPU, tensors that already have that precision and lie in lasting
         memory are used in place; others are copied. Raises ``WeightMismatch`` naming the tensor, or whatever
         ``buckets`` raises.
         """
@@ -203,14 +180,16 @@ class HFEngine:
         checksums: dict[str, int] = {}
         in_place = False
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        for bucket in buckets:
-            for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True):
-                check_tensor(name, dtype, shape, shapes, tensors)
-                tensors[name], checksums[name] = self._take(tensor, self._parameters[name].dtype, bucket.lasting)
-                in_place |= tensors[name] is tensor and self._device.type == "cpu"
-        check_complete(shapes, tensors)
+        arriving = (
+            (name, dtype, shape, (tensor, bucket.lasting))
+            for bucket in buckets
+            for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True)
+        )
+        for name, _, _, (tensor, lasting) in checked(arriving, shapes):
+            tensors[name], checksums[name] = self._take(tensor, self._parameters[name].dtype, lasting)
+            in_place |= tensors[name] is tensor and self._device.type == "cpu"
         count = sum(parameter.numel() for parameter in self._parameters.values())
-        return StagedWeights(tensors, HeldWeights(version, count, checksums, in_place))
+        return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors)
 
     def _take(self, tensor: torch.Tensor, dtype: torch.dtype, lasting: bool) -> tuple[torch.Tensor, int]:
         """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
@@ -220,41 +199,40 @@ class HFEngine:
             return copy_with_checksum(tensor)
         return tensor, tensor_checksum(tensor)
 
-    def load_weights(self, staged: StagedWeights) -> HeldWeights:
+    def load_weights(self, staged: PreparedWeights) -> HeldWeights:
         """Replace all weights by staged ones; later tokens carry their version.
 
         On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
         checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
-        receipt = staged.receipt
+        held = staged.held
         try:
             for name, parameter in self._parameters.items():
                 if self._device.type == "cpu":
-                    parameter.data = staged.tensors[name]
+                    parameter.data = staged.content[name]
                 else:
-                    parameter.data.copy_(staged.tensors[name])
+                    parameter.data.copy_(staged.content[name])
         except Exception as error:
-            raise EngineFailed(f"weights of version {receipt.version} were only partly loaded: {error!r}") from error
-        self.version = receipt.version
+            raise EngineFailed(f"weights of version {held.version} were only partly loaded: {error!r}") from error
+        self.version = held.version
         if self._device.type == "cpu":
-            return receipt
-        held = {name: tensor_checksum(parameter) for name, parameter in self._parameters.items()}
-        return replace(receipt, checksums=held)
+            return held
+        return replace(held, checksums={name: tensor_checksum(weight) for name, weight in self._parameters.items()})
 
     def sleep(self) -> None:
         """Free the caches and move the weights to the host. Harmless to repeat."""
-        if self._asleep:
+        if self.asleep:
             return
         self.drop_caches()
         self._model.to("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._asleep = True
+        self.asleep = True
 
     def wake(self) -> None:
         """Move the weights back. The next step rebuilds the caches."""
         self._model.to(self._device)
-        self._asleep = False
+        self.asleep = False
 
     def _score(self, token_ids: np.ndarray) -> np.ndarray:
         longest = self._max_length
@@ -281,12 +259,12 @@ class HFEngine:
         for _ in range(min(free, len(self._waiting))):
             active = self._waiting.popleft()
             sampling = active.request.sampling
-            end_tokens = () if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
+            end_tokens = () if sampling.ignore_eos else (*self._end_tokens, *sampling.stop_token_ids)
             self._table.add(active, end_tokens)
             if active.matcher is not None:
-                self._watched[active.key] = active
+                self._watched.add(active)
             if active.streaming:
-                self._streaming[active.key] = active
+                self._streaming.add(active)
         self._prefill(range(first, self.running))
 
     def _prefill(self, rows: Iterable[int]) -> None:
@@ -331,25 +309,19 @@ class HFEngine:
         """Run one forward pass over the last token of every row, then sample and update the records."""
         count = self.running
         logits = self._next_logits()[:count]
-        sampling = RowSampling(
-            temperature=self._table.column("temperature"),
-            top_k=self._table.column("top_k"),
-            top_p=self._table.column("top_p"),
-            uniforms=counter_uniforms(self._table.column("seed"), self._table.token_indices()),
-        )
-        chosen, logprobs = sample(logits, sampling)
+        temperature, top_k, top_p = (self._table.column(name) for name in ("temperature", "top_k", "top_p"))
+        uniforms = counter_uniforms(self._table.column("seed"), self._table.token_indices())
+        chosen, logprobs = sample(logits, temperature, top_k, top_p, uniforms)
         tokens = chosen.cpu().numpy()
         self._table.append(tokens, logprobs.cpu().numpy(), self.version)
         self.generated_tokens += count
         self._finish_ended(tokens)
-        for active in self._streaming.values():
-            self._output.chunks.append((active.key, self._table.next_chunk(active.row, None)))
+        for active in self._streaming:
+            self._events.append((active, self._table.chunk(active.row, -1)))
 
     def _next_logits(self) -> torch.Tensor:
-        """Return the logits after the last token of every row, ``[padded rows, vocabulary]``.
-
-        Rows beyond the running ones hold token 0 at position 0.
-        """
+        """Return the logits after the last token of every row, ``[padded rows, vocabulary]``. Rows beyond the running
+        ones hold token 0 at position 0."""
         count, rows = self.running, self._padded_rows()
         input_ids = np.zeros(rows, dtype=np.int64)
         positions = np.zeros(rows, dtype=np.int64)
@@ -373,7 +345,7 @@ class HFEngine:
 
     def _finish_ended(self, tokens: np.ndarray) -> None:
         stopped, at_limit = self._table.ended(tokens)
-        for active in self._watched.values():
+        for active in self._watched:
             if active.matcher is not None and active.matcher.push([int(tokens[active.row])]):
                 stopped[active.row] = True
         rows = np.flatnonzero(stopped | at_limit)
@@ -385,29 +357,19 @@ class HFEngine:
             return
         for row, reason in zip(rows, reasons, strict=True):
             active = self._table.requests[row]
-            if active.streaming:
-                self._output.chunks.append((active.key, self._table.next_chunk(row, reason)))
-            self._output.completions.append((active.key, self._table.completion(row, reason)))
-            self._watched.pop(active.key, None)
-            self._streaming.pop(active.key, None)
+            whole = self._table.chunk(row, 0).completion(active.request.request_id, reason)
+            self._events.append((active, whole))
+            self._watched.discard(active)
+            self._streaming.discard(active)
         length = int(self._table.column("length").max())
         sources, targets = self._table.remove(rows)
         if len(sources) and not self._caches_dropped:
             with torch.inference_mode():
                 self._cache.move(sources, targets, length)
 
-    def _finish_waiting(self, active: ActiveRequest) -> None:
-        """Report a request that never had a row as aborted."""
-        empty = no_tokens(active.request)
-        if active.streaming:
-            chunk = TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
-            self._output.chunks.append((active.key, chunk))
-        self._output.completions.append((active.key, empty))
-
 
 def prefill_length(tokens: int, max_length: int) -> int:
-    """Return the padded length of a prompt's forward pass. It depends on the prompt's own length only, with about eight
-    values per doubling."""
+    """Return the padded length of a prompt's forward pass: about eight values per doubling of its own length."""
     step = max(LENGTH_MULTIPLE, 1 << max(tokens.bit_length() - 3, 0))
     return min(round_up(tokens, step), round_up(max_length, LENGTH_MULTIPLE))
 
@@ -428,31 +390,18 @@ _NO_TOKEN = -1
 _SEED_MASK = (1 << 64) - 1
 
 
-@dataclass
-class ActiveRequest:
-    """Data of a request that is not in its table row."""
-
-    key: int
-    """The engine's own number of the request; unlike request ids, never used again."""
-    request: GenerateRequest
-    streaming: bool = False
-    matcher: StopStringMatcher | None = None
-    streamed: int = 0
-    """Number of new tokens already handed out as chunks."""
-    row: int = field(default=-1)
-
-
 class RequestTable:
     """Tokens, log-probabilities, versions and parameters of the running requests."""
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, rows: int, max_length: int) -> None:
+        """Reserve address space for ``rows`` requests; the system gives memory to what is written."""
         self._max_length = max_length
         self.requests: list[ActiveRequest] = []
-        self._parameters = np.zeros(0, dtype=_PARAMETERS)
-        self._tokens = np.zeros((0, 0), dtype=np.int64)
-        self._logprobs = np.zeros((0, 0), dtype=np.float32)
-        self._versions = np.zeros((0, 0), dtype=np.int32)
-        self._stop_ids = np.zeros((0, 0), dtype=np.int64)
+        self._parameters = np.zeros(rows, dtype=_PARAMETERS)
+        self._tokens = np.zeros((rows, max_length), dtype=np.int64)
+        self._logprobs = np.zeros((rows, max_length), dtype=np.float32)
+        self._versions = np.zeros((rows, max_length), dtype=np.int32)
+        self._stop_ids = np.zeros((rows, 0), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -465,7 +414,6 @@ class RequestTable:
         """Append a row. ``stop_token_ids`` are all token ids that end this request."""
         prompt, sampling = active.request.prompt_token_ids, active.request.sampling
         row = len(self)
-        self._reserve(row + 1, len(prompt) + 1, len(stop_token_ids))
         self._parameters[row] = (
             len(prompt),
             len(prompt),
@@ -477,6 +425,9 @@ class RequestTable:
             sampling.top_p,
         )
         self._tokens[row, : len(prompt)] = prompt
+        if len(stop_token_ids) > self._stop_ids.shape[1]:
+            wider = ((0, 0), (0, len(stop_token_ids) - self._stop_ids.shape[1]))
+            self._stop_ids = np.pad(self._stop_ids, wider, constant_values=_NO_TOKEN)
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
         active.row = row
@@ -496,7 +447,6 @@ class RequestTable:
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Add one token to every row."""
-        self._reserve(len(self), int(self.column("length").max()) + 1, 0)
         lengths = self.column("length")
         rows = np.arange(len(self))
         self._tokens[rows, lengths] = tokens
@@ -505,31 +455,16 @@ class RequestTable:
         lengths += 1
 
     def ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows end with these last ``tokens``: (sampled a stop token, reached the limit), each bool
-        ``[rows]``."""
+        """Return which rows end with these last ``tokens``: at a stop token, and at the limit, each bool ``[rows]``."""
         stopped = (self._stop_ids[: len(self)] == tokens[:, None]).any(axis=1)
         return stopped, self.column("length") >= self.column("limit")
 
-    def completion(self, row: int, finish_reason: FinishReason) -> Completion:
-        """Return the tokens that the row has produced."""
-        name, whole = self.requests[row].request.request_id, self.chunk(row, 0, None)
-        return Completion(name, whole.token_ids, whole.logprobs, whole.versions, finish_reason)
-
-    def next_chunk(self, row: int, finish_reason: FinishReason | None) -> TokenChunk:
-        """Return the row's tokens since its last chunk."""
-        active = self.requests[row]
-        chunk = self.chunk(row, active.streamed, finish_reason)
-        active.streamed += len(chunk.token_ids)
-        return chunk
-
-    def chunk(self, row: int, start: int, finish_reason: FinishReason | None) -> TokenChunk:
-        """Return the row's new tokens from number ``start`` on."""
-        new = slice(int(self._parameters["prompt_length"][row]) + start, int(self._parameters["length"][row]))
+    def chunk(self, row: int, start: int) -> TokenChunk:
+        """Return the row's new tokens from number ``start`` on; -1 is the last one."""
+        first, end = int(self._parameters["prompt_length"][row]), int(self._parameters["length"][row])
+        new = slice(end - 1 if start < 0 else first + start, end)
         return TokenChunk(
-            token_ids=self._tokens[row, new].astype(np.int32),
-            logprobs=self._logprobs[row, new].copy(),
-            versions=self._versions[row, new].copy(),
-            finish_reason=finish_reason,
+            self._tokens[row, new].astype(np.int32), self._logprobs[row, new].copy(), self._versions[row, new].copy()
         )
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -539,33 +474,13 @@ class RequestTable:
         leaving[rows] = True
         targets = np.flatnonzero(leaving[:remaining])
         sources = remaining + np.flatnonzero(~leaving[remaining:])
-        for array in (self._parameters, self._tokens, self._logprobs, self._versions, self._stop_ids):
-            array[targets] = array[sources]
+        longest = int(self.column("length").max())
+        for array in (self._tokens, self._logprobs, self._versions):
+            array[targets, :longest] = array[sources, :longest]
+        self._parameters[targets] = self._parameters[sources]
+        self._stop_ids[targets] = self._stop_ids[sources]
         for source, target in zip(sources, targets, strict=True):
             self.requests[target] = self.requests[source]
             self.requests[target].row = int(target)
         del self.requests[remaining:]
         return sources, targets
-
-    def _reserve(self, rows: int, length: int, stop_ids: int) -> None:
-        """Grow the arrays where needed, at least doubling those that grow."""
-        row_capacity, length_capacity = self._tokens.shape
-        stop_capacity = self._stop_ids.shape[1]
-        if rows <= row_capacity and length <= length_capacity and stop_ids <= stop_capacity:
-            return
-        if rows > row_capacity:
-            row_capacity = max(rows, 2 * row_capacity, 8)
-        if length > length_capacity:
-            length_capacity = max(length, 2 * length_capacity, 64)
-        self._parameters = _enlarged(self._parameters, (row_capacity,))
-        self._tokens = _enlarged(self._tokens, (row_capacity, length_capacity))
-        self._logprobs = _enlarged(self._logprobs, (row_capacity, length_capacity))
-        self._versions = _enlarged(self._versions, (row_capacity, length_capacity))
-        stop_shape = (row_capacity, max(stop_ids, stop_capacity))
-        self._stop_ids = _enlarged(self._stop_ids, stop_shape, fill=_NO_TOKEN)
-
-
-def _enlarged(array: np.ndarray, shape: tuple[int, ...], fill: int = 0) -> np.ndarray:
-    grown = np.full(shape, fill, dtype=array.dtype)
-    grown[tuple(slice(size) for size in array.shape)] = array
-    return grown

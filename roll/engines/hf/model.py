@@ -16,8 +16,8 @@ from, after temperature, top-k and top-p. A token of probability zero is never c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -156,22 +156,21 @@ class SlotCache(Cache):
     masked positions have weight 0, and 0 times an old NaN would be NaN.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+    def __init__(self, max_rows: int, max_length: int) -> None:
         super().__init__(layers=[])
-        self._keys: list[torch.Tensor | None] = [None] * num_layers
-        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Layer -> keys and values."""
         self._max_rows = max_rows
         self._max_length = round_up(max_length, LENGTH_MULTIPLE)
         self._rows_capacity = 0
         self._length_capacity = 0
-        self._step_rows = torch.zeros(0, dtype=torch.int64)
-        self._step_positions = torch.zeros(0, dtype=torch.int64)
-        self._step_kv_length = 0
+        self._step = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 0
+        """Rows, positions and length of the forward pass that was announced."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated now."""
-        return sum(tensor.nbytes for tensor in self._keys + self._values if tensor is not None)
+        return sum(keys.nbytes + values.nbytes for keys, values in self._held.values())
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for ``rows`` rows of ``length`` tokens, keeping stored values."""
@@ -182,29 +181,27 @@ class SlotCache(Cache):
         if length > self._length_capacity:
             grown = round_up(max(length, 2 * self._length_capacity), LENGTH_MULTIPLE)
             self._length_capacity = min(grown, self._max_length)
-        for tensors in (self._keys, self._values):
-            for layer, tensor in enumerate(tensors):
-                if tensor is not None:
-                    tensors[layer] = self._grown(tensor)
+        for layer, (keys, values) in self._held.items():  # one layer after the other, to need little more memory
+            self._held[layer] = self._grown(keys), self._grown(values)
 
     def begin_step(self, rows: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
         """Announce a forward pass of one token per row, for rows ``0..n`` at ``positions`` (int64 ``[n]``)."""
-        self._step_rows, self._step_positions, self._step_kv_length = rows, positions, kv_length
+        self._step = rows, positions, kv_length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the step's keys and values ``[n, kv_heads, 1, head_dim]`` and return the views. Called by the model."""
-        rows, positions = self._step_rows, self._step_positions
+        rows, positions, kv_length = self._step
         keys, values = self._allocate(layer_idx, key_states, value_states)
         keys[rows, :, positions] = key_states[:, :, 0]
         values[rows, :, positions] = value_states[:, :, 0]
         count = len(rows)
-        return keys[:count, :, : self._step_kv_length], values[:count, :, : self._step_kv_length]
+        return keys[:count, :, :kv_length], values[:count, :, :kv_length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens before the current step, as one number for all rows."""
-        return max(self._step_kv_length - 1, 0)
+        return max(self._step[2] - 1, 0)
 
     def store(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor
@@ -218,26 +215,21 @@ class SlotCache(Cache):
 
     def move(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray, length: int) -> None:
         """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets``. The two sets are disjoint."""
-        for tensor in self._keys + self._values:
-            if tensor is not None:
-                source = torch.as_tensor(sources, device=tensor.device)
-                target = torch.as_tensor(targets, device=tensor.device)
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for tensor in itertools.chain.from_iterable(self._held.values()):
+            source = torch.as_tensor(sources, device=tensor.device)
+            target = torch.as_tensor(targets, device=tensor.device)
+            tensor[target, :, :length] = tensor[source, :, :length]
 
     def release(self) -> None:
         """Free all memory."""
-        self._keys = [None] * len(self._keys)
-        self._values = [None] * len(self._values)
+        self._held.clear()
         self._rows_capacity = self._length_capacity = 0
 
     def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's tensors. They are created at the layer's first use, when the number and size of its heads
-        are known."""
-        held_keys, held_values = self._keys[layer], self._values[layer]
-        if held_keys is None or held_values is None:
-            held_keys = self._keys[layer] = self._zeros_like(keys)
-            held_values = self._values[layer] = self._zeros_like(values)
-        return held_keys, held_values
+        """Return a layer's tensors, created at its first use, when the number and size of its heads are known."""
+        if layer not in self._held:
+            self._held[layer] = self._zeros_like(keys), self._zeros_like(values)
+        return self._held[layer]
 
     def _zeros_like(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_zeros(self._rows_capacity, states.shape[1], self._length_capacity, states.shape[3])
@@ -255,20 +247,6 @@ class NonFiniteLogits(ArithmeticError):
     """The model produced NaN or infinite logits: there is no distribution to sample from."""
 
 
-@dataclass(frozen=True)
-class RowSampling:
-    """Sampling parameters of the rows of one step, each an array ``[rows]``."""
-
-    temperature: np.ndarray
-    """float32; 0 is greedy."""
-    top_k: np.ndarray
-    """int64; 0 keeps all tokens."""
-    top_p: np.ndarray
-    """float64 in (0, 1]."""
-    uniforms: np.ndarray
-    """float64 in [0, 1): one random number per row."""
-
-
 def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Return random numbers in [0, 1) with 53 bits, a pure function of (seed, index).
 
@@ -282,20 +260,23 @@ def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniforms: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose one token per row by inverting the cumulative distribution.
 
-    ``logits`` is float ``[rows, vocabulary]``. Returns tokens int64 ``[rows]`` and their log-probabilities float32
-    ``[rows]``. Greedy rows take the largest logit (the lowest id among equals) with log-probability 0. Raises
-    ``NonFiniteLogits``.
+    ``logits`` is float ``[rows, vocabulary]``, all else ``[rows]``: ``temperature`` float32 (0 is greedy), ``top_k``
+    int64 (0 keeps all tokens), ``top_p`` float64 in (0, 1], ``uniforms`` float64 in [0, 1). Returns tokens int64
+    ``[rows]`` and their log-probabilities float32 ``[rows]``. Greedy rows take the largest logit (the lowest id among
+    equals) with log-probability 0. Raises ``NonFiniteLogits``.
     """
-    greedy = rows.temperature == 0
+    greedy = temperature == 0
     if greedy.all():
         tokens = logits.argmax(dim=-1)
         logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=logits.device)
     else:
-        distribution = processed_logprobs(logits, rows.temperature, rows.top_k, rows.top_p)
-        tokens = _invert_cdf(distribution, torch.from_numpy(rows.uniforms).to(logits.device))
+        distribution = processed_logprobs(logits, temperature, top_k, top_p)
+        tokens = _invert_cdf(distribution, torch.from_numpy(uniforms).to(logits.device))
         logprobs = distribution.gather(1, tokens[:, None])[:, 0]
         if greedy.any():
             is_greedy = torch.from_numpy(greedy).to(logits.device)

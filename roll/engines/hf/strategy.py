@@ -9,59 +9,29 @@ that has ended.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, get_args
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
-from roll.configs.plugins import problem
-from roll.engines.base import (
-    Completion,
-    EngineFailed,
-    GenerateRequest,
-    InferStrategy,
-    ModelSpec,
-    PauseMode,
-    StopStrings,
-    TokenChunk,
-    eos_token_ids,
-    load_tokenizer,
-)
-from roll.engines.hf.engine import EngineOutput, HFEngine, StagedWeights
+from roll.configs.plugins import made, problem
+from roll.engines.base import Completion, EngineFailed, GenerateRequest, InferStrategy, PauseMode, TokenChunk
+from roll.engines.hf.engine import ActiveRequest, HFEngine
 from roll.engines.hf.model import load_model
-from roll.engines.options import parse_hf_options
+from roll.engines.options import HFInferConfig
 from roll.weights.buckets import HeldWeights, WeightBucket
 
 _JOIN_TIMEOUT_SECONDS = 120.0
 """Longest wait for the thread to end after its last step."""
 
 
-class _State(Enum):
-    RUNNING = "running"
-    DRAINING = "draining"
-    PAUSED = "paused"
-
-
-@dataclass
-class EngineReport:
-    """Results of one turn of the thread, for the event loop."""
-
-    output: EngineOutput
-    rejected: list[tuple[int, ValueError]]
-    """Requests that cannot run, each with the reason."""
-    failure: BaseException | None = None
-    """Error that ended the thread."""
-
-    def __bool__(self) -> bool:
-        return bool(self.output.completions or self.output.chunks or self.rejected or self.failure)
+Events = list[tuple[ActiveRequest, Completion | TokenChunk]]
+"""Results of one turn of the thread, for the event loop."""
 
 
 def engine_failed_from(cause: BaseException) -> EngineFailed:
@@ -74,7 +44,10 @@ def engine_failed_from(cause: BaseException) -> EngineFailed:
 class EngineThread:
     """Runs an engine. Only the event loop that made it calls the methods without an underscore."""
 
-    def __init__(self, build_engine: Callable[[], HFEngine], receive: Callable[[EngineReport], None]) -> None:
+    def __init__(
+        self, build_engine: Callable[[], HFEngine], receive: Callable[[Events, BaseException | None], None]
+    ) -> None:
+        """``receive`` is called in the event loop with the results of each turn and the error that ended the thread."""
         self._build_engine = build_engine
         self._receive = receive
         self._loop = asyncio.get_running_loop()
@@ -83,15 +56,13 @@ class EngineThread:
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
         self._engine: HFEngine | None = None
-        self._state = _State.RUNNING
+        self._state: Literal["running", "draining", "paused"] = "running"
         self._drains: list[Future[None]] = []
-        self._rejected: list[tuple[int, ValueError]] = []
         self._closing = False
 
     @property
     def engine(self) -> HFEngine:
-        """The engine. Only its own thread may do more than read counters. Raises ``EngineFailed`` with the cause if the
-        thread has ended."""
+        """The engine. Other threads may only read counters. Raises ``EngineFailed`` if its thread has ended."""
         if self._failure is not None:
             raise engine_failed_from(self._failure)
         if self._engine is None:
@@ -109,25 +80,19 @@ class EngineThread:
                 raise failure.__cause__ from None
             raise
 
-    def submit(self, key: int, request: GenerateRequest, streaming: bool) -> None:
-        """Queue a request."""
+    def order(self, command: Callable[..., None], *args: Any) -> None:
+        """Run a command between two steps. No caller waits for its answer, so its errors end the engine."""
 
-        def command(engine: HFEngine) -> None:
+        def carry_out(_: HFEngine) -> None:
             try:
-                engine.submit(key, request, streaming)
-            except ValueError as error:
-                self._rejected.append((key, error))
+                command(*args)
+            except Exception as error:
+                raise EngineFailed(f"a request could not be handled: {error!r}") from error
 
-        self._post(fatal(command))
-
-    def abandon(self, key: int) -> None:
-        """Abort a request that no caller waits for any more."""
-        with suppress(EngineFailed):
-            self._post(fatal(lambda engine: engine.abort([key])))
+        self._post(carry_out)
 
     async def call(self, function: Callable[[HFEngine], Any]) -> Any:
-        """Run a function on the engine between two steps. Raises what it raises, and ``EngineFailed`` with the cause if
-        the thread has ended."""
+        """Run a function between two steps. Raises what it raises, or ``EngineFailed`` if the thread has ended."""
         return await asyncio.wrap_future(self._post(function))
 
     async def call_while_still(self, function: Callable[[HFEngine], Any], name: str) -> Any:
@@ -135,7 +100,7 @@ class EngineThread:
 
         def command(engine: HFEngine) -> Any:
             busy = engine.running + engine.waiting
-            if self._state is not _State.PAUSED and busy:
+            if self._state != "paused" and busy:
                 raise RuntimeError(f"{name} needs a paused or idle engine; {busy} requests are in progress")
             return function(engine)
 
@@ -195,11 +160,11 @@ class EngineThread:
         while self._commands:
             self._carry_out(engine, *self._commands.popleft())
         if self._can_step(engine):
-            engine.step(admit=self._state is _State.RUNNING)
-        if self._state is _State.DRAINING and not engine.running:
-            self._state = _State.PAUSED
+            engine.step(admit=self._state == "running")
+        if self._state == "draining" and not engine.running:
+            self._state = "paused"
             self._send_report()
-            self._end_drains(None)
+            self._end_drains()
         self._send_report()
 
     def _carry_out(self, engine: HFEngine, command: Callable[[HFEngine], Any], answer: Future[Any]) -> None:
@@ -215,60 +180,47 @@ class EngineThread:
             answer.set_result(result)
 
     def _can_step(self, engine: HFEngine) -> bool:
-        if self._closing or engine.asleep or self._state is _State.PAUSED:
+        if self._closing or engine.asleep or self._state == "paused":
             return False
-        return bool(engine.running or (engine.waiting and self._state is _State.RUNNING))
+        return bool(engine.running or (engine.waiting and self._state == "running"))
 
     def _send_report(self) -> None:
-        output = EngineOutput() if self._engine is None else self._engine.take_output()
-        report, self._rejected = EngineReport(output, self._rejected, self._failure), []
+        events = [] if self._engine is None else self._engine.take_events()
         if self._loop.is_closed():
             self._closing = True
-        elif report:
-            self._loop.call_soon_threadsafe(self._receive, report)
+        elif events or self._failure is not None:
+            self._loop.call_soon_threadsafe(self._receive, events, self._failure)
 
     def _begin_drain(self, engine: HFEngine) -> Future[None]:
         drained: Future[None] = _uncancellable()
         self._drains.append(drained)
-        self._state = _State.DRAINING
+        self._state = "draining"
         return drained
 
     def _pause(self, engine: HFEngine, mode: PauseMode) -> None:
-        self._end_drains(RuntimeError(f"the drain was interrupted by pause({mode!r})"))
-        self._state = _State.PAUSED
+        self._end_drains(f"pause({mode!r})")
+        self._state = "paused"
         if mode == "resume":
             engine.drop_caches()
 
     def _resume(self, engine: HFEngine) -> None:
         if engine.asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
-        self._end_drains(RuntimeError("the drain was interrupted by resume()"))
-        self._state = _State.RUNNING
+        self._end_drains("resume()")
+        self._state = "running"
 
-    def _end_drains(self, error: RuntimeError | None) -> None:
+    def _end_drains(self, interrupted_by: str | None = None) -> None:
         for drained in self._drains:
-            if error is None:
+            if interrupted_by is None:
                 drained.set_result(None)
             else:
-                drained.set_exception(error)
+                drained.set_exception(RuntimeError(f"the drain was interrupted by {interrupted_by}"))
         self._drains.clear()
 
     def _close(self, engine: HFEngine) -> None:
-        self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
-        engine.abort_all()
+        self._end_drains("shutdown()")
+        engine.abort()
         self._closing = True
-
-
-def fatal(command: Callable[[HFEngine], None]) -> Callable[[HFEngine], None]:
-    """Return a command whose errors end the engine: no caller waits for its answer, so nothing else would show them."""
-
-    def carry_out(engine: HFEngine) -> None:
-        try:
-            command(engine)
-        except Exception as error:
-            raise EngineFailed(f"a request could not be handled: {error!r}") from error
-
-    return carry_out
 
 
 def _uncancellable() -> Future[Any]:
@@ -278,95 +230,48 @@ def _uncancellable() -> Future[Any]:
     return future
 
 
-@dataclass
-class _Waiter:
-    """A caller that waits for a request: for its completion, or for its chunks."""
-
-    request_id: str
-    events: asyncio.Queue[Completion | TokenChunk | Exception] = field(default_factory=asyncio.Queue)
-
-    async def next(self) -> Any:
-        """Return the next event; raise it if it is an error."""
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-
 class HFInferStrategy(InferStrategy):
-    """One engine replica. Call every method in the event loop that called `start`."""
+    """One engine replica. Call every method in the event loop that called `start`. Sleeping needs no preparation and
+    weights always come in buckets, so ``shares_devices`` and ``transport`` have no effect."""
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        device: str,
-        dtype: str,
-        attn_implementation: str,
-        max_length: int,
-        trust_remote_code: bool = False,
-        eos_token_ids: Sequence[int] | None = None,
-        devices_per_engine: int = 1,
-        shares_devices: bool = False,
-        transport: str = "object_store",
-        strategy_config: dict[str, Any],
-    ) -> None:
-        """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``, or for
-        more than one GPU.
-
-        The engine computes on one GPU at most (``devices_per_engine``). Sleeping needs no preparation, so
-        ``shares_devices`` has no effect. Weights always come in buckets, so ``transport`` has none either.
-        """
-        if device == "cuda" and devices_per_engine > 1:
-            raise problem("actor_infer.num_gpus_per_engine", "hf_infer computes on one GPU", "write 1")
-        self._config = parse_hf_options(strategy_config)
-        self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
-        self._eos_token_ids = eos_token_ids
-        self._waiters: dict[int, _Waiter] = {}
-        self._keys: dict[str, int] = {}
-        self._next_key = itertools.count()
-        self._thread: EngineThread | None = None
-        self._staged: StagedWeights | None = None
+    _thread: EngineThread | None = None
 
     async def start(self) -> None:
-        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a model that the engine cannot
-        drive."""
+        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a wrong ``strategy_config``,
+        more than one GPU, or a model that the engine cannot drive."""
         if self._thread is not None:
             raise RuntimeError("this engine was started before")
+        if self._devices > 1:
+            raise problem("actor_infer.num_gpus_per_engine", "hf_infer computes on one GPU", "write 1")
+        self._options = made("hf_infer", HFInferConfig, self._strategy_config, "strategy_args.strategy_config")
+        self._requests: dict[str, ActiveRequest] = {}
         self._thread = EngineThread(self._build_engine, self._receive)
         await self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        key = self._submit(request, streaming=False)
-        try:
-            return await self._waiters[key].next()
-        finally:
-            self._forget(key)
+        with self._running(request, streaming=False) as active:
+            completion: Completion = await _next_event(active)
+            return completion
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Yield the tokens of a request, one chunk per step; see `InferStrategy.stream`."""
-        key = self._submit(request, streaming=True)
-        waiter = self._waiters[key]
-        try:
-            while True:
-                chunk: TokenChunk = await waiter.next()
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-        finally:
-            self._forget(key)
+        known = 0
+        with self._running(request, streaming=True) as active:
+            while not isinstance(event := await _next_event(active), Completion):
+                known += len(event.token_ids)
+                yield event
+            yield event.after(known)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        keys = {self._keys[request_id]: count for request_id, count in known.items() if request_id in self._keys}
-        chunks = await self._live_thread().call(lambda engine: engine.progress(keys))
-        return {self._waiters[key].request_id: chunk for key, chunk in chunks.items() if key in self._waiters}
+        chunks = await self._live_thread().call(lambda engine: engine.progress(known))
+        names = ((active.request.request_id, active, chunk) for active, chunk in chunks)
+        return {name: chunk for name, active, chunk in names if self._requests.get(name) is active}
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         return await self._live_thread().call(lambda engine: engine.score(token_ids))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        keys = [self._keys[request_id] for request_id in request_ids if request_id in self._keys]
-        await self._live_thread().call(lambda engine: engine.abort(keys))
+        await self._live_thread().call(lambda engine: engine.abort(request_ids))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._live_thread().pause(mode)
@@ -377,18 +282,15 @@ class HFInferStrategy(InferStrategy):
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Take in a weight update (see `HFEngine.stage_weights`), in a thread of its own beside decoding."""
         engine = self._live_thread().engine
-        self._staged = None
-        self._staged = await asyncio.to_thread(engine.stage_weights, buckets, version)
-        return self._staged.receipt
+        self._prepared = None
+        self._prepared = await asyncio.to_thread(engine.stage_weights, buckets, version)
+        return self._prepared.held
 
     async def load_weights(self, version: int) -> HeldWeights:
-        thread, staged = self._live_thread(), self._staged
-        if staged is None or staged.receipt.version != version:
-            prepared = "nothing" if staged is None else f"version {staged.receipt.version}"
-            raise RuntimeError(f"load_weights of version {version}: {prepared} was prepared")
-        receipt = await thread.call_while_still(lambda engine: engine.load_weights(staged), "load_weights")
-        self._staged = None
-        return receipt
+        thread, prepared = self._live_thread(), self._prepared_for(version)
+        held: HeldWeights = await thread.call_while_still(lambda engine: engine.load_weights(prepared), "load_weights")
+        self._prepared = None
+        return held
 
     async def sleep(self) -> None:
         await self._live_thread().call_while_still(lambda engine: engine.sleep(), "sleep")
@@ -397,13 +299,12 @@ class HFInferStrategy(InferStrategy):
         await self._live_thread().call(lambda engine: engine.wake())
 
     def stats(self) -> dict[str, Any]:
-        """Return `running`, `waiting`, `version`, `kv_bytes`, the totals `generated_tokens`, `prefill_tokens` and
-        `busy_seconds`, and `busy_spans`."""
+        """See `InferStrategy.stats`; also returns `kv_bytes` and the total `prefill_tokens`."""
         engine = self._live_thread().engine
         running = engine.running
         return {
             "running": running,
-            "waiting": max(len(self._waiters) - running, 0),
+            "waiting": max(len(self._requests) - running, 0),
             "version": engine.version,
             "generated_tokens": engine.generated_tokens,
             "prefill_tokens": engine.prefill_tokens,
@@ -417,51 +318,55 @@ class HFInferStrategy(InferStrategy):
 
     def _build_engine(self) -> HFEngine:
         """Build the engine. Runs in the engine's thread."""
-        if self._config.threads is not None:
-            torch.set_num_threads(self._config.threads)
+        if self._options.threads is not None:
+            torch.set_num_threads(self._options.threads)
         model = load_model(self._spec)
-        end_tokens = self._eos_token_ids
-        if end_tokens is None:
-            end_tokens = eos_token_ids(self._spec, model.config)
-        stop_strings = StopStrings(lambda: load_tokenizer(self._spec))
-        return HFEngine(model, self._spec.max_length, self._config, end_tokens, stop_strings)
+        self._read_facts(model.config)
+        return HFEngine(model, self._spec.max_length, self._options, self._end_tokens)
 
     def _live_thread(self) -> EngineThread:
         if self._thread is None:
             raise EngineFailed("the engine has not been started")
         return self._thread
 
-    def _submit(self, request: GenerateRequest, streaming: bool) -> int:
-        thread = self._live_thread()
-        if request.request_id in self._keys:
-            raise ValueError(f"request {request.request_id!r} cannot run: another one with this id is running")
-        key = next(self._next_key)
-        thread.submit(key, request, streaming)
-        self._waiters[key] = _Waiter(request.request_id)
-        self._keys[request.request_id] = key
-        return key
+    @contextmanager
+    def _running(self, request: GenerateRequest, *, streaming: bool) -> Iterator[ActiveRequest]:
+        """Submit a request. Abort it if it has not ended by the end of the block."""
+        thread, name = self._live_thread(), request.request_id
+        engine = thread.engine
+        if name in self._requests:
+            raise ValueError(f"request {name!r} cannot run: another one with this id is running")
+        active = ActiveRequest(request, self._checked(request), streaming)
+        thread.order(engine.submit, active)
+        self._requests[name] = active
+        try:
+            yield active
+        finally:
+            if self._ended(active):
+                with suppress(EngineFailed):
+                    thread.order(engine.abort, [name])
 
-    def _forget(self, key: int) -> None:
-        """Drop a waiter that has left. Abort its request if it has not ended."""
-        if self._end(key) is not None and self._thread is not None:
-            self._thread.abandon(key)
+    def _ended(self, active: ActiveRequest) -> bool:
+        """Forget a request that has ended or whose caller has left. Return False if it was forgotten before."""
+        if self._requests.get(active.request.request_id) is not active:
+            return False
+        del self._requests[active.request.request_id]
+        return True
 
-    def _end(self, key: int) -> _Waiter | None:
-        waiter = self._waiters.pop(key, None)
-        if waiter is not None:
-            del self._keys[waiter.request_id]
-        return waiter
+    def _receive(self, events: Events, failure: BaseException | None) -> None:
+        for active, event in events:
+            if isinstance(event, Completion):
+                self._ended(active)
+            active.events.put_nowait(event)
+        if failure is not None:
+            for active in self._requests.values():
+                active.events.put_nowait(engine_failed_from(failure))
+            self._requests.clear()
 
-    def _receive(self, report: EngineReport) -> None:
-        """Receive a report of the thread: its only callback, in the event loop."""
-        for key, chunk in report.output.chunks:
-            listener = self._waiters.get(key)
-            if listener is not None:
-                listener.events.put_nowait(chunk)
-        ended: list[tuple[int, Completion | Exception]] = [*report.output.completions, *report.rejected]
-        if report.failure is not None:
-            ended += [(key, engine_failed_from(report.failure)) for key in self._waiters]
-        for key, event in ended:
-            waiter = self._end(key)
-            if waiter is not None:
-                waiter.events.put_nowait(event)
+
+async def _next_event(active: ActiveRequest) -> Any:
+    """Return the next event of a request; raise it if it is an error."""
+    event = await active.events.get()
+    if isinstance(event, Exception):
+        raise event
+    return event

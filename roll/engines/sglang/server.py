@@ -13,8 +13,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,42 +76,29 @@ class SGLangServer:
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Call ``path`` and return the answer; with a body the call is a POST. Raises `CallRefused`, `EngineFailed`."""
-        import aiohttp
-
-        self._check_open()
         method = "GET" if body is None else "POST"
-        try:
-            async with self._session.request(method, path, json=body) as reply:
-                text = await reply.text()
-        except (aiohttp.ClientError, OSError) as error:
-            raise await self._gone(path, error) from error
+        async with self._reaching(path), self._session.request(method, path, json=body) as reply:
+            text = await reply.text()
         content = _parsed(text)
         if reply.status != 200 or content.get("success") is False:
             raise CallRefused(f"SGLang refused {path} ({reply.status}): {_message(content, text)}")
         return content
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the messages of a streamed answer. Raises `CallRefused`, and `EngineFailed` if the stream breaks
-        off."""
-        import aiohttp
-
-        self._check_open()
-        try:
-            async with self._session.post(path, json=body) as reply:
-                if reply.status != 200:
-                    text = await reply.text()
-                    raise CallRefused(_message(_parsed(text), text))
-                done = False
-                async for line in reply.content:  # to its end, so that the connection can be used again
-                    field, _, content = line.partition(b":")
-                    if field != b"data" or not line.endswith(b"\n"):
-                        continue
-                    if content.strip() == b"[DONE]":
-                        done = True
-                    else:
-                        yield json.loads(content)
-        except (aiohttp.ClientError, OSError) as error:
-            raise await self._gone(path, error) from error
+        """Yield the messages of a streamed answer. Raises `CallRefused`, and `EngineFailed` if it breaks off."""
+        async with self._reaching(path), self._session.post(path, json=body) as reply:
+            if reply.status != 200:
+                text = await reply.text()
+                raise CallRefused(_message(_parsed(text), text))
+            done = False
+            async for line in reply.content:  # to its end, so that the connection can be used again
+                field, _, content = line.partition(b":")
+                if field != b"data" or not line.endswith(b"\n"):
+                    continue
+                if content.strip() == b"[DONE]":
+                    done = True
+                else:
+                    yield json.loads(content)
         if not done:
             raise EngineFailed(f"SGLang's answer to {path} broke off")
 
@@ -139,18 +126,22 @@ class SGLangServer:
                         return
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _check_open(self) -> None:
+    @asynccontextmanager
+    async def _reaching(self, path: str) -> AsyncIterator[None]:
+        """Raise `EngineFailed` if the server cannot be reached. A process that is ending gets a moment to report its
+        exit status."""
+        import aiohttp
+
         if self._session.closed:
             raise EngineFailed("SGLang's server was stopped")
-
-    async def _gone(self, path: str, error: Exception) -> EngineFailed:
-        """Return the reason why the server cannot be reached. A process that is ending gets a moment to report its exit
-        status."""
         try:
-            await asyncio.wait_for(self._process.wait(), 1.0)
-            return EngineFailed(f"SGLang cannot go on: its server ended with status {self._process.returncode}")
-        except TimeoutError:
-            return EngineFailed(f"SGLang cannot go on: {path} failed with {type(error).__name__}: {error}")
+            yield
+        except (aiohttp.ClientError, OSError) as error:
+            cause = f"{path} failed with {type(error).__name__}: {error}"
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 1.0)
+                cause = f"its server ended with status {self._process.returncode}"
+            raise EngineFailed(f"SGLang cannot go on: {cause}") from error
 
 
 def server_environment() -> dict[str, str]:

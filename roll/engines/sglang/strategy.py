@@ -19,8 +19,8 @@ SGLang would not report is refused.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
+import math
 import secrets
 import shutil
 import weakref
@@ -34,14 +34,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, PauseMode, SamplingParams
+from roll.data.records import derive_seed
+from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, PauseMode, PreparedWeights, SamplingParams
 from roll.engines.options import SGLANG_MASK_LIMIT, server_arguments, stream_interval
-from roll.engines.process_engine import Layout, Prepared, ProcessEngine, sample_of
-from roll.engines.requests import Response, is_greedy
+from roll.engines.process_engine import Layout, ProcessEngine, Response, is_greedy, require_numbers
 from roll.engines.sglang.server import CallRefused, SGLangServer
 from roll.runtime.placement import free_port
 from roll.weights.buckets import (
     DTYPES,
+    SAFETENSORS_CODES,
     HeldWeights,
     MemoryFile,
     WeightBucket,
@@ -57,16 +58,16 @@ if TYPE_CHECKING:
 class SGLangInferStrategy(ProcessEngine[SGLangServer]):
     """One engine replica. Weights are loaded from buckets for every transport."""
 
-    _held: tuple[str, str] | None = None
-    """Fingerprint of the weight update that was loaded last, and SGLang's checksum of its weights after it."""
+    _held: tuple[Mapping[str, int | None], str] | None = None
+    """Checksums of the weight update that was loaded last, and SGLang's checksum of its weights after it."""
     _reads_back = True
 
     async def _launch(self, config: PretrainedConfig) -> tuple[SGLangServer, int]:
         arguments = server_arguments(
             self._strategy_config,
             self._spec,
-            tensor_parallel_size=self._tensor_parallel_size,
-            sleeps=self._sleeps,
+            tensor_parallel_size=self._devices,
+            sleeps=self._shares_devices,
             port=free_port(),
             api_key=secrets.token_hex(16),
         )
@@ -80,8 +81,8 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         check_recordable(request, self._mask_limit)
 
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
-        server, end_tokens = self._live_engine(), self._eos_token_ids or ()
-        body = generate_body(response.request, response.engine_id, self._version, end_tokens, self._spec.max_length)
+        server, max_length = self._live_engine(), self._spec.max_length
+        body = generate_body(response.request, response.engine_id, self._version, self._end_tokens, max_length)
         messages: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
         response.wake = partial(messages.put_nowait, None)
         reading = self._in_background(_read(server, body, messages))
@@ -147,16 +148,13 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
     def _stage(self, buckets: list[WeightBucket]) -> MemoryCheckpoint:
         return MemoryCheckpoint(buckets)
 
-    async def _load(self, prepared: Prepared) -> None:
-        """Let SGLang read the checkpoint.
-
-        After a failure the weights are a mixture, because SGLang's way back reads the same files again.
-        """
-        checkpoint: MemoryCheckpoint = prepared.staged
+    async def _load(self, prepared: PreparedWeights) -> None:
+        """Let SGLang read the checkpoint. A failure leaves a mixture of weights: its way back reads the same files."""
+        checkpoint: MemoryCheckpoint = prepared.content
         order = {
             "model_path": checkpoint.path,
             "load_format": "safetensors",
-            "weight_version": str(prepared.receipt.version),
+            "weight_version": str(prepared.held.version),
             "flush_cache": False,
         }
         with closing(checkpoint):
@@ -166,44 +164,37 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         if not self._quantised:
             await self._check_that_weights_changed(sent)
         checksums = dict(sent.checksums)
-        for name in names_to_read(layout, sent.version):
-            checksums[name] = await self._read_back(name, layout[name]) or checksums[name]
+        for name in names_to_read(layout, sent.version) if self._reads_back else ():
+            dtype, shape = layout[name]
+            order = {"name": name, "truncate_size": shape[0]}
+            try:
+                reply = await self._live_engine().call("/get_weights_by_name", order)
+            except CallRefused:  # most models cannot
+                self._reads_back = False
+                break
+            checksums[name] = checksum_of_values(reply["value"], dtype, shape) or checksums[name]
         version = (await self._order("/model_info"))["weight_version"]
         return HeldWeights(int(version), sent.parameter_count, checksums)
 
     async def _check_that_weights_changed(self, sent: HeldWeights) -> None:
-        """Raise ``WeightMismatch`` if SGLang's checksum of its weights did not change although the weights did.
-
-        SGLang's checksum is of its own layout, so it can be compared only with an earlier one of SGLang.
-        """
-        before, contents = self._held, fingerprint(sent.checksums)
+        """Raise ``WeightMismatch`` if other weights came, and SGLang's checksum in its own layout did not change."""
+        before = self._held
         reported = (await self._order("/weights_checker", {"action": "checksum"}))["per_engine_checksum"]
-        self._held = (contents, reported)
-        if before is not None and before[0] != contents and before[1] == reported:
+        self._held = (sent.checksums, reported)
+        if before is not None and before[0] != sent.checksums and before[1] == reported:
             raise WeightMismatch(f"version {sent.version} brought other weights, but SGLang holds the same as before")
 
-    async def _read_back(self, name: str, layout: tuple[str, tuple[int, ...]]) -> int | None:
-        """Return the checksum of a tensor as SGLang reports it; None if its model cannot (most cannot)."""
-        if not self._reads_back:
-            return None
-        dtype, shape = layout
-        try:
-            reply = await self._live_engine().call("/get_weights_by_name", {"name": name, "truncate_size": shape[0]})
-        except CallRefused:
-            self._reads_back = False
-            return None
-        return checksum_of_values(reply["value"], dtype, shape)
-
     async def _score(self, tokens: np.ndarray) -> np.ndarray:
-        return scores_of(await self._live_engine().call("/generate", score_body(tokens, self._engine_id())), tokens)
+        body = score_body(tokens, self._requests.engine_id())
+        return scores_of(await self._live_engine().call("/generate", body), tokens)
 
     async def _offload(self) -> None:
         await self._halt("resume")
-        if self._sleeps:
+        if self._shares_devices:
             await self._order("/release_memory_occupation", {})
 
     async def _reload(self) -> None:
-        if self._sleeps:
+        if self._shares_devices:
             await self._order("/resume_memory_occupation", {})
 
     async def _stop(self, engine: SGLangServer, running: Sequence[Response]) -> None:
@@ -233,17 +224,14 @@ async def _read(
 
 
 async def _report_abort(server: SGLangServer, engine_id: str) -> None:
-    """Ask SGLang to stop computing a request that no caller waits for.
-
-    Errors are ignored: a server that has ended computes nothing, and the next call reports it.
-    """
+    """Ask SGLang to stop computing a request that no caller waits for. A server that has ended computes nothing, and
+    the next call reports it."""
     try:
         await server.call("/abort_request", {"rid": engine_id})
     except (CallRefused, EngineFailed):
         return
 
 
-_SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _READ_BACK_ELEMENTS = 8192
 """Number of elements of the largest tensor that is read back: its elements travel as text."""
 _READ_BACK_TENSORS = 8
@@ -264,19 +252,10 @@ class MemoryCheckpoint:
             self._files.append(file)
 
 
-def fingerprint(checksums: Mapping[str, int | None]) -> str:
-    """Return one string that stands for the contents of a weight update."""
-    return hashlib.sha256(json.dumps(sorted(checksums.items())).encode()).hexdigest()
-
-
 def names_to_read(layout: Layout, version: int) -> list[str]:
     """Return names of some small tensors. They differ from version to version."""
-    small = {
-        name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-        for name, (dtype, shape) in layout.items()
-        if shape and int(np.prod(shape)) <= _READ_BACK_ELEMENTS
-    }
-    return sample_of(small, version)[:_READ_BACK_TENSORS]
+    small = [name for name, (_, shape) in layout.items() if shape and math.prod(shape) <= _READ_BACK_ELEMENTS]
+    return sorted(small, key=lambda name: derive_seed(version, name))[:_READ_BACK_TENSORS]
 
 
 def checksum_of_values(values: list[float] | list[list[float]], dtype: str, shape: tuple[int, ...]) -> int | None:
@@ -290,15 +269,14 @@ def _safetensors_file(bucket: WeightBucket) -> MemoryFile:
     spans = tensor_spans(bucket)
     entries, offset = {}, 0
     for (name, dtype, shape, _), (start, end) in zip(bucket.tensors, spans, strict=True):
-        entry = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shape)}
-        entries[name] = entry | {"data_offsets": [offset, offset + end - start]}
+        code = SAFETENSORS_CODES[DTYPES[dtype]]
+        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + end - start]}
         offset += end - start
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    file = MemoryFile(8 + len(header) + offset)
-    file.data[:8] = np.frombuffer(len(header).to_bytes(8, "little"), dtype=np.uint8)
-    place = 8 + len(header)
-    file.data[8:place] = np.frombuffer(header, dtype=np.uint8)
+    names = json.dumps(entries).encode()
+    names += b" " * (-len(names) % 8)
+    header = len(names).to_bytes(8, "little") + names
+    file, place = MemoryFile(len(header) + offset), len(header)
+    file.data[:place] = np.frombuffer(header, dtype=np.uint8)
     for start, end in spans:
         file.data[place : place + end - start] = bucket.data[start:end]
         place += end - start
@@ -315,8 +293,7 @@ def needs_mask(sampling: SamplingParams) -> bool:
 
 
 def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
-    """Raise ``ValueError`` for parameters under which SGLang would not report the log-probabilities of the sampling
-    distribution."""
+    """Raise ``ValueError`` for parameters of which SGLang would not report the log-probabilities."""
     sampling, problem = request.sampling, None
     if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
         problem = f"SGLang samples at {SMALLEST_TEMPERATURE} or more, or greedily at 0; its temperature is lower"
@@ -332,8 +309,7 @@ def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
 def generate_body(
     request: GenerateRequest, engine_id: str, version: int, eos_token_ids: Sequence[int], max_length: int
 ) -> dict[str, Any]:
-    """Return the body of a call to ``/generate``. A prompt's cache is shared only by requests that began with the same
-    version."""
+    """Return the body of a call to ``/generate``. Only requests that began with one version share a prompt's cache."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     mask = needs_mask(sampling)
     return {
@@ -383,7 +359,7 @@ def take_message(response: Response, message: Mapping[str, Any]) -> bool:
     if "error" in message:
         raise ValueError(f"request {name!r} cannot run: {message['error']['message']}")
     report = message["meta_info"]
-    reason = _finish_reason(report["finish_reason"], name)
+    reason = None if report["finish_reason"] is None else _finish_reason(report["finish_reason"], name)
     token_ids = message["output_ids"]
     if report["completion_tokens"] != len(response.token_ids) + len(token_ids):
         raise EngineFailed(
@@ -392,46 +368,27 @@ def take_message(response: Response, message: Mapping[str, Any]) -> bool:
         )
     versions = report.get("weight_versions", ())
     spans = [(int(span["version"]), span["start"], span["end"]) for span in versions]
-    logprobs = _sampled_logprobs(response, report, len(token_ids))
+    if needs_mask(response.request.sampling):
+        logprobs = report.get("output_token_sampling_logprobs", [])
+    else:
+        logprobs = [entry[0] for entry in report.get("output_token_logprobs", [])]
     return response.take(token_ids, logprobs, int(report["weight_version"]), spans, reason)
 
 
 def scores_of(reply: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """Return the log-probability of each of these tokens, float32 ``[length]``, 0 at the first.
-
-    Raises `EngineFailed` if the reply is about other tokens.
-    """
+    """Return the log-probability of each of these tokens, float32 ``[length]``, 0 at the first. Raises `EngineFailed`
+    if the reply is about other tokens."""
     entries = reply["meta_info"]["input_token_logprobs"]
     if [entry[1] for entry in entries] != tokens.tolist():
         raise EngineFailed(f"SGLang scored {len(entries)} tokens, not the {len(tokens)} that it was sent")
     values = np.zeros(len(tokens), dtype=np.float32)
-    values[1:] = _numbers([entry[0] for entry in entries[1:]])
+    logprobs = [entry[0] for entry in entries[1:]]
+    require_numbers(logprobs)
+    values[1:] = logprobs
     return values
 
 
-def _sampled_logprobs(response: Response, report: Mapping[str, Any], count: int) -> list[float]:
-    """Return log-probabilities of the sampling distribution, one for each of ``count`` new tokens."""
-    sampling = response.request.sampling
-    if needs_mask(sampling):
-        logprobs = report.get("output_token_sampling_logprobs", [])
-    else:
-        logprobs = [entry[0] for entry in report.get("output_token_logprobs", [])]
-    if len(logprobs) != count:
-        raise EngineFailed(f"SGLang gave {len(logprobs)} log-probabilities for {count} tokens")
-    return [0.0] * count if is_greedy(sampling) else _numbers(logprobs)
-
-
-def _numbers(logprobs: list[float | None]) -> list[float]:
-    """Return the numbers. Raise ``EngineFailed`` if one is NaN, which JSON does not know and which arrives as null."""
-    numbers = [logprob for logprob in logprobs if logprob is not None and logprob == logprob]
-    if len(numbers) != len(logprobs):
-        raise EngineFailed("SGLang's logits are NaN: there is no distribution to sample from")
-    return numbers
-
-
-def _finish_reason(report: Mapping[str, Any] | None, request_id: str) -> FinishReason | None:
-    if report is None:
-        return None
+def _finish_reason(report: Mapping[str, Any], request_id: str) -> FinishReason:
     kind = report["type"]
     if kind == "abort":
         raise ValueError(f"request {request_id!r} was given up by SGLang: {report.get('message')}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
@@ -21,18 +21,10 @@ import numpy as np
 import torch
 
 from roll.data.records import derive_seed
-from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, PauseMode, PushedStrategy
+from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, PauseMode, PreparedWeights, checked
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE, engine_arguments, stream_interval
-from roll.engines.process_engine import Layout, Prepared, ProcessEngine, check_layout
-from roll.engines.requests import Response
-from roll.weights.buckets import (
-    BucketLocation,
-    HeldWeights,
-    MemoryFile,
-    TransferStep,
-    WeightBucket,
-    WeightMismatch,
-)
+from roll.engines.process_engine import Layout, ProcessEngine, Response
+from roll.weights.buckets import BucketLocation, HeldWeights, MemoryFile, TransferStep, WeightBucket, WeightMismatch
 from roll.weights.publisher import WEIGHT_BACKENDS
 
 if TYPE_CHECKING:
@@ -48,20 +40,17 @@ _LOOK_SECONDS = 1.0
 Result = TypeVar("Result")
 
 
-class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
-    """One engine replica.
-
-    With the transports ``nccl`` and ``cuda_ipc`` weights are pushed (`transfer_step`); with all others they are loaded
-    from buckets.
-    """
+class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
+    """One engine replica. With the transports ``nccl`` and ``cuda_ipc`` weights are pushed (`transfer_step`); with all
+    others they are loaded from buckets."""
 
     async def _launch(self, config: PretrainedConfig) -> tuple[AsyncLLM, int]:
         """Start vLLM. Blocks the event loop meanwhile, because vLLM's start does."""
-        self._sleeps = self._sleeps and self._spec.device == "cuda"  # vLLM's CPU engine cannot sleep
+        self._sleeps = self._shares_devices and self._spec.device == "cuda"  # vLLM's CPU engine cannot sleep
         arguments = engine_arguments(
             self._strategy_config,
             self._spec,
-            tensor_parallel_size=self._tensor_parallel_size,
+            tensor_parallel_size=self._devices,
             weight_backend=WEIGHT_BACKENDS.get(self._transport, VLLM_BUCKET_BACKEND),
             sleeps=self._sleeps,
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
@@ -91,10 +80,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
 
         # The cache of a prompt is shared only by requests that began with the same version.
         prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"version {self._version}")
-        params = sampling_params(response.request, self._eos_token_ids or ())
+        params = sampling_params(response.request, self._end_tokens)
         engine = self._live_engine()
-        try:
-            # Leaving the iteration is what aborts the request inside vLLM.
+        # Leaving the iteration is what aborts the request inside vLLM.
+        with _failures_reported():
             async with aclosing(engine.generate(prompt, params, response.engine_id)) as outputs:
                 async for output in outputs:
                     if response.begins_again and not response.aborted:
@@ -108,8 +97,6 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
                     yield response
                     if stopped:
                         return
-        except _vllm_failures() as error:
-            raise _engine_failed(error) from error
 
     async def _sign_of_life(self) -> None:
         await self._answer(self._live_engine().get_weight_version())
@@ -127,19 +114,18 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
     def _stage(self, buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[MemoryFile]]:
         return located(buckets)
 
-    async def _load(self, prepared: Prepared) -> None:
+    async def _load(self, prepared: PreparedWeights) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._live_engine()
         await self._answer(engine.start_weight_update())
-        buckets, _ = prepared.staged
+        buckets, _ = prepared.content
         for bucket in buckets:
             await self._answer(engine.update_weights(WeightTransferUpdateRequest(bucket)))
-        await self._answer(engine.finish_weight_update(str(prepared.receipt.version)))
+        await self._answer(engine.finish_weight_update(str(prepared.held.version)))
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Make one call of vLLM's weight transfer. The trainer's end of the transfer makes it while the engine is
-        paused."""
+        """Make one call of vLLM's weight transfer, for the trainer's end of it, while the engine is paused."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         engine = self._live_engine()
@@ -156,13 +142,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
             raise ValueError(f"step {step!r} of a weight transfer is unknown; one of init, start, update, finish")
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
-        """Record a completed transfer of this version and return what vLLM holds.
-
-        ``layout`` is what the trainer sent: name -> (dtype name, shape). The result has checksums of a sample of
-        tensors that could be read back, None for all others. Raises ``WeightMismatch`` naming the tensor if the model
-        has different tensors.
-        """
-        pushed = check_layout([(name, dtype, shape) for name, (dtype, shape) in layout.items()], self._shapes)
+        """See `InferStrategy.weights_pushed`. Checksums are None but for a sample of tensors that could be read back.
+        Raises ``WeightMismatch`` naming the tensor if the model has different tensors."""
+        entries = checked(((name, dtype, shape, None) for name, (dtype, shape) in layout.items()), self._shapes)
+        pushed = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
         await self._answer(self._live_engine().update_weight_version(str(version)))
         self._version = version
         count = sum(math.prod(shape) for _, shape in pushed.values())
@@ -189,13 +172,11 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
         params = VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         values = np.zeros(len(tokens), dtype=np.float32)
         engine = self._live_engine()
-        try:
-            async for output in engine.generate(tokens_input(tokens.tolist()), params, self._engine_id()):
+        with _failures_reported():
+            async for output in engine.generate(tokens_input(tokens.tolist()), params, self._requests.engine_id()):
                 if output.prompt_logprobs is not None:
                     pairs = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
                     values[1:] = [position[token].logprob for token, position in pairs]
-        except _vllm_failures() as error:
-            raise _engine_failed(error) from error
         return values
 
     async def _offload(self) -> None:
@@ -225,12 +206,11 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
         answer, engine = asyncio.ensure_future(call), self._engine
         try:
             # vLLM refuses calls of a dead engine, and leaves those waiting that the engine had when it died.
-            while not (await asyncio.wait([answer], timeout=_LOOK_SECONDS))[0]:
-                if engine is not None and (engine.errored or self._engine is not engine):
-                    raise _engine_failed(engine.dead_error)
-            return answer.result()
-        except _vllm_failures() as error:
-            raise _engine_failed(error) from error
+            with _failures_reported():
+                while not (await asyncio.wait([answer], timeout=_LOOK_SECONDS))[0]:
+                    if engine is not None and (engine.errored or self._engine is not engine):
+                        raise engine.dead_error
+                return answer.result()
         finally:
             answer.cancel()
 
@@ -257,23 +237,21 @@ def _set_environment(arguments: dict[str, Any]) -> None:
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
-def _vllm_failures() -> tuple[type[Exception], ...]:
-    """Return the exceptions after which vLLM serves no request any more."""
+@contextmanager
+def _failures_reported() -> Iterator[None]:
+    """Raise `EngineFailed` for the exceptions after which vLLM serves no request any more."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-    return EngineDeadError, EngineGenerateError
-
-
-def _engine_failed(error: Exception) -> EngineFailed:
-    cause = error.__cause__ or error
-    return EngineFailed(f"vLLM cannot go on: {type(cause).__name__}: {cause}")
+    try:
+        yield
+    except (EngineDeadError, EngineGenerateError) as error:
+        cause = error.__cause__ or error
+        raise EngineFailed(f"vLLM cannot go on: {type(cause).__name__}: {cause}") from error
 
 
 def located(buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[MemoryFile]]:
-    """Return the location and the tensors of each bucket, for vLLM's processes.
-
-    A bucket that is in no file is copied into shared memory, which they can read as long as it is kept.
-    """
+    """Return the location and the tensors of each bucket, for vLLM's processes. A bucket that is in no file is copied
+    into shared memory, which they can read as long as it is kept."""
     entries, copies = [], []
     for bucket in buckets:
         location = bucket.location
@@ -316,33 +294,15 @@ def sampling_params(request: GenerateRequest, eos_token_ids: Sequence[int]) -> V
 
 
 def take_output(response: Response, output: CompletionOutput, version: int) -> bool:
-    """Add vLLM's message to the response; the engine holds ``version``. See `Response.take`.
-
-    Raises `EngineFailed` if vLLM gave the request up.
-    """
+    """Add vLLM's message to the response (`Response.take`). Raises `EngineFailed` if vLLM gave the request up."""
     reason = output.finish_reason
+    if reason is not None and reason not in get_args(FinishReason):
+        raise EngineFailed(f"vLLM ended request {response.request.request_id!r} with {reason!r}")
     return response.take(
         output.token_ids,
-        _sampled_logprobs(output),
+        # Without alternatives, vLLM gives one number per position.
+        output.logprobs.logprobs if output.token_ids and output.logprobs is not None else [],
         version,
         [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
-        None if reason is None else _finish_reason(reason, response.request.request_id),
+        cast(FinishReason | None, reason),
     )
-
-
-def _sampled_logprobs(output: CompletionOutput) -> list[float]:
-    """Return the log-probability of each new token. Without alternatives, vLLM gives one number per position."""
-    if not output.token_ids:
-        return []
-    logprobs = output.logprobs.logprobs if output.logprobs is not None else []
-    if len(logprobs) != len(output.token_ids):
-        raise EngineFailed(f"vLLM gave {len(logprobs)} log-probabilities for {len(output.token_ids)} tokens")
-    if any(math.isnan(logprob) for logprob in logprobs):
-        raise EngineFailed("vLLM's logits are NaN: there is no distribution to sample from")
-    return logprobs
-
-
-def _finish_reason(reason: str, request_id: str) -> FinishReason:
-    if reason not in get_args(FinishReason):
-        raise EngineFailed(f"vLLM ended request {request_id!r} with {reason!r}")
-    return cast(FinishReason, reason)

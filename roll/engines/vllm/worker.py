@@ -20,11 +20,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from roll.data.records import derive_seed
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE
-from roll.engines.process_engine import Layout, sample_of
+from roll.engines.process_engine import Layout
 from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checksum, views
 
 Shape = tuple[int, ...]
+_INSPECTED_BYTES = 64 * 1024**2
+"""Most bytes of weights that are read back from the engine after an update."""
 
 
 @dataclass
@@ -107,29 +110,22 @@ WeightTransferEngineFactory.register_engine(VLLM_BUCKET_BACKEND, BucketTransferE
 
 
 class WorkerCalls:
-    """Calls that the strategy makes on every worker. vLLM's worker, which has these attributes, inherits from this
-    class."""
+    """Calls that the strategy makes on every worker. vLLM's worker has these attributes and inherits from it."""
 
     weight_transfer_engine: Any
     model_config: Any
     model_runner: Any
 
     def roll_unloaded_parameters(self) -> list[str]:
-        """Return the parameters of the engine's model that the last update did not touch.
-
-        Empty for quantised models, whose scales are computed from the weights.
-        """
+        """Return the parameters that the last update did not touch; none if quantised: scales are computed."""
         engine = self.weight_transfer_engine
         if not isinstance(engine, BucketTransferEngine) or self.model_config.quantization is not None:
             return []
         return sorted(engine.wanted - engine.loaded)
 
     def roll_held_checksums(self, layout: Layout, version: int) -> dict[str, int]:
-        """Return checksums of some tensors that this worker holds in the layout of a checkpoint; different ones at each
-        version.
-
-        Tensors that kernels have repacked cannot be read back and are left out.
-        """
+        """Return checksums of some tensors that this worker holds in the layout of a checkpoint; others at each
+        version. Tensors that kernels have repacked cannot be read back."""
         shapes = {name: tuple(shape) for name, (_, shape) in layout.items()}
         readable = {
             name: tensor
@@ -139,29 +135,31 @@ class WorkerCalls:
         return {name: tensor_checksum(readable[name]) for name in sample_of(readable, version)}
 
 
+def sample_of(tensors: dict[str, torch.Tensor], version: int) -> list[str]:
+    """Return names of some tensors, others at each version, together at most `_INSPECTED_BYTES` (or one tensor)."""
+    sample: list[str] = []
+    size = 0
+    for name in sorted(tensors, key=lambda name: derive_seed(version, name)):
+        size += tensors[name].nbytes
+        if sample and size > _INSPECTED_BYTES:
+            break
+        sample.append(name)
+    return sample
+
+
 def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the checkpoint's tensors that can be read from the model's parameters: unchanged, as the leading rows of a
     padded vocabulary, or as row blocks of fused projections (named by ``packed_modules_mapping``)."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():
-        if name in shapes:
-            yield from _leading_rows(name, parameter, shapes[name])
-            continue
+        choices = [[name]]
         for fused_name, parts in fused.items():
-            names = [name.replace(f".{fused_name}.", f".{part}.") for part in parts]
-            if f".{fused_name}." in name and all(part in shapes for part in names):
-                yield from _row_blocks(names, parameter, shapes)
-
-
-def _leading_rows(name: str, parameter: torch.Tensor, shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    same_columns = parameter.dim() == len(shape) and parameter.shape[1:] == shape[1:]
-    if same_columns and shape and parameter.shape[0] >= shape[0]:
-        yield name, parameter[: shape[0]]
-
-
-def _row_blocks(
-    names: list[str], parameter: torch.Tensor, shapes: dict[str, Shape]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    rows = [shapes[name][0] for name in names]
-    if parameter.dim() == len(shapes[names[0]]) and parameter.shape[0] == sum(rows):
-        yield from zip(names, parameter.split(rows), strict=True)
+            if f".{fused_name}." in name:
+                choices.append([name.replace(f".{fused_name}.", f".{part}.") for part in parts])
+        for names in choices:
+            if not parameter.dim() or not all(shapes.get(part) for part in names):
+                continue
+            rows, held = [shapes[part][0] for part in names], parameter.shape[0]
+            fits = held >= rows[0] if len(names) == 1 else held == sum(rows)
+            if fits and parameter.shape[1:] == shapes[names[0]][1:]:
+                yield from zip(names, parameter[: sum(rows)].split(rows), strict=True)
