@@ -474,11 +474,12 @@ class RequestTable:
         leaving[rows] = True
         targets = np.flatnonzero(leaving[:remaining])
         sources = remaining + np.flatnonzero(~leaving[remaining:])
-        longest = int(self.column("length").max())
-        for array in (self._tokens, self._logprobs, self._versions):
-            array[targets, :longest] = array[sources, :longest]
-        self._parameters[targets] = self._parameters[sources]
-        self._stop_ids[targets] = self._stop_ids[sources]
+        if len(sources):
+            longest = int(self.column("length").max())
+            for array in (self._tokens, self._logprobs, self._versions):
+                array[targets, :longest] = array[sources, :longest]
+            self._parameters[targets] = self._parameters[sources]
+            self._stop_ids[targets] = self._stop_ids[sources]
         for source, target in zip(sources, targets, strict=True):
             self.requests[target] = self.requests[source]
             self.requests[target].row = int(target)
