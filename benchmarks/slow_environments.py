@@ -24,7 +24,6 @@ from pathlib import Path
 import ray
 
 from roll.agentic.pool import EnvPool, PoolSettings
-from roll.agentic.worker import HostSettings
 from roll.configs.run import CustomEnvConfig, EnvWorkersConfig
 
 SAMPLE_SECONDS = 1.0
@@ -82,7 +81,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
     envs = {"slow": CustomEnvConfig("slow", {"median_seconds": arguments.median_seconds}, **limits)}
     settings = PoolSettings(
         EnvWorkersConfig(num_workers=arguments.workers, max_sessions=arguments.episodes),
-        host=HostSettings(thread_stack_bytes=arguments.stack_kib * 1024),
+        thread_stack_bytes=arguments.stack_kib * 1024,
         make_env="_slow_environment:make",
         observe="_slow_environment:observe",
     )

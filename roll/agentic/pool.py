@@ -18,22 +18,18 @@ import asyncio
 import itertools
 import logging
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
 
 from roll.agentic.episode import EnvironmentFailed, Observation
 from roll.agentic.worker import (
     Close,
     Command,
-    EnvFailure,
     EnvPoolClosed,
     EnvWorker,
     PoolSettings,
@@ -44,7 +40,8 @@ from roll.agentic.worker import (
 )
 from roll.configs.errors import nearest_name_hint
 from roll.configs.run import CustomEnvConfig
-from roll.runtime.actors import ACTOR_GONE, memory_death
+from roll.runtime.actors import CALL_ERRORS, ProcessHandle, WorkerDied, WorkerTimeout
+from roll.runtime.pool import Tasks, all_or_none
 from roll.runtime.process import driver_folders
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import WORKER, waiting
@@ -55,7 +52,6 @@ SessionEnd = Literal["whole", "failed", "interrupted"]
 """``whole``: between two calls; ``failed``: the environment raised, hung or gave an invalid answer; ``interrupted``:
 the session ended during a call."""
 DEATHS_TO_CONFINE = 2
-EXIT_TIMEOUT_SECONDS = 10.0
 
 
 class EpisodeKey(NamedTuple):
@@ -92,30 +88,6 @@ class Suspects:
         del self._deaths[key]
 
 
-class Slots(asyncio.Semaphore):
-    """A semaphore, first come, first served, that counts its holders and the callers that wait."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.taken = 0
-        self.waiting = 0
-
-    async def acquire(self) -> Literal[True]:
-        """Wait for a slot. A cancelled call has taken none."""
-        self.waiting += 1
-        try:
-            await super().acquire()
-        finally:
-            self.waiting -= 1
-        self.taken += 1
-        return True
-
-    def release(self) -> None:
-        """Free a slot; the longest waiting caller gets it."""
-        self.taken -= 1
-        super().release()
-
-
 class EnvPool:
     """The environment workers of a run."""
 
@@ -123,7 +95,8 @@ class EnvPool:
         """Prepare the pool without starting anything."""
         self._envs = dict(envs)
         self._settings = settings
-        self._slots = Slots(settings.workers.max_sessions)
+        self._slots = asyncio.Semaphore(settings.workers.max_sessions)  # first come, first served
+        self._leases = 0
         self._waits: set[asyncio.Timeout] = set()
         """Time limits of the callers that wait for a slot or a process; closing the pool lets them expire."""
         self._numbers = itertools.count()
@@ -133,31 +106,26 @@ class EnvPool:
         """Processes that take new sessions."""
         self._any_live = asyncio.Event()
         self._suspects = Suspects()
-        self._turn = Slots(1)
+        self._turn = asyncio.Lock()
         """The turn of the quarantine: one episode at a time has its process."""
         self._quarantine: EnvProcess | None = None
         self._quarantine_start: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(on_failure=self._broke_down)
         self._failed_starts = 0
         self.busy = BusySpans()
         self._closed_because: str | None = None
         self._counts: Counter[str] = Counter()
-        self._gone_counts: Counter[str] = Counter()
-        """Totals of the processes that are gone."""
 
     async def start(self) -> None:
         """Start all worker processes. If one does not start, stop the others and raise `EnvPoolClosed`."""
-        starts = [asyncio.create_task(self._started()) for _ in range(self._settings.workers.num_workers)]
-        self._tasks.update(starts)
         try:
-            for process in await asyncio.gather(*starts):
+            for process in await all_or_none(self._started() for _ in range(self._settings.workers.num_workers)):
                 self._admit(process)
         except BaseException as error:
             await self.shutdown()
-            if isinstance(error, ProcessLost):
+            if isinstance(error, CALL_ERRORS):
                 raise EnvPoolClosed(f"an environment worker did not start: {error}") from error
             raise
-        self._tasks.difference_update(starts)
 
     def session(self, tag: str, *, frames: bool = False) -> EnvPoolSession:
         """Return an episode's environment, which takes a slot at its first reset.
@@ -173,17 +141,12 @@ class EnvPool:
 
         Totals: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes), ``quarantined``
         (sessions opened there), ``failures/<tag>/<kind>`` (`FailureKind`),
-        ``environments/{made,reused,closed,close_failures}``. Current: ``sessions``, ``waiting`` (for a slot or for
-        quarantine), ``workers`` (without that of the quarantine).
+        ``environments/{made,reused,closed,close_failures}``. Current: ``sessions``, ``waiting`` (callers of `take`),
+        ``workers`` (without that of the quarantine).
         """
-        environments = self._gone_counts.copy()
-        for process in self._processes:
-            environments.update(process.counts)
-        waiting = self._slots.waiting + self._turn.waiting
-        now = {"sessions": self._slots.taken, "waiting": waiting, "workers": len(self._live)}
+        now = {"sessions": self._leases, "waiting": len(self._waits), "workers": len(self._live)}
         always = ("steps", "resets", "restarts", "retired", "quarantined")
-        totals = {name: self._counts[name] for name in always} | self._counts
-        return now | totals | {f"environments/{name}": count for name, count in environments.items()}
+        return now | dict.fromkeys(always, 0) | self._counts
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         """Return the spans in which at least one environment was acting; see `BusySpans`."""
@@ -195,11 +158,7 @@ class EnvPool:
         Running calls, and callers that wait for slots, raise `EnvPoolClosed`.
         """
         self._close("the environment workers have been shut down")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._tasks.cancel()
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
     async def take(self, key: EpisodeKey) -> Lease:
@@ -229,13 +188,10 @@ class EnvPool:
         if lease.alone:
             self._judge(lease, end)
         lease.process.release(lease.session)
+        self._leases -= 1
         self._slots.release()
         if lease.alone:
             self._turn.release()
-
-    def may_stay(self, lease: Lease, key: EpisodeKey) -> bool:
-        """Return True if a session may begin its next episode in the same process."""
-        return not (lease.alone or self._suspects.must_be_alone(key))
 
     def check_open(self) -> None:
         """Raise `EnvPoolClosed` once the pool is closed."""
@@ -258,6 +214,7 @@ class EnvPool:
             if alone != self._suspects.must_be_alone(key):
                 return None
             undo.pop_all()
+        self._leases += 1
         self._counts["quarantined"] += alone
         return Lease(process, process.open(), key, alone)
 
@@ -265,17 +222,17 @@ class EnvPool:
         while not self._live:
             self.check_open()
             await self._any_live.wait()
-        return min(self._live, key=lambda each: each.load)
+        return min(self._live, key=lambda each: len(each.sessions))
 
     async def _quarantine_process(self) -> EnvProcess:
         """Return the process of the quarantine. Only the holder of the turn may call this.
 
         A caller that is cancelled leaves a starting process to the next one.
         """
-        while self._quarantine is None or not self._quarantine.takes_sessions:
+        while self._quarantine is None:
             self.check_open()
             if self._quarantine_start is None or self._quarantine_start.done():
-                self._quarantine_start = self._in_background(self._start_another(alone=True))
+                self._quarantine_start = self._tasks.start(self._start_another(alone=True))
             await asyncio.wait([self._quarantine_start])
         return self._quarantine
 
@@ -285,25 +242,26 @@ class EnvPool:
         A process whose episode did not end cleanly is retired, because its leftovers would be blamed on the next
         episode.
         """
-        if lease.process.is_lost:
+        if lease.process.lost_because is not None:
             self._suspects.prove(lease.key)
             return
         if end != "interrupted":
             self._suspects.acquit(lease.key)
         if end != "whole":
+            self._quarantine = None
             lease.process.retire()
 
     async def _started(self) -> EnvProcess:
-        """Start a process and wait until it takes commands. On failure raise `ProcessLost` and leave nothing behind."""
+        """Start a process and wait until it takes commands. If that raises one of `CALL_ERRORS`, nothing is left."""
         settings = self._settings
         name = f"environments/{next(self._numbers)}"
         options = {"num_cpus": 0, "max_restarts": 0, **settings.actor_options}
         actor = ray.remote(EnvWorker).options(**options).remote(name, self._envs, settings, driver_folders())
-        process = EnvProcess(name, actor, settings.workers.silence_timeout_seconds, self._retire)
+        process = EnvProcess(name, actor, settings.workers.silence_timeout_seconds, self._take_report)
         self._processes.add(process)
         try:
-            await process.start(settings.start_timeout_seconds)
-        except ProcessLost:
+            await process.call("start", timeout=settings.start_timeout_seconds)
+        except CALL_ERRORS:
             await self._kill(process)
             raise
         return process
@@ -315,57 +273,57 @@ class EnvPool:
         else:
             self._live.append(process)
             self._any_live.set()
-        self._in_background(self._serve(process))
+        self._tasks.start(self._serve(process))
 
     async def _serve(self, process: EnvProcess) -> None:
         """Supervise a process from its admission to its end."""
         try:
             await process.serve()
-        except ProcessLost as lost:
-            self._suspects.process_died(lost.suspects)
+        except CALL_ERRORS as lost:
+            self._suspects.process_died(process.suspects)
             self._replace(process, "restarts", str(lost))
             await self._kill(process)
         else:
             await self._end(process)
 
-    def _retire(self, process: EnvProcess, because: str) -> None:
-        if process in self._live:
-            self._replace(process, "retired", f"it is replaced, since {because}")
+    def _take_report(self, process: EnvProcess, report: Report) -> None:
+        self._counts.update({f"environments/{name}": number for name, number in report.counts.items()})
+        if report.retire_because is not None and not process.retiring:
+            self._replace(process, "retired", f"{process.name} is replaced, since {report.retire_because}")
+            process.retire()
 
     def _replace(self, process: EnvProcess, total: str, because: str) -> None:
-        """Stop sending sessions to a process, and start another one unless it was that of the quarantine."""
-        logger.warning("environment worker %s: %s", process.name, because)
+        """Stop sending sessions to a process, and start another one; in quarantine, when the next session comes."""
+        logger.warning("%s", because)
+        if process is self._quarantine:
+            self._quarantine = None
         if process in self._live:
             self._counts[total] += 1
             self._live.remove(process)
             if not self._live:
                 self._any_live.clear()
-            self._in_background(self._start_another())
+            self._tasks.start(self._start_another())
 
     async def _start_another(self, alone: bool = False) -> None:
-        while True:
+        while self._closed_because is None:
             try:
-                process = await self._started()
-            except ProcessLost as lost:
+                self._admit(await self._started(), alone)
+                return
+            except CALL_ERRORS as lost:
+                logger.warning("an environment worker did not start: %s", lost)
                 self._failed_starts += 1
                 if self._failed_starts >= self._settings.workers.max_failed_starts:
                     self._close(f"{self._failed_starts} environment workers in a row did not start; the last: {lost}")
-                    return
-                logger.warning("an environment worker did not start: %s", lost)
-            else:
-                self._admit(process, alone)
-                return
 
     async def _end(self, process: EnvProcess) -> None:
-        """Close a process's environments, and end it."""
-        await process.close_environments(2 * self._settings.host.close_timeout_seconds)
+        """Let a process's environments end their own processes and connections, and kill it."""
+        with suppress(*CALL_ERRORS):
+            await process.call("close", timeout=2 * self._settings.close_timeout_seconds)
         await self._kill(process)
 
     async def _kill(self, process: EnvProcess) -> None:
-        await process.kill()
-        if process in self._processes:
-            self._processes.remove(process)
-            self._gone_counts.update(process.counts)
+        await process.end()
+        self._processes.discard(process)
 
     def _close(self, because: str) -> None:
         """Fail every call and all waiting. The first cause is kept."""
@@ -377,17 +335,9 @@ class EnvPool:
             if not wait.expired():
                 wait.reschedule(-math.inf)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the care of environment workers failed", exc_info=task.exception())
-            self._close(f"the care of environment workers failed: {task.exception()!r}")
+    def _broke_down(self, error: BaseException) -> None:
+        logger.error("the care of environment workers failed", exc_info=error)
+        self._close(f"the care of environment workers failed: {error!r}")
 
 
 @dataclass(frozen=True)
@@ -416,19 +366,17 @@ class EnvPoolSession:
         self._closed = False
 
     async def reset(self, seed: int) -> Observation:
-        """Wait for a slot, unless the session has one, and begin an episode.
+        """Give back the last episode's slot, if there is one, wait for a slot, and begin an episode.
 
         Raises `EnvironmentFailed` (as `SessionFailed`, unless no slot became free in time) and `EnvPoolClosed`.
         """
         self._seed, self._turn, self._closed = seed, None, False
         with self._one_call():
-            if self._lease is not None and not self._pool.may_stay(self._lease, self._key):
-                self._release("whole")
-            if self._lease is None:
-                self._lease = await self._pool.take(self._key)
-                if self._closed:
-                    self._release("interrupted")
-                    raise EnvironmentFailed(f"{self._key}: closed while it waited for a place")
+            self._release("whole")
+            self._lease = await self._pool.take(self._key)
+            if self._closed:
+                self._release("interrupted")
+                raise EnvironmentFailed(f"{self._key}: closed while it waited for a place")
             self._pool.count("resets")
             return await self._ask(self._lease, Reset(self._lease.session, self._tag, seed, self._frames))
 
@@ -468,16 +416,16 @@ class EnvPoolSession:
         except ProcessLost as lost:
             self._release("interrupted")
             self._pool.check_open()
-            proven = lease.alone and lease.process.is_lost
+            proven = lease.alone and lease.process.lost_because is not None
             cause = f"{lost}; no other environment was in it" if proven else str(lost)
-            outcome = EnvFailure(self._tag, self._seed, self._turn, "lost", cause, proven)
+            outcome = SessionFailed(self._tag, self._seed, self._turn, "lost", cause, proven)
         except BaseException:
             self._release("interrupted")
             raise
-        if isinstance(outcome, EnvFailure):
+        if isinstance(outcome, SessionFailed):
             self._release("failed")
             self._pool.count(f"failures/{outcome.tag}/{outcome.kind}")
-            raise SessionFailed(outcome)
+            raise outcome
         return outcome
 
     def _release(self, end: SessionEnd) -> None:
@@ -487,78 +435,55 @@ class EnvPoolSession:
 
 
 class ProcessLost(Exception):
-    """The process is gone. The message is the cause."""
-
-    def __init__(self, because: str) -> None:
-        super().__init__(because)
-        self.suspects: frozenset[EpisodeKey] = frozenset()
-        """Episodes with a call in flight when the process died. A call that was never sent kills no process."""
+    """A call has no answer, because its process or its session is gone. The message is the cause."""
 
 
-class EnvProcess:
-    """The process and its sessions."""
+class EnvProcess(ProcessHandle):
+    """A process and its sessions."""
 
     def __init__(
-        self, name: str, actor: ActorHandle, silence_seconds: float, on_retire: Callable[[EnvProcess, str], None]
+        self, name: str, actor: Any, silence_seconds: float, on_report: Callable[[EnvProcess, Report], None]
     ) -> None:
-        self.name = name
-        self.counts: dict[str, int] = {}
-        """Totals of its last report."""
-        self._actor = actor
+        super().__init__(name, actor)
+        self.sessions: set[int] = set()
+        self.retiring = False
+        """True if the process ends with its last session."""
+        self.lost_because: str | None = None
+        """The cause if the process has ended or no longer answers."""
+        self.suspects: frozenset[EpisodeKey] = frozenset()
+        """Episodes with a call in flight when the process died. A call that was never sent kills no process."""
         self._silence_seconds = silence_seconds
-        self._on_retire = on_retire
+        self._on_report = on_report
         self._numbers = itertools.count()
-        self._sessions: set[int] = set()
-        self._pending: dict[int, tuple[EpisodeKey, asyncio.Future[Observation | EnvFailure | ProcessLost]]] = {}
+        self._pending: dict[int, tuple[EpisodeKey, asyncio.Future[Observation | SessionFailed | ProcessLost]]] = {}
         """Calls without an answer, by session."""
         self._outgoing: list[Command] = []
         self._to_send = asyncio.Event()
-        self._lost_because: str | None = None
-        self._retiring = False
         self._drained = asyncio.Event()
-
-    @property
-    def load(self) -> int:
-        """Number of sessions."""
-        return len(self._sessions)
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the process has ended or no longer answers."""
-        return self._lost_because is not None
-
-    @property
-    def takes_sessions(self) -> bool:
-        """True if new episodes may begin in it."""
-        return not self.is_lost and not self._retiring
-
-    async def start(self, timeout_seconds: float) -> None:
-        """Wait until the process takes commands. Raises `ProcessLost`."""
-        await self._remote(self._actor.start.remote(), timeout_seconds)
 
     def open(self) -> int:
         """Open a session and return its number. The process learns of it with its first `Reset`."""
         session = next(self._numbers)
-        self._sessions.add(session)
+        self.sessions.add(session)
         return session
 
     def release(self, session: int) -> None:
         """End a session. A running call of it raises `ProcessLost`."""
-        self._sessions.discard(session)
+        self.sessions.discard(session)
         self._send(Close(session))
         self._settle(session, ProcessLost("its session was closed during the call"))
         self._end_if_drained()
 
     def retire(self) -> None:
         """Let the process end with its last session."""
-        self._retiring = True
+        self.retiring = True
         self._end_if_drained()
 
-    async def ask(self, command: Reset | Step, key: EpisodeKey) -> Observation | EnvFailure:
+    async def ask(self, command: Reset | Step, key: EpisodeKey) -> Observation | SessionFailed:
         """Send a command and return its outcome. Raises `ProcessLost`."""
-        if self._lost_because is not None:
-            raise ProcessLost(self._lost_because)
-        answer: asyncio.Future[Observation | EnvFailure | ProcessLost] = asyncio.get_running_loop().create_future()
+        if self.lost_because is not None:
+            raise ProcessLost(self.lost_because)
+        answer: asyncio.Future[Observation | SessionFailed | ProcessLost] = asyncio.get_running_loop().create_future()
         self._pending[command.session] = (key, answer)
         self._send(command)
         try:
@@ -573,7 +498,7 @@ class EnvProcess:
     async def serve(self) -> None:
         """Transfer commands and answers until the process was retired and its last session has ended.
 
-        Raises `ProcessLost`, with the suspects, if it dies before. Open calls fail with `ProcessLost`, too.
+        Raises one of `CALL_ERRORS` if it dies before, or does not answer. Open calls fail with `ProcessLost` then.
         """
         watches = [asyncio.ensure_future(work) for work in (self._submit(), self._collect(), self._drained.wait())]
         try:
@@ -581,10 +506,10 @@ class EnvProcess:
             for watch in watches:
                 if watch.done():
                     watch.result()
-        except ProcessLost as lost:
+        except CALL_ERRORS as lost:
             unsent = {command.session for command in self._outgoing}
             calls = ((key, answer) for session, (key, answer) in self._pending.items() if session not in unsent)
-            lost.suspects = frozenset(key for key, answer in calls if not answer.done())
+            self.suspects = frozenset(key for key, answer in calls if not answer.done())
             self.lose(str(lost))
             raise
         finally:
@@ -593,27 +518,12 @@ class EnvProcess:
 
     def lose(self, because: str) -> None:
         """Fail all calls with `ProcessLost`, now and later. The first cause is kept."""
-        self._lost_because = self._lost_because or because
+        self.lost_because = self.lost_because or because
         for session in self._pending:
-            self._settle(session, ProcessLost(self._lost_because))
-
-    async def close_environments(self, timeout_seconds: float) -> None:
-        """Let the environments end their own processes and connections. `kill` handles those that cannot."""
-        try:
-            await self._remote(self._actor.close.remote(), timeout_seconds)
-        except ProcessLost:
-            return
-
-    async def kill(self) -> None:
-        """Kill the process, whatever it is doing, and wait until Ray reports its death."""
-        ray.kill(self._actor)
-        try:
-            await asyncio.wait_for(self._actor.start.remote(), EXIT_TIMEOUT_SECONDS)
-        except (RayError, TimeoutError):
-            return
+            self._settle(session, ProcessLost(self.lost_because))
 
     def _send(self, command: Command) -> None:
-        if self._lost_because is None:
+        if self.lost_because is None:
             self._outgoing.append(command)
             self._to_send.set()
 
@@ -622,39 +532,24 @@ class EnvProcess:
             await self._to_send.wait()
             self._to_send.clear()
             commands, self._outgoing = self._outgoing, []
-            await self._remote(self._actor.submit.remote(commands), self._silence_seconds)
+            await self._promptly("submit", commands)
 
     async def _collect(self) -> None:
-        wait_seconds = self._silence_seconds / 4
         while True:
-            report: Report = await self._remote(self._actor.collect.remote(wait_seconds), self._silence_seconds)
-            self.counts = report.counts
+            report: Report = await self._promptly("collect", self._silence_seconds / 4)
             for session, outcome in report.outcomes:
                 self._settle(session, outcome)
-            if report.retire_because is not None and not self._retiring:
-                self._on_retire(self, report.retire_because)
-                self.retire()
+            self._on_report(self, report)
 
-    async def _remote(self, reference: ray.ObjectRef, seconds: float) -> Any:
-        """Return an answer of the actor. Raises `ProcessLost`."""
-        answer = asyncio.wrap_future(reference.future())
+    async def _promptly(self, method: str, argument: object) -> Any:
+        """Make a call that a process which is not stuck answers soon."""
         try:
-            # Not `asyncio.timeout`: if this process itself was suspended, an answer that has arrived still counts.
-            await asyncio.wait([answer], timeout=seconds)
-            if not answer.done():
-                raise ProcessLost(f"the worker process did not answer for {seconds:g} s, and was killed")
-            return answer.result()
-        except RayTaskError as error:
-            raise ProcessLost(f"the worker process failed ({_last_line(error)})") from error
-        except ACTOR_GONE as error:
-            because = memory_death(error) or death_cause(str(error))
-            raise ProcessLost(f"the worker process died ({because})") from error
-        except RayError as error:
-            raise ProcessLost(f"the worker process cannot be reached ({_last_line(error)})") from error
-        finally:
-            answer.cancel()
+            return await self.call(method, argument, timeout=self._silence_seconds)
+        except WorkerTimeout:
+            cause = f"it did not answer for {self._silence_seconds:g} s, and was killed"
+            raise WorkerDied(self.name, cause) from None
 
-    def _settle(self, session: int, outcome: Observation | EnvFailure | ProcessLost) -> None:
+    def _settle(self, session: int, outcome: Observation | SessionFailed | ProcessLost) -> None:
         """End the session's running call, if there is one that has no outcome yet."""
         if session in self._pending:
             _, answer = self._pending[session]
@@ -662,23 +557,5 @@ class EnvProcess:
                 answer.set_result(outcome)
 
     def _end_if_drained(self) -> None:
-        if self._retiring and not self._sessions:
+        if self.retiring and not self.sessions:
             self._drained.set()
-
-
-def death_cause(text: str) -> str:
-    """Return what Ray's long text about a dead actor says about the cause."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no cause given"]
-    ends = [line for line in lines if line.startswith("The actor is dead")]
-    if not ends:
-        return lines[-1]  # the actor failed to start, and this is the error
-    exit_code = re.search(r"exit code (-?\d+)", ends[-1])
-    if exit_code is not None:
-        return f"its process ended with exit code {exit_code[1]}"
-    if "connection error" in ends[-1]:
-        return "its process ended without a word, by a signal or an exit"
-    return ends[-1].split(". ")[0].rstrip(".")
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1]

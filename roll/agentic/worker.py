@@ -20,7 +20,7 @@ import pickle
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ import gymnasium
 from roll.agentic.episode import EnvironmentFailed, Observation
 from roll.configs.plugins import import_object
 from roll.configs.run import CustomEnvConfig, EnvWorkersConfig
+from roll.runtime.pool import Tasks
 from roll.runtime.process import DriverFolders
 from roll.tracking.logs import configure_logging, give_away_output
 
@@ -55,37 +56,13 @@ FailureKind = Literal["raised", "hung", "nonsense", "lost"]
 
 
 @dataclass(frozen=True)
-class HostSettings:
-    """Limits of one worker process. A process that exceeds one is replaced once its episodes have ended."""
-
-    close_timeout_seconds: float = 5.0
-    """Limit of an environment's `close`. Only the shutdown waits for it."""
-    max_stuck_threads: int = 8
-    """Number of threads in calls that are past their deadline and may never return."""
-    max_open_files: int = 1024
-    """Open files beyond those at the start and those that `files_per_environment` allows.
-
-    This limit and the following ones find environments that leak; Linux only.
-    """
-    files_per_environment: int = 32
-    """Files that a living environment may hold; one with a tool server has pipes and sockets."""
-    max_extra_threads: int = 256
-    """Threads beyond those at the start, those that `threads_per_environment` allows, and those of running calls."""
-    threads_per_environment: int = 8
-    max_memory_growth_bytes: int = 4 * 2**30
-    """Growth of the resident memory."""
-    leak_check_seconds: float = 1.0
-    """Interval between two checks of these limits."""
-    thread_stack_bytes: int = 2**20
-    """Stack size of the threads that run calls."""
-
-
-@dataclass(frozen=True)
 class PoolSettings:
-    """Settings that all environment workers of a run share."""
+    """Settings that all environment workers of a run share.
+
+    A process that exceeds one of the limits is replaced once its episodes have ended.
+    """
 
     workers: EnvWorkersConfig = field(default_factory=EnvWorkersConfig)
-    host: HostSettings = field(default_factory=HostSettings)
     make_env: str = "roll.agentic.registry:make_env"
     """`package.module:function` of an `EnvFactory`."""
     observe: str = "roll.agentic.base:observation_from"
@@ -94,11 +71,29 @@ class PoolSettings:
     """Options of the Ray actors besides `num_cpus=0`, such as a scheduling strategy."""
     log_dir: str | None = None
     start_timeout_seconds: float = 120.0
+    close_timeout_seconds: float = 5.0
+    """Limit of an environment's `close`. Only the shutdown waits for it."""
+    max_stuck_threads: int = 8
+    """Number of threads in calls that are past their deadline and may never return."""
+    max_open_files: int = 1024
+    """Open files beyond those at the start and those that `files_per_environment` allows.
+
+    This limit, the following ones and that of the memory find environments that leak; Linux only.
+    """
+    files_per_environment: int = 32
+    """Files that a living environment may hold; one with a tool server has pipes and sockets."""
+    max_extra_threads: int = 256
+    """Threads beyond those at the start, those that `threads_per_environment` allows, and those of running calls."""
+    threads_per_environment: int = 8
+    leak_check_seconds: float = 1.0
+    """Interval between two checks of these limits."""
+    thread_stack_bytes: int = 2**20
+    """Stack size of the threads that run calls."""
 
 
-@dataclass(frozen=True)
-class EnvFailure:
-    """Reason why an episode cannot continue."""
+@dataclass(eq=False)
+class SessionFailed(EnvironmentFailed):
+    """Reason why an episode cannot continue. Its arguments are given by position, as pickle expects of an exception."""
 
     tag: str
     seed: int
@@ -119,21 +114,13 @@ class EnvFailure:
         return f"environment `{self.tag}`, seed {self.seed}, {when}: {self.cause}"
 
 
-class SessionFailed(EnvironmentFailed):
-    """An `EnvironmentFailed` whose failure can be counted."""
-
-    def __init__(self, failure: EnvFailure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
-
-
 class EnvPoolClosed(RuntimeError):
     """The pool was shut down or cannot start its processes, so there are no environments. A retry does not help."""
 
 
 @dataclass(frozen=True)
 class Reset:
-    """Begin an episode in a session; the first one also opens the session."""
+    """Begin an episode in a new session."""
 
     session: int
     tag: str
@@ -163,12 +150,12 @@ Command = Reset | Step | Close
 class Report:
     """News of a worker since its last report."""
 
-    outcomes: list[tuple[int, Observation | EnvFailure]]
+    outcomes: list[tuple[int, Observation | SessionFailed]]
     """Sessions, and the outcomes of their calls."""
     retire_because: str | None
     """Reason why the process should take no new sessions; None: it may."""
     counts: dict[str, int]
-    """Totals of the process: environments ``made``, ``reused``, ``closed``, ``close_failures``."""
+    """Numbers of environments ``made``, ``reused``, ``closed``, and of ``close_failures``."""
 
 
 def holdings() -> Counter[str]:
@@ -184,10 +171,6 @@ def holdings() -> Counter[str]:
             "resident bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
         }
     )
-
-
-class Nonsense(Exception):
-    """An environment's answer is not an observation."""
 
 
 class CallFailed(Exception):
@@ -215,24 +198,35 @@ class CallThreads:
         self._loop = asyncio.get_running_loop()
         self._idle: list[_Inbox] = []
 
-    async def call(self, function: Callable[[], Any], seconds: float, on_late: Callable[[Any], None]) -> Any:
-        """Run ``function``, which raises nothing, in a thread.
+    async def call(
+        self,
+        function: Callable[[], Any],
+        what: str,
+        setting: str,
+        seconds: float,
+        on_late: Callable[[Any], None] = lambda value: None,
+    ) -> Any:
+        """Run a function in a thread and return its value. Raises `CallFailed`.
 
-        Raises `TimeoutError` at the deadline; ``on_late`` is called with a value that comes after that.
+        ``what`` names the call in messages, and ``setting`` its limit of so many ``seconds``. ``on_late`` is called
+        with a value that comes after the limit, or with the `CallFailed`.
         """
         answer: asyncio.Future[Any] = self._loop.create_future()
         inbox = self._idle.pop() if self._idle else self._new_thread()
-        inbox.put((function, answer))
+        inbox.put((partial(_value_or_failure, function, what), answer))
         try:
             await asyncio.wait([answer], timeout=seconds)
             if not answer.done():
-                raise TimeoutError
+                raise CallFailed("hung", f"{what} did not end within {seconds:g} s ({setting})")
         except BaseException:
             if not answer.done():
                 self.stuck += 1
                 answer.add_done_callback(partial(self._came_late, on_late))
             raise
-        return answer.result()
+        value = answer.result()
+        if isinstance(value, CallFailed):
+            raise value
+        return value
 
     def end(self) -> None:
         """Let the idle threads end. Running calls continue and keep their threads."""
@@ -269,11 +263,31 @@ class CallThreads:
             del call, function, answer, value
 
 
+def _value_or_failure(function: Callable[[], Any], what: str) -> Any:
+    try:
+        return function()
+    except CallFailed as failed:
+        return failed
+    except BaseException as error:  # includes `SystemExit`, which environments raise by calling `sys.exit`
+        failure = CallFailed("raised", f"{what} raised {described(error)}")
+        failure.__cause__ = error
+        return failure
+
+
+def described(error: BaseException) -> str:
+    """Return the class and the first line of an error, whose own text may fail, too."""
+    try:
+        message = str(error).strip()
+    except Exception:
+        message = ""
+    return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
+
+
 class EnvHost:
     """The environments of one process. Belongs to one event loop."""
 
     def __init__(
-        self, envs: Mapping[str, CustomEnvConfig], settings: HostSettings, make_env: EnvFactory, observe: Observe
+        self, envs: Mapping[str, CustomEnvConfig], settings: PoolSettings, make_env: EnvFactory, observe: Observe
     ) -> None:
         self.observe = observe
         self.counts = dict.fromkeys(("made", "reused", "closed", "close_failures"), 0)
@@ -281,11 +295,11 @@ class EnvHost:
         self._envs = envs
         self._settings = settings
         self._make_env = make_env
-        self._threads = CallThreads(settings.thread_stack_bytes)
+        self.threads = CallThreads(settings.thread_stack_bytes)
         self._environments: dict[int, gymnasium.Env] = {}
         """All environments that are not abandoned, by identity, because an environment may be unhashable."""
         self._idle: dict[str, list[gymnasium.Env]] = {tag: [] for tag in envs}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks()
         self._at_first = holdings()
 
     def open(self, tag: str, frames: bool) -> HostSession:
@@ -298,16 +312,16 @@ class EnvHost:
     def retire_because(self) -> str | None:
         """Return why this process should be replaced; None if it should not."""
         limits = self._settings
-        if self._threads.stuck > limits.max_stuck_threads:
-            return f"{self._threads.stuck} threads are stuck in environments that do not return"
+        if self.threads.stuck > limits.max_stuck_threads:
+            return f"{self.threads.stuck} threads are stuck in environments that do not return"
         grown = holdings() - self._at_first
-        extra_threads = grown["threads"] - self._threads.count
+        extra_threads = grown["threads"] - self.threads.count
         living = len(self._environments) + len(self._closing)
         if grown["open files"] > limits.max_open_files + living * limits.files_per_environment:
             return f"{grown['open files']} files were opened and not closed"
         if extra_threads > limits.max_extra_threads + living * limits.threads_per_environment:
             return f"{extra_threads} threads were started by environments and have not ended"
-        if grown["resident bytes"] > limits.max_memory_growth_bytes:
+        if grown["resident bytes"] > limits.workers.max_memory_growth_gib * 2**30:
             return f"its memory has grown by {grown['resident bytes'] / 2**20:.0f} MiB"
         return None
 
@@ -315,9 +329,8 @@ class EnvHost:
         """Close every environment, whatever it is doing. Returns when all are closed or their time is up."""
         for environment in list(self._environments.values()):
             self.abandon(environment)
-        while self._closing:
-            await asyncio.wait(self._closing)
-        self._threads.end()
+        await self._closing.wait()
+        self.threads.end()
 
     async def acquire(self, tag: str) -> gymnasium.Env:
         """Return an environment of a tag: the one that became idle last, or a new one. Raises `CallFailed`."""
@@ -326,8 +339,8 @@ class EnvHost:
             return self._idle[tag].pop()
         config = self._envs[tag]
         make = partial(self._make_env, config.env_type, config.env_config)
-        seconds = config.reset_timeout_seconds
-        environment = await self.call(make, "making it", "reset_timeout_seconds", seconds, on_late=self._close_late)
+        limit = ("reset_timeout_seconds", config.reset_timeout_seconds)
+        environment = await self.threads.call(make, "making it", *limit, on_late=self._close_late)
         self.counts["made"] += 1
         self._environments[id(environment)] = environment
         return environment
@@ -342,46 +355,24 @@ class EnvHost:
         The environment may be in a call that does not return; closing may end that call.
         """
         if self._environments.pop(id(environment), None) is not None:
-            self._in_background(self._close(environment))
-
-    async def call(
-        self,
-        function: Callable[[], Any],
-        what: str,
-        setting: str,
-        seconds: float,
-        on_late: Callable[[Any], None] = lambda value: None,
-    ) -> Any:
-        """Run a function in a thread and return its value. Raises `CallFailed`.
-
-        ``what`` names the call in messages, and ``setting`` its limit of so many ``seconds``. ``on_late`` is called
-        with a value that comes after the limit, or with the `CallFailed`.
-        """
-        try:
-            value = await self._threads.call(partial(_value_or_failure, function, what), seconds, on_late)
-        except TimeoutError:
-            raise CallFailed("hung", f"{what} did not end within {seconds:g} s ({setting})") from None
-        if isinstance(value, CallFailed):
-            raise value
-        return value
+            self._closing.start(self._close(environment))
 
     def _close_late(self, made: gymnasium.Env | CallFailed) -> None:
         if not isinstance(made, CallFailed):
-            self._in_background(self._close(made))
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+            self._closing.start(self._close(made))
 
     async def _close(self, environment: gymnasium.Env) -> None:
         self.counts["closed"] += 1
         seconds = self._settings.close_timeout_seconds
         try:
-            await self.call(lambda: environment.close(), "closing it", "close_timeout_seconds", seconds)
+            await self.threads.call(lambda: environment.close(), "closing it", "close_timeout_seconds", seconds)
         except CallFailed as failure:
             self.counts["close_failures"] += 1
             logger.warning("an environment %s: %s", type(environment).__name__, failure.cause)
+
+
+_RESET_PARTS = ("text", "info")
+_STEP_PARTS = ("text", "reward", "terminated", "truncated", "info")
 
 
 class HostSession:
@@ -398,13 +389,13 @@ class HostSession:
         self._busy = False
         self._released = False
 
-    async def reset(self, seed: int) -> Observation | EnvFailure:
-        """Begin an episode, in the session's environment if it still has one."""
+    async def reset(self, seed: int) -> Observation | SessionFailed:
+        """Begin an episode."""
         self._seed, self._turn = seed, None
         limit = ("its reset", "reset_timeout_seconds", self._config.reset_timeout_seconds)
         return await self._observation(lambda environment: environment.reset(seed=seed), _RESET_PARTS, *limit)
 
-    async def step(self, text: str) -> Observation | EnvFailure:
+    async def step(self, text: str) -> Observation | SessionFailed:
         """Carry out an action."""
         self._turn = 0 if self._turn is None else self._turn + 1
         limit = ("its step", "step_timeout_seconds", self._config.step_timeout_seconds)
@@ -419,17 +410,15 @@ class HostSession:
 
     async def _observation(
         self, act: Callable[[gymnasium.Env], Any], parts: tuple[str, ...], what: str, setting: str, seconds: float
-    ) -> Observation | EnvFailure:
+    ) -> Observation | SessionFailed:
         self._busy = True
         try:
             if self._released:
                 raise CallFailed("lost", "its session was closed before the call began")
-            if self._environment is None and parts is _STEP_PARTS:
-                raise CallFailed("lost", "it was asked for a step without a reset before")
             if self._environment is None:
                 self._environment = await self._host.acquire(self._tag)
-            call = partial(_observed, self._environment, act, parts, self._host.observe, self._frames)
-            return await self._host.call(call, what, setting, seconds)
+            call = partial(self._observed, self._environment, act, parts, what)
+            return await self._host.threads.call(call, what, setting, seconds)
         except CallFailed as failed:
             return self._failure(failed)
         finally:
@@ -437,65 +426,36 @@ class HostSession:
             if self._released:
                 self.release()
 
-    def _failure(self, failed: CallFailed) -> EnvFailure:
+    def _observed(
+        self, environment: gymnasium.Env, act: Callable[[gymnasium.Env], Any], parts: tuple[str, ...], what: str
+    ) -> Observation:
+        """Convert an answer, a tuple of ``parts``, to an observation, and check that it can be pickled.
+
+        An observation that cannot be pickled would make the whole report fail, with the answers of other environments.
+        """
+        answer = act(environment)
+        if not isinstance(answer, tuple) or len(answer) != len(parts):
+            found = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
+            raise CallFailed("nonsense", f"{what} gave nonsense: {found} where ({', '.join(parts)}) is due")
+        text, *results, info = answer
+        frame = environment.render() if self._frames else None
+        try:
+            named = dict(zip(parts[1:-1], results, strict=True))
+            observation = self._host.observe(text, info, **named, frame=frame)
+            pickle.dumps(observation)
+        except Exception as error:
+            raise CallFailed("nonsense", f"{what} gave nonsense: {described(error)}") from error
+        return observation
+
+    def _failure(self, failed: CallFailed) -> SessionFailed:
         if self._environment is not None:
             self._host.abandon(self._environment)
             self._environment = None
-        failure = EnvFailure(self._tag, self._seed, self._turn, failed.kind, failed.cause)
+        failure = SessionFailed(self._tag, self._seed, self._turn, failed.kind, failed.cause)
         cause = failed.__cause__
         lines = [] if cause is None else ["\n", *traceback.format_exception(cause, limit=-TRACEBACK_FRAMES)]
         logger.warning("%s%s", failure, "".join(lines).rstrip())
         return failure
-
-
-_RESET_PARTS = ("text", "info")
-_STEP_PARTS = ("text", "reward", "terminated", "truncated", "info")
-
-
-def _observed(
-    environment: gymnasium.Env,
-    act: Callable[[gymnasium.Env], Any],
-    parts: tuple[str, ...],
-    observe: Observe,
-    frames: bool,
-) -> Observation:
-    """Convert an answer, a tuple of ``parts``, to an observation, and check that it can be pickled.
-
-    An observation that cannot be pickled would make the whole report fail, with the answers of other environments.
-    """
-    answer = act(environment)
-    if not isinstance(answer, tuple) or len(answer) != len(parts):
-        found = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
-        raise Nonsense(f"{found} where ({', '.join(parts)}) is due")
-    text, *results, info = answer
-    frame = environment.render() if frames else None
-    try:
-        observation = observe(text, info, **dict(zip(parts[1:-1], results, strict=True)), frame=frame)
-        pickle.dumps(observation)
-    except Exception as error:
-        raise Nonsense(described(error)) from error
-    return observation
-
-
-def _value_or_failure(function: Callable[[], Any], what: str) -> Any:
-    try:
-        return function()
-    except BaseException as error:  # includes `SystemExit`, which environments raise by calling `sys.exit`
-        if isinstance(error, Nonsense):
-            failure = CallFailed("nonsense", f"{what} gave nonsense: {error}")
-        else:
-            failure = CallFailed("raised", f"{what} raised {described(error)}")
-        failure.__cause__ = error
-        return failure
-
-
-def described(error: BaseException) -> str:
-    """Return the class and the first line of an error, whose own text may fail, too."""
-    try:
-        message = str(error).strip()
-    except Exception:
-        message = ""
-    return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
 
 
 class EnvWorker:
@@ -512,7 +472,7 @@ class EnvWorker:
             give_away_output(Path(settings.log_dir), name)
             configure_logging(Path(settings.log_dir), name)
         self._envs = envs
-        self._settings = settings.host
+        self._settings = settings
         self._make_env = import_object(settings.make_env)
         self._observe = import_object(settings.observe)
 
@@ -520,8 +480,8 @@ class EnvWorker:
         """Prepare for commands."""
         self._host = EnvHost(self._envs, self._settings, self._make_env, self._observe)
         self._sessions: dict[int, HostSession] = {}
-        self._calls: set[asyncio.Task[None]] = set()
-        self._outcomes: list[tuple[int, Observation | EnvFailure]] = []
+        self._calls = Tasks()
+        self._outcomes: list[tuple[int, Observation | SessionFailed]] = []
         self._any_news = asyncio.Event()
         self._broken: Exception | None = None
         self._retire_because: str | None = None
@@ -532,11 +492,11 @@ class EnvWorker:
         for command in commands:
             match command:
                 case Reset():
-                    if command.session not in self._sessions:
-                        self._sessions[command.session] = self._host.open(command.tag, command.frames)
-                    self._begin(command.session, self._sessions[command.session].reset(command.seed))
+                    session = self._sessions[command.session] = self._host.open(command.tag, command.frames)
+                    self._calls.start(self._answer(command.session, session.reset(command.seed)))
                 case Step():
-                    self._begin(command.session, self._sessions[command.session].step(command.text))
+                    session = self._sessions[command.session]
+                    self._calls.start(self._answer(command.session, session.step(command.text)))
                 case Close():
                     if command.session in self._sessions:  # the session may have been given up before its first reset
                         self._sessions.pop(command.session).release()
@@ -557,18 +517,14 @@ class EnvWorker:
             self._next_leak_check = now + self._settings.leak_check_seconds
             self._retire_because = self._host.retire_because()
         outcomes, self._outcomes = self._outcomes, []
-        return Report(outcomes, self._retire_because, dict(self._host.counts))
+        counts, self._host.counts = self._host.counts, dict.fromkeys(self._host.counts, 0)
+        return Report(outcomes, self._retire_because, counts)
 
     async def close(self) -> None:
         """Close all environments that can be closed within their time limit."""
         await self._host.close()
 
-    def _begin(self, session: int, call: Awaitable[Observation | EnvFailure]) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(session, call))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-
-    async def _answer(self, session: int, call: Awaitable[Observation | EnvFailure]) -> None:
+    async def _answer(self, session: int, call: Awaitable[Observation | SessionFailed]) -> None:
         try:
             outcome = await call
         except Exception as error:

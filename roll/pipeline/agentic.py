@@ -26,7 +26,7 @@ import numpy as np
 from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, ManagerSettings, SampledTurn
 from roll.agentic.manager import EnvManager
 from roll.agentic.pool import EnvPool, PoolSettings
-from roll.agentic.worker import EnvPoolClosed, HostSettings, SessionFailed
+from roll.agentic.worker import EnvPoolClosed, SessionFailed
 from roll.configs import derived
 from roll.configs.roles import GeneratingArguments
 from roll.configs.run import AgenticConfig, EnvManagerConfig
@@ -61,10 +61,8 @@ class AgenticSide:
         self._config = config = plan.config
         self._plan = plan
         self._on_event = on_event
-        workers = config.env_workers
         settings = PoolSettings(
-            workers,
-            HostSettings(max_memory_growth_bytes=int(workers.max_memory_growth_gib * 2**30)),
+            config.env_workers,
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
             log_dir=log_dir,
         )
@@ -270,7 +268,7 @@ class EpisodeRollout:
                 return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
             except SessionFailed as error:
                 losses += 1
-                if losses > LOST_RETRIES or not error.failure.may_be_innocent:
+                if losses > LOST_RETRIES or not error.may_be_innocent:
                     raise
                 logger.info("begun again: %s", error)
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from roll.configs.derived import reward_timeout
 from roll.configs.errors import count
@@ -21,15 +22,13 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.strategies import SCORERS, strategy_class
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.model import Conversation, Scored, ScorerSetup, ScoreStrategy
-from roll.runtime.actors import Worker, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
+from roll.runtime.actors import CALL_ERRORS, Worker, WorkerFailed, WorkerHandle
 from roll.runtime.locks import DeviceLock
+from roll.runtime.pool import Slot, Tasks
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import apart, holding
 
 logger = logging.getLogger(__name__)
-
-EXIT_SECONDS = 10.0
-"""Longest wait for a killed process to disappear."""
 
 
 class ScoreWorker(Worker):
@@ -93,37 +92,33 @@ class _Request:
 
 
 @dataclass
-class _Replica:
-    """A slot for one process; the process in it may be replaced."""
-
-    index: int
-    handle: WorkerHandle | None = None
-
-
-@dataclass
 class _Queue:
     """Waiting requests, first come, first served."""
 
     batch_size: int
     requests: deque[_Request] = field(default_factory=deque)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    full: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def batch(self, wait_seconds: float) -> None:
         """Return when work is waiting and either fills a batch or has waited long enough for more."""
-        await self.arrived.wait()
+        await self._samples(1)
         if wait_seconds > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_seconds):
-                    await self.full.wait()
+                    await self._samples(self.batch_size)
+
+    async def _samples(self, enough: int) -> None:
+        while sum(len(request.records) for request in self.requests) < enough:
+            self._arrived.clear()
+            await self._arrived.wait()
 
     def put(self, request: _Request) -> None:
         self.requests.append(request)
-        self._signal()
+        self._arrived.set()
 
     def put_back(self, requests: Sequence[_Request]) -> None:
         self.requests.extendleft(reversed(requests))
-        self._signal()
+        self._arrived.set()
 
     def take(self, together: bool) -> list[_Request]:
         """Return the next batch, without requests whose callers are gone. Empty if nothing waits."""
@@ -139,16 +134,7 @@ class _Queue:
             samples += len(request.records)
             if request.alone:
                 break
-        self._signal()
         return taken
-
-    def _signal(self) -> None:
-        waiting = sum(len(request.records) for request in self.requests)
-        for event, is_so in ((self.arrived, bool(self.requests)), (self.full, waiting >= self.batch_size)):
-            if is_so:
-                event.set()
-            else:
-                event.clear()
 
 
 class ScorePool:
@@ -170,13 +156,12 @@ class ScorePool:
         self.counts = ScoreCounts()
         self.busy = BusySpans()
         self._role = role
-        self._start_process = start
-        self._replicas = [_Replica(index) for index in range(replicas)]
+        self._slots = [Slot(partial(start, index), self._load) for index in range(replicas)]
         self._settings = settings
         self._devices = devices
         self._on_event = on_event
         self._queue = _Queue(settings.setup.batch_size)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -184,16 +169,16 @@ class ScorePool:
         """Start the processes and load the model in each. Raises an `ExceptionGroup` of `RewardFailed`."""
         async with self._devices.hold(self._role):
             async with asyncio.TaskGroup() as tasks:
-                for replica in self._replicas:
-                    tasks.create_task(self._fill(replica))
+                for slot in self._slots:
+                    tasks.create_task(slot.filled())
             self._devices.register(self._role, self)
-        for replica in self._replicas:
-            with apart(f"{self._role}/{replica.index}"):
-                self._tasks.append(asyncio.create_task(self._serve(replica)))
+        for index, slot in enumerate(self._slots):
+            with apart(f"{self._role}/{index}"):
+                self._tasks.start(self._serve(slot))
 
     def handles(self) -> list[WorkerHandle]:
         """Return the current processes."""
-        return [replica.handle for replica in self._replicas if replica.handle is not None]
+        return [slot.process for slot in self._slots if slot.process is not None]
 
     async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Return outputs in the order of the responses, which usually belong to one group. Raises `RewardFailed`."""
@@ -221,12 +206,8 @@ class ScorePool:
     async def shutdown(self) -> None:
         """Kill the processes and cancel running scores. May be called twice."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        for replica in self._replicas:
-            self._kill(replica)
+        await self._tasks.cancel()
+        await asyncio.gather(*(slot.close() for slot in self._slots))
         for request in self._queue.requests:
             request.answer.cancel()
 
@@ -240,19 +221,19 @@ class ScorePool:
 
     async def _on_all(self, method: str) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(self._move(replica, method))
+            for slot in self._slots:
+                tasks.create_task(self._move(slot, method))
 
-    async def _move(self, replica: _Replica, method: str) -> None:
+    async def _move(self, slot: Slot[WorkerHandle], method: str) -> None:
         """Load or offload one process. A process that fails to do so is killed, which also frees the devices."""
-        if replica.handle is None:
+        if (process := slot.process) is None:
             return
         try:
-            await replica.handle.call(method, timeout=self._settings.start_timeout_seconds)
-        except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
-            await self._lose(replica, failure)
+            await process.call(method, timeout=self._settings.start_timeout_seconds)
+        except CALL_ERRORS as failure:
+            await self._lose(slot, process, failure)
 
-    async def _serve(self, replica: _Replica) -> None:
+    async def _serve(self, slot: Slot[WorkerHandle]) -> None:
         """Score batches until cancelled."""
         wait_seconds = self._settings.wait_seconds
         try:
@@ -261,7 +242,7 @@ class ScorePool:
                     await self._queue.batch(wait_seconds)
                     async with self._devices.hold(self._role):
                         while requests := self._queue.take(together=wait_seconds > 0):
-                            await self._score(replica, requests)
+                            await self._score(slot, requests)
                             if self._devices.contended:
                                 break
         except Exception as failure:
@@ -273,24 +254,21 @@ class ScorePool:
                 for request in requests:
                     request.answer.set_exception(RewardFailed(message))
 
-    async def _score(self, replica: _Replica, requests: list[_Request]) -> None:
+    async def _score(self, slot: Slot[WorkerHandle], requests: list[_Request]) -> None:
         """Score one batch, and deliver, retry or fail its requests."""
         conversations = [_conversation(record) for request in requests for record in request.records]
         try:
-            handle = await self._fill(replica)
+            process = await slot.filled()
             self.counts.calls += 1
             with self.busy.working():
-                results = await handle.call("score", conversations, timeout=reward_timeout(self._settings.reward))
+                results = await process.call("score", conversations, timeout=reward_timeout(self._settings.reward))
         except RewardFailed as failure:  # the process did not start; the requests are not to blame
             self._score_again(requests, failure, each_failed=True)
-        except (WorkerDied, WorkerTimeout) as failure:
+        except CALL_ERRORS as failure:
             self._score_again(requests, failure)
-            await self._lose(replica, failure)
-        except WorkerFailed as failure:
-            self._score_again(requests, failure)
-            if len(requests) == 1:
-                # After an error the device may stay unusable in this process (CUDA errors do that).
-                await self._lose(replica, failure)
+            # After an error the device may stay unusable in this process (CUDA errors do that).
+            if len(requests) == 1 or not isinstance(failure, WorkerFailed):
+                await self._lose(slot, process, failure)
         except BaseException:
             self._queue.put_back(requests)  # which fails them if the pool breaks down, and cancels them at a shutdown
             raise
@@ -320,48 +298,20 @@ class ScorePool:
                 request.answer.set_exception(RewardFailed(message))
         self._queue.put_back(kept)
 
-    async def _fill(self, replica: _Replica) -> WorkerHandle:
-        """Return the process of this slot, starting a new one and loading the model if there is none.
-
-        Raises `RewardFailed` if it does not start.
-        """
-        if replica.handle is not None:
-            return replica.handle
-        replica.handle = self._start_process(replica.index)
+    async def _load(self, process: WorkerHandle) -> None:
+        """Wait until the process has loaded the model. Raises `RewardFailed`."""
         engine, timeout = self._settings.reward.strategy_args, self._settings.start_timeout_seconds
         try:
-            await replica.handle.create(timeout)
+            await process.create(timeout)
             strategy = engine.strategy_name, self._settings.setup, engine.strategy_cls
-            await replica.handle.call("start", *strategy, timeout=timeout)
-        except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
-            await self._end(replica)
+            await process.call("start", *strategy, timeout=timeout)
+        except CALL_ERRORS as failure:
             raise RewardFailed(f"a process of {self._role} did not start: {failure}") from failure
-        except BaseException:
-            self._kill(replica)
-            raise
-        return replica.handle
 
-    async def _lose(self, replica: _Replica, failure: Exception) -> None:
+    async def _lose(self, slot: Slot[WorkerHandle], process: WorkerHandle, failure: Exception) -> None:
         self.counts.restarts += 1
         self._on_event(f"{failure}; {self._role} starts it again")
-        await self._end(replica)
-
-    async def _end(self, replica: _Replica) -> None:
-        """Kill a process and wait until it is gone, so that its device memory is free."""
-        handle = replica.handle
-        self._kill(replica)
-        if handle is None:
-            return
-        try:
-            async with asyncio.timeout(EXIT_SECONDS):
-                await handle.wait_for_death()
-        except TimeoutError:
-            logger.warning("%s was killed and is still there after %g s", handle.name, EXIT_SECONDS)
-
-    def _kill(self, replica: _Replica) -> None:
-        if replica.handle is not None:
-            replica.handle.kill()
-            replica.handle = None
+        await slot.lose(process)
 
 
 def _conversation(record: RewardInput) -> Conversation:

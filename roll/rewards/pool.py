@@ -13,30 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
 
 from roll.configs.derived import reward_timeout
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, checked_output, resolve_verifier
-from roll.runtime.actors import ACTOR_GONE, memory_death
+from roll.runtime.actors import CALL_ERRORS, ProcessHandle, WorkerTimeout
+from roll.runtime.pool import Slot, Tasks, all_or_none
 from roll.runtime.process import DriverFolders, driver_folders
 from roll.tracking.timeline import BusySpans
-
-logger = logging.getLogger(__name__)
 
 ALARM_REPEAT_SECONDS = 1.0
 """Interval of repeated alarms, for a verifier that swallows the first one."""
@@ -45,9 +42,7 @@ ASYNC_CALLS_PER_WORKER = 256
 START_TIMEOUT_SECONDS = 120.0
 KILL_GRACE_SECONDS = 5.0
 """Extra time after a limit before an unresponsive process is killed."""
-EXIT_TIMEOUT_SECONDS = 10.0
 
-Result = TypeVar("Result")
 VerdictKind = Literal["judged", "error", "gave_up", "timeout", "unjudged"]
 
 
@@ -101,9 +96,6 @@ class _Process:
 class RewardWorker(_Process):
     """Body of a plain verifier's worker process; its methods run in the main thread, whose alarm they use."""
 
-    def ready(self) -> None:
-        """Return once the verifier is loaded."""
-
     def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
         """Judge responses one after the other, and return one verdict per response.
 
@@ -130,9 +122,6 @@ class RewardWorker(_Process):
 
 class AsyncRewardWorker(_Process):
     """Body of an async verifier's worker process (an async Ray actor: any number of calls at once)."""
-
-    async def ready(self) -> None:
-        """Return once the verifier is loaded."""
 
     async def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
         """Judge all responses concurrently, and return one verdict per response."""
@@ -164,23 +153,6 @@ class RewardCounts:
     """Time that verifiers spent on samples."""
 
 
-class _WorkerLost(Exception):
-    """A process died or hung during a call. ``verdict`` is that on a response which it held alone."""
-
-    def __init__(self, kind: VerdictKind, cause: str) -> None:
-        super().__init__(cause)
-        self.verdict = Verdict(kind, cause=cause)
-
-
-class _Slot:
-    """A slot for one process; the process in it may be replaced."""
-
-    def __init__(self) -> None:
-        self.handle: ActorHandle | None = None
-        self.calls = 0
-        self.changing = asyncio.Lock()
-
-
 class RewardPool:
     """The processes of one reward."""
 
@@ -198,19 +170,19 @@ class RewardPool:
         self._verifier: Verifier = resolve_verifier(config, self._path)
         self._actor_options = actor_options or {}
         self._timeout_seconds = reward_timeout(config)
-        self._slots = [_Slot() for _ in range(config.num_workers)]
+        self._slots = [self._slot(str(index)) for index in range(config.num_workers)]
         calls_per_worker = ASYNC_CALLS_PER_WORKER if self._verifier.is_async else 1
         calls = self._verifier.max_concurrency or config.num_workers * calls_per_worker
         self._free_calls = asyncio.Semaphore(calls)  # first come, first served
-        self._quarantine = _Slot()
+        self._quarantine = self._slot("quarantine")
         self._one_suspect = asyncio.Lock()
-        self._tasks: set[asyncio.Task[list[Verdict]]] = set()
+        self._tasks = Tasks()
         self._closed = False
 
     async def start(self) -> None:
         """Start the processes and load the verifier in each. Raises `RewardFailed` if one does not start."""
         try:
-            await _all_or_none(self._fill(slot) for slot in self._slots)
+            await all_or_none(slot.filled() for slot in self._slots)
         except BaseException:
             await self.shutdown()
             raise
@@ -223,7 +195,7 @@ class RewardPool:
         if self._verifier.max_concurrency is None or len(records) < 2:
             return await self._score_together(records)
         # The limit counts responses, so each response becomes a call of its own.
-        outputs = await _all_or_none(self._score_together([record]) for record in records)
+        outputs = await all_or_none(self._score_together([record]) for record in records)
         return [output for (output,) in outputs]
 
     async def _score_together(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
@@ -249,16 +221,8 @@ class RewardPool:
     async def shutdown(self) -> None:
         """Kill the processes and cancel running calls. May be called twice."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        slots = [*self._slots, self._quarantine]
-        handles = [slot.handle for slot in slots if slot.handle is not None]
-        for slot in slots:
-            slot.handle = None
-        await asyncio.gather(*(_kill(handle) for handle in handles))
+        await self._tasks.cancel()
+        await asyncio.gather(*(slot.close() for slot in (*self._slots, self._quarantine)))
 
     def _counted(self, verdict: Verdict) -> RewardOutput | None:
         """Count a verdict and return its output; None if it has none."""
@@ -278,7 +242,7 @@ class RewardPool:
         for _ in range(2 if self._verifier.is_async else 1):
             try:
                 return await self._judge(records)
-            except _WorkerLost:
+            except CALL_ERRORS:
                 continue
         return await asyncio.gather(*map(self._judge_alone, records))
 
@@ -286,112 +250,49 @@ class RewardPool:
         """Judge a response in a process that holds no other one. If the process is lost, this response is at fault."""
         try:
             return (await self._judge([record], in_quarantine=self._verifier.is_async))[0]
-        except _WorkerLost as lost:
-            return lost.verdict
+        except WorkerTimeout:
+            cause = f"no answer within {self._timeout_seconds:g} s, and the process had to be killed"
+            return Verdict("timeout", cause=cause)
+        except CALL_ERRORS as lost:
+            return Verdict("error", cause=str(lost))
 
     async def _judge(self, records: list[RewardInput], *, in_quarantine: bool = False) -> list[Verdict]:
         """Make a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken."""
-        task = asyncio.create_task(self._call(records, in_quarantine))
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
-
-    def _forget(self, task: asyncio.Task[list[Verdict]]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the exception as retrieved: the caller has seen it, or was cancelled
+        return await asyncio.shield(self._tasks.start(self._call(records, in_quarantine)))
 
     async def _call(self, records: list[RewardInput], in_quarantine: bool) -> list[Verdict]:
+        """Make one call within its deadline. Raises one of `CALL_ERRORS` once the process is gone."""
         async with self._one_suspect if in_quarantine else self._free_calls:
             slot = self._quarantine if in_quarantine else min(self._slots, key=lambda each: each.calls)
             slot.calls += 1
             try:
-                return await self._call_in(slot, records)
+                process = await slot.filled()
+                self.counts.calls += 1
+                # A call of several responses may last two limits, see `RewardWorker.judge`; after that it is stuck.
+                limits = 1 if len(records) == 1 or self._verifier.is_async else 2
+                deadline = limits * self._timeout_seconds + KILL_GRACE_SECONDS
+                try:
+                    with self.busy.working():
+                        return await process.call("judge", records, timeout=deadline)
+                except CALL_ERRORS:
+                    self.counts.restarts += await slot.lose(process)
+                    raise
             finally:
                 slot.calls -= 1
 
-    async def _call_in(self, slot: _Slot, records: list[RewardInput]) -> list[Verdict]:
-        """Make one remote call within its deadline. Raises `_WorkerLost` once the process has been replaced."""
-        handle = await self._fill(slot)
-        self.counts.calls += 1
-        # A call of several responses may last two limits, see `RewardWorker.judge`; after that it is stuck.
-        limits = 1 if len(records) == 1 or self._verifier.is_async else 2
-        deadline = limits * self._timeout_seconds + KILL_GRACE_SECONDS
-        try:
-            with self.busy.working():
-                return await asyncio.wait_for(handle.judge.remote(records), deadline)
-        except RayTaskError as cause:
-            return [Verdict("error", cause=_first_line(cause.cause or cause)) for _ in records]
-        except ACTOR_GONE as cause:
-            lost = _WorkerLost("error", f"the worker process died ({memory_death(cause) or _first_line(cause)})")
-        except RayError as cause:
-            lost = _WorkerLost("error", f"the worker process cannot be reached ({_first_line(cause)})")
-        except TimeoutError:
-            limit = f"no answer within {self._timeout_seconds:g} s"
-            lost = _WorkerLost("timeout", f"{limit}, and the process had to be killed")
-        await self._replace(slot, handle)
-        raise lost
+    def _slot(self, name: str) -> Slot[ProcessHandle]:
+        return Slot(partial(self._process, f"{self._path}/{name}"), self._started)
 
-    async def _fill(self, slot: _Slot) -> ActorHandle:
-        """Return the process of this slot, starting a new one if there is none."""
-        async with slot.changing:
-            if slot.handle is None:
-                slot.handle = await self._started()
-            return slot.handle
-
-    async def _replace(self, slot: _Slot, lost: ActorHandle) -> None:
-        """Replace a lost process, unless another call already did."""
-        async with slot.changing:
-            if slot.handle is not lost:
-                return
-            slot.handle = None
-            self.counts.restarts += 1
-            await _kill(lost)
-            slot.handle = await self._started()
-
-    async def _started(self) -> ActorHandle:
+    def _process(self, name: str) -> ProcessHandle:
         if self._closed:
             raise RewardFailed(f"reward `{self._name}` has been shut down")
         body = AsyncRewardWorker if self._verifier.is_async else RewardWorker
         secrets = {name: os.environ[name] for name in self._verifier.secrets if name in os.environ}
         actor = ray.remote(body).options(**{"num_cpus": 0, **self._actor_options})
-        handle = actor.remote(self._config, self._path, driver_folders(), secrets)
+        return ProcessHandle(name, actor.remote(self._config, self._path, driver_folders(), secrets))
+
+    async def _started(self, process: ProcessHandle) -> None:
         try:
-            await asyncio.wait_for(handle.ready.remote(), START_TIMEOUT_SECONDS)
-        except (RayError, TimeoutError) as cause:
-            await _kill(handle)
-            # The end of a remote traceback is the error itself, at most two lines.
-            error = " ".join(line.strip() for line in str(cause).strip().split("\n")[-2:])
-            reason = f"{type(cause).__name__}: {error}"
-            raise RewardFailed(f"a worker process of reward `{self._name}` did not start ({reason})") from cause
-        except asyncio.CancelledError:
-            ray.kill(handle)
-            raise
-        return handle
-
-
-async def _all_or_none(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all calls. If one fails, stop the others before raising its error: nothing may start after a shutdown."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise
-
-
-async def _kill(handle: ActorHandle) -> None:
-    """Kill a process, whatever it is doing, and wait until Ray reports its death."""
-    ray.kill(handle)
-    try:
-        await asyncio.wait_for(handle.ready.remote(), EXIT_TIMEOUT_SECONDS)
-    except RayError:
-        return
-    except TimeoutError:
-        logger.warning("a reward worker was killed and is still there after %g s", EXIT_TIMEOUT_SECONDS)
-
-
-def _first_line(cause: BaseException) -> str:
-    return str(cause).strip().split("\n")[0]
+            await process.ready(START_TIMEOUT_SECONDS)
+        except CALL_ERRORS as cause:
+            raise RewardFailed(f"a worker process of reward `{self._name}` did not start: {cause}") from cause

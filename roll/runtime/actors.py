@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -105,16 +106,23 @@ def is_gone_for_good(error: BaseException) -> bool:
     return isinstance(error, ACTOR_GONE) and not isinstance(error, from_a_living_actor)
 
 
-def memory_death(error: BaseException) -> str | None:
-    """Return a short message for a process that Ray's memory monitor killed; None for any other error.
-
-    Ray's own text is long and ends with general advice.
-    """
-    if not isinstance(error, ray.exceptions.OutOfMemoryError):
-        return None
-    figures = re.search(r"was (\S+ used / \S+) limit", str(error))
-    used = f" ({figures[1]})" if figures else ""
-    return f"it was killed because its node ran low on memory{used}"
+def death_cause(error: BaseException) -> str:
+    """Return in a few words what Ray's long text about a dead actor says about the cause."""
+    text = str(error)
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        figures = re.search(r"was (\S+ used / \S+) limit", text)
+        used = f" ({figures[1]})" if figures else ""
+        return f"it was killed because its node ran low on memory{used}"
+    ends = [line for line in text.splitlines() if "The actor is dead because " in line]
+    if not ends:  # the actor failed to start, and a traceback ends with the error
+        _, traceback, rest = text.rpartition('  File "')
+        lines = dropwhile(lambda line: line[:1].isspace(), rest.splitlines()[1:]) if traceback else rest.splitlines()
+        return " ".join(line.strip() for line in lines) or "no cause given"
+    if exit_code := re.search(r"exit code (-?\d+)", ends[-1]):
+        return f"it ended with exit code {exit_code[1]}"
+    if "connection error" in ends[-1]:
+        return "it ended without a word, by an exit or a signal such as that of the system's memory killer"
+    return ends[-1].split("The actor is dead because ")[1].split(". ")[0].rstrip(".")
 
 
 class StoppableDeadlines:
@@ -163,6 +171,8 @@ class StoppableDeadlines:
         return [deadline for deadline in self._seconds_left if not deadline.expired()]
 
 
+EXIT_SECONDS = 10.0
+"""Longest wait for a killed process to disappear."""
 DEATH_REPORT_SECONDS = 2.0
 """Longest wait for the report of a death.
 
@@ -170,17 +180,72 @@ A rank whose peer has died fails in the collective, often before the death itsel
 """
 
 
-class WorkerHandle:
-    """One worker process."""
+CALL_ERRORS = (WorkerDied, WorkerFailed, WorkerTimeout)
+"""What a call of a process raises."""
+
+
+class ProcessHandle:
+    """A process that is a Ray actor: its calls have deadlines, and their errors name it."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+        """The Ray actor, for other processes to call."""
+        self.pid: int | None = None
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the actor and wait for its answer. Raises one of `CALL_ERRORS`."""
+        return await self._answer(getattr(self.actor, method).remote(*args), method, timeout)
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until the process runs. Raises one of `CALL_ERRORS`."""
+        await self._answer(self.actor.__ray_ready__.remote(), "its start", timeout)
+
+    async def _answer(self, reference: Any, method: str, timeout: float | None) -> Any:
+        answer = asyncio.wrap_future(reference.future())
+        try:
+            # Not `asyncio.timeout`: if this process itself was suspended, an answer that has arrived still counts.
+            await asyncio.wait([answer], timeout=timeout)
+            if not answer.done():
+                raise WorkerTimeout(self.name, method, timeout or 0.0)
+            return answer.result()
+        except ray.exceptions.RayError as error:
+            cause: Exception = error  # the answer was lost, for example with its node
+            if isinstance(error, ray.exceptions.RayTaskError):
+                # Ray makes the error an instance of its cause's class too, such as a death's.
+                cause = error.cause or error
+            elif isinstance(error, ACTOR_GONE):
+                raise self.died(error) from error
+            raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
+        finally:
+            answer.cancel()
+
+    def died(self, error: BaseException) -> WorkerDied:
+        """Return what Ray's error says about the death of this process."""
+        process = f"process {self.pid}, " if self.pid is not None else ""
+        return WorkerDied(self.name, f"{process}{death_cause(error)}")
+
+    def kill(self) -> None:
+        """Kill the process now, whatever it is doing."""
+        ray.kill(self.actor, no_restart=True)
+
+    async def end(self) -> None:
+        """Kill the process and wait until it is gone, so that nothing which it held is still taken."""
+        self.kill()
+        with suppress(WorkerDied, WorkerFailed):
+            try:
+                await self.ready(EXIT_SECONDS)
+            except WorkerTimeout:
+                logger.warning("%s was killed and is still there after %g s", self.name, EXIT_SECONDS)
+
+
+class WorkerHandle(ProcessHandle):
+    """One worker process of a role."""
 
     def __init__(self, identity: WorkerIdentity, class_path: str, actor: Any) -> None:
-        self.name = identity.name
-        """Role and rank, such as ``actor_infer/0``."""
-        self.actor = actor
-        """The Ray actor, for other workers to call."""
+        super().__init__(identity.name, actor)
         self.identity = identity
         self._class_path = class_path
-        self.pid: int | None = None
         self.host: str | None = None
         self.node: str | None = None
         self.is_local = False
@@ -188,8 +253,9 @@ class WorkerHandle:
         self.port: int | None = None
 
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a method of the worker and wait for its answer."""
-        return await self._answer(self.actor.invoke.remote(method, *args), method, timeout)
+        """Call a method of the worker and wait for its answer. Raises one of `CALL_ERRORS`."""
+        with waiting(f"{WORKER}{self.name}", method):
+            return await self._answer(self.actor.invoke.remote(method, *args), method, timeout)
 
     async def beat(self) -> Beat:
         """Wait for a sign of life, as long as the process is silent; see `roll.runtime.actors`."""
@@ -205,27 +271,11 @@ class WorkerHandle:
 
     async def create(self, timeout: float) -> None:
         """Wait until the process runs, then record its process id, host, node and port."""
-        ref = self.actor.create.remote(self._class_path, self.identity)
-        facts = await self._answer(ref, "create", timeout)
+        with waiting(f"{WORKER}{self.name}", "create"):
+            facts = await self._answer(self.actor.create.remote(self._class_path, self.identity), "create", timeout)
         self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
         self.is_local = self.node == ray.get_runtime_context().get_node_id()
         logger.info("worker %s runs as process %d on %s", self.name, self.pid, self.host)
-
-    async def _answer(self, ref: Any, method: str, timeout: float | None) -> Any:
-        try:
-            with waiting(f"{WORKER}{self.name}", method):
-                async with asyncio.timeout(timeout):
-                    return await ref
-        except ray.exceptions.RayTaskError as error:
-            # This clause comes first: Ray makes the error an instance of its cause's class too, such as TimeoutError.
-            cause = error.cause if error.cause is not None else error
-            raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
-        except ACTOR_GONE as error:
-            raise self.died(error) from error
-        except ray.exceptions.RayError as error:  # the answer was lost, for example with its node
-            raise WorkerFailed(self.name, method, f"{type(error).__name__}: {error}", type(error).__name__) from error
-        except TimeoutError:
-            raise WorkerTimeout(self.name, method, timeout or 0.0) from None
 
     async def wait_for_death(self) -> WorkerDied:
         """Wait until the process has ended, and return the cause."""
@@ -234,18 +284,6 @@ class WorkerHandle:
         except ACTOR_GONE as error:
             return self.died(error)
         return WorkerDied(self.name, "its watch call returned")
-
-    def died(self, error: BaseException) -> WorkerDied:
-        """Return what Ray's error says about the death of this worker."""
-        process = f"process {self.pid}, " if self.pid is not None else ""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        telling = [line for line in lines if any(word in line.lower() for word in ("exit", "killed", "died"))]
-        cause = memory_death(error) or (telling or lines or ["no cause given"])[-1]
-        return WorkerDied(self.name, f"{process}{cause}")
-
-    def kill(self) -> None:
-        """Kill the process now."""
-        ray.kill(self.actor, no_restart=True)
 
 
 class WorkerGroup:

@@ -35,7 +35,8 @@ class DeviceLock:
         self.name = f"devices/{'+'.join(sorted(self.roles))}"
         self._residents: dict[str, Resident] = {}
         self._loaded: set[str] = set()
-        self._holder: str | None = None
+        self.holder: str | None = None
+        """The role that holds the devices; None if they are free."""
         self._holders = 0
         self._turn = asyncio.Lock()
         """The right to take the devices next; passed on in the order in which tasks asked for it."""
@@ -49,11 +50,6 @@ class DeviceLock:
         self._check(role)
         self._residents[role] = resident
         self._loaded.add(role)
-
-    @property
-    def holder(self) -> str | None:
-        """The role that holds the devices; None if they are free."""
-        return self._holder
 
     @property
     def contended(self) -> bool:
@@ -76,19 +72,19 @@ class DeviceLock:
         finally:
             self._holders -= 1
             if self._holders == 0:
-                self._holder = None
+                self.holder = None
                 self._freed.set()
 
     async def _acquire(self, role: str) -> None:
         self._check(role)
-        if not self._waiting and self._holder in (None, role):
+        if not self._waiting and self.holder in (None, role):
             self._grant(role)
             return
         self._waiting += 1
         self._contended.set()
         try:
             async with self._turn:
-                while self._holder not in (None, role):
+                while self.holder not in (None, role):
                     self._freed.clear()
                     await self._freed.wait()
                 self._grant(role)
@@ -102,7 +98,7 @@ class DeviceLock:
             raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
 
     def _grant(self, role: str) -> None:
-        self._holder = role
+        self.holder = role
         self._holders += 1
 
     async def _make_resident(self, role: str) -> None:

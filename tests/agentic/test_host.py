@@ -13,8 +13,8 @@ import gymnasium
 import pytest
 
 from roll.agentic.episode import Observation
-from roll.agentic.worker import EnvFactory, EnvFailure, EnvHost, HostSession, HostSettings
-from roll.configs.run import CustomEnvConfig
+from roll.agentic.worker import EnvFactory, EnvHost, HostSession, PoolSettings, SessionFailed
+from roll.configs.run import CustomEnvConfig, EnvWorkersConfig
 from tests.agentic import sample_environments
 from tests.agentic.sample_environments import Obedient, make, observe
 
@@ -50,14 +50,14 @@ def spec(env_type: str = "obedient", *, reset: float = 20.0, step: float = 20.0,
 def run(
     use: Callable[[EnvHost], Awaitable[T]],
     factory: EnvFactory = make,
-    limits: HostSettings | None = None,
+    limits: PoolSettings | None = None,
     **specs: CustomEnvConfig,
 ) -> T:
     """Use a host whose tag ``a`` is a plain environment unless said otherwise, within a minute."""
 
     async def main() -> T:
         async with asyncio.timeout(60):
-            host = EnvHost({"a": spec()} | specs, limits or HostSettings(close_timeout_seconds=SHORT), factory, observe)
+            host = EnvHost({"a": spec()} | specs, limits or PoolSettings(close_timeout_seconds=SHORT), factory, observe)
             try:
                 return await use(host)
             finally:
@@ -66,7 +66,7 @@ def run(
     return asyncio.run(main())
 
 
-async def episode(session: HostSession, seed: int, *actions: str) -> list[Observation | EnvFailure]:
+async def episode(session: HostSession, seed: int, *actions: str) -> list[Observation | SessionFailed]:
     answers = [await session.reset(seed)]
     for action in actions:
         answers.append(await session.step(action))
@@ -74,8 +74,8 @@ async def episode(session: HostSession, seed: int, *actions: str) -> list[Observ
     return answers
 
 
-def texts(answers: list[Observation | EnvFailure]) -> list[str]:
-    return [str(each) if isinstance(each, EnvFailure) else each.messages[0]["content"] for each in answers]
+def texts(answers: list[Observation | SessionFailed]) -> list[str]:
+    return [str(each) if isinstance(each, SessionFailed) else each.messages[0]["content"] for each in answers]
 
 
 def test_an_episode_runs_with_rewards_and_without_frames():
@@ -137,9 +137,9 @@ def test_two_sessions_never_share_an_environment():
 def test_a_bad_step_is_told_with_tag_seed_and_turn_and_its_environment_is_closed(action, kind, words):
     factory = Made()
 
-    async def use(host: EnvHost) -> tuple[EnvFailure, list[str]]:
+    async def use(host: EnvHost) -> tuple[SessionFailed, list[str]]:
         *_, failure = await episode(host.open("a", False), 7, "one", "two", action)
-        assert isinstance(failure, EnvFailure)
+        assert isinstance(failure, SessionFailed)
         return failure, texts(await episode(host.open("a", False), 8, "go"))
 
     failure, after = run(use, factory, a=spec(step=2.0 if action == "hang" else 20.0))
@@ -161,7 +161,7 @@ def test_a_bad_step_is_told_with_tag_seed_and_turn_and_its_environment_is_closed
     ],
 )
 def test_an_environment_that_cannot_be_made_or_reset_is_told_so(bad, kind, words):
-    async def use(host: EnvHost) -> list[EnvFailure]:
+    async def use(host: EnvHost) -> list[SessionFailed]:
         session = host.open("bad", False)
         return [await session.reset(7), await session.reset(8)]
 
@@ -233,7 +233,7 @@ def test_an_environment_released_during_a_call_is_used_again_after_it(tmp_path):
 def test_a_session_released_before_its_reset_began_makes_nothing():
     factory = Made()
 
-    async def use(host: EnvHost) -> EnvFailure:
+    async def use(host: EnvHost) -> SessionFailed:
         session = host.open("a", False)
         session.release()
         return await session.reset(1)
@@ -268,7 +268,7 @@ def test_stuck_threads_are_counted_until_they_return():
         while host.retire_because() is not None:
             await asyncio.sleep(0.01)
 
-    run(use, limits=HostSettings(max_stuck_threads=2), a=spec(step=SHORT))
+    run(use, limits=PoolSettings(max_stuck_threads=2), a=spec(step=SHORT))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_stuck_threads_are_counted_until_they_return():
             {"max_extra_threads": 7, "threads_per_environment": 8},
             "threads were started by environments and have not ended",
         ),
-        ("memory 200000000", {"max_memory_growth_bytes": 100_000_000}, "its memory has grown by"),
+        ("memory 200000000", {"workers": EnvWorkersConfig(max_memory_growth_gib=0.1)}, "its memory has grown by"),
     ],
 )
 def test_leaks_are_seen(order, limit, words, monkeypatch):
@@ -296,7 +296,7 @@ def test_leaks_are_seen(order, limit, words, monkeypatch):
         await episode(host.open("a", False), 1, order)
         assert words in host.retire_because()
 
-    run(use, limits=HostSettings(**limit))
+    run(use, limits=PoolSettings(**limit))
 
 
 @pytest.mark.parametrize("order", ["files 8", "threads 8"])
@@ -318,7 +318,7 @@ def test_what_living_environments_hold_is_no_leak(order, monkeypatch):
 
     run(
         use,
-        limits=HostSettings(
+        limits=PoolSettings(
             max_open_files=20, files_per_environment=8, max_extra_threads=20, threads_per_environment=8
         ),
     )
@@ -334,7 +334,7 @@ def test_threads_of_running_calls_are_no_leak(tmp_path):
         (tmp_path / "go").touch()
         await asyncio.gather(*steps)
 
-    run(use, limits=HostSettings(max_extra_threads=8, threads_per_environment=0))
+    run(use, limits=PoolSettings(max_extra_threads=8, threads_per_environment=0))
 
 
 def test_closing_closes_every_environment_idle_or_not():

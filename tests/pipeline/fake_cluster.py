@@ -18,8 +18,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import partial
@@ -37,10 +36,13 @@ import roll.pipeline.main  # noqa: F401
 import roll.runtime.placement  # noqa: F401
 import roll.weights.transports  # noqa: F401
 from roll.trainers.trainer import join_process_group, leave_process_group
+from tests.runtime.references import Reference
 
 IN_THIS_PROCESS = "in this process"
 """Said in place of a cluster's address."""
 NODE = "the only node"
+READY = "__ray_ready__"
+"""Method that Ray adds to each actor; it answers as soon as the actor runs."""
 
 _present: ContextVar[Actor] = ContextVar("the actor whose code runs")
 
@@ -50,31 +52,6 @@ def copied(value: Any) -> Any:
     buffers: list[pickle.PickleBuffer] = []
     data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
-
-
-class Reference:
-    """What an actor's call returns; giving up the wait for it does not end the call."""
-
-    def __init__(self, answer: asyncio.Future[Any]) -> None:
-        self._answer = answer
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.shield(self._answer).__await__()
-
-    def future(self) -> Future[Any]:
-        """For threads, or for `asyncio.wrap_future`."""
-        outside: Future[Any] = Future()
-
-        def pass_on(answer: asyncio.Future[Any]) -> None:
-            if not outside.set_running_or_notify_cancel():
-                return
-            if answer.cancelled() or answer.exception() is not None:
-                outside.set_exception(ActorDiedError() if answer.cancelled() else answer.exception())
-            else:
-                outside.set_result(answer.result())
-
-        self._answer.add_done_callback(pass_on)
-        return outside
 
 
 class Actor:
@@ -92,7 +69,7 @@ class Actor:
             self._death = str(ActorDiedError(_task_error(f"{name}.__init__", error)))
 
     def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
+        if method.startswith("_") and method != READY:
             raise AttributeError(method)
         return SimpleNamespace(remote=partial(self._call, method))
 
@@ -125,6 +102,8 @@ class Actor:
                 answer.set_result(copied(result))
 
     async def _result(self, method: str, args: list[Any]) -> Any:
+        if method == READY:
+            return True
         called = getattr(self._body, method)
         if inspect.iscoroutinefunction(called):
             return await called(*args)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, Observation, TurnRecord
-from roll.agentic.worker import EnvFailure, EnvPoolClosed, SessionFailed
+from roll.agentic.worker import EnvPoolClosed, SessionFailed
 from roll.data.records import Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.agentic import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
@@ -131,7 +131,7 @@ def test_a_group_without_spare_episodes_left_fails_with_every_cause_and_ends_the
 
 
 def lost(*, proven=False, kind="lost"):
-    return SessionFailed(EnvFailure("lake", 17, 3, kind, "the process died", proven))
+    return SessionFailed("lake", 17, 3, kind, "the process died", proven)
 
 
 def test_an_episode_lost_through_another_is_begun_again_as_it_was_and_costs_no_spare_one():

@@ -110,7 +110,7 @@ def test_a_hang_in_python_ends_at_its_limit_and_the_process_lives_on(make_pool, 
 
 @pytest.mark.parametrize(
     ("response", "words"),
-    [("deaf", "had to be killed"), ("die", "process died")],
+    [("deaf", "had to be killed"), ("die", "worker rewards.test/0 died")],
 )
 def test_what_no_alarm_ends_costs_the_process_but_no_other_response(make_pool, judged, response, words, tmp_path):
     args = {"folder": str(tmp_path)}

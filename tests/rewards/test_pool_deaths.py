@@ -6,12 +6,13 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError
 
 from roll.configs.rewards import RewardConfig
-from roll.rewards import pool as pool_module
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.pool import RewardCounts, RewardPool, Verdict
+from tests.runtime.references import Reference
 
 MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice")
 
@@ -31,17 +32,17 @@ class SimulatedRay:
     def options(self, **options: object) -> SimpleNamespace:
         return SimpleNamespace(remote=self._start)
 
-    def kill(self, actor: SimpleNamespace) -> None:
+    def kill(self, actor: SimpleNamespace, no_restart: bool) -> None:
         actor.is_dead = True
 
     def _start(self, *args: object) -> SimpleNamespace:
         actor = SimpleNamespace(is_dead=False, calls=0)
-        actor.ready = SimpleNamespace(remote=lambda: self._answer(actor, None))
+        actor.__ray_ready__ = SimpleNamespace(remote=lambda: self._answer(actor, None))
         actor.judge = SimpleNamespace(remote=lambda records: self._judge(actor, records))
         self.actors.append(actor)
         return actor
 
-    def _judge(self, actor: SimpleNamespace, records: list[RewardInput]) -> asyncio.Future[object]:
+    def _judge(self, actor: SimpleNamespace, records: list[RewardInput]) -> Reference:
         actor.calls += 1
         for record in records:
             if record.response_text in self.deadly:
@@ -49,13 +50,20 @@ class SimulatedRay:
                 actor.is_dead = True
         return self._answer(actor, [Verdict("judged", RewardOutput(1.0, {})) for _ in records])
 
-    def _answer(self, actor: SimpleNamespace, answer: object) -> asyncio.Future[object]:
+    def _answer(self, actor: SimpleNamespace, answer: object) -> Reference:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         if actor.is_dead:
             future.set_exception(self.death)
         else:
             future.set_result(answer)
-        return future
+        return Reference(future)
+
+
+def simulated_ray(death: Exception, monkeypatch: pytest.MonkeyPatch) -> SimulatedRay:
+    simulated = SimulatedRay(death)
+    monkeypatch.setattr(ray, "remote", simulated.remote)
+    monkeypatch.setattr(ray, "kill", simulated.kill)
+    return simulated
 
 
 def judged(response: str) -> RewardInput:
@@ -79,8 +87,7 @@ def run(use):
     "death", [MEMORY, NodeDiedError("its node died"), ActorDiedError(), ObjectLostError("0", None, "")]
 )
 def test_a_process_that_is_gone_is_replaced_and_takes_no_later_call(death, monkeypatch):
-    simulated = SimulatedRay(death)
-    monkeypatch.setattr(pool_module, "ray", simulated)
+    simulated = simulated_ray(death, monkeypatch)
     simulated.deadly = ["deadly"]
 
     async def use(pool: RewardPool) -> RewardCounts:
@@ -98,8 +105,7 @@ def test_a_process_that_is_gone_is_replaced_and_takes_no_later_call(death, monke
 
 
 def test_a_response_that_takes_all_memory_fails_alone_and_is_told_why(monkeypatch):
-    simulated = SimulatedRay(MEMORY)
-    monkeypatch.setattr(pool_module, "ray", simulated)
+    simulated = simulated_ray(MEMORY, monkeypatch)
     simulated.deadly = ["deadly"] * 9
 
     async def use(pool: RewardPool) -> str:

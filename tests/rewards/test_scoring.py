@@ -83,12 +83,12 @@ class Process:
         self.alive = False
         self.machine.killed.append(self.index)
 
-    async def wait_for_death(self) -> WorkerDied:
+    async def end(self) -> None:
+        self.kill()
         while self.machine.slow_deaths:
             await asyncio.sleep(0)
             self.machine.slow_deaths -= 1
         self.machine.deaths.append(self.index)
-        return WorkerDied(self.name, "killed")
 
 
 class Machine:
@@ -272,7 +272,7 @@ def test_a_process_is_gone_before_its_successor_loads_a_model():
     async def use(pool, machine, lock):
         machine.faults, machine.slow_deaths = {"x": ["hangs"]}, 3
         await pool.score(group("x"))
-        return machine.started, machine.deaths
+        return machine.started, list(machine.deaths)
 
     assert run(use) == ([0, 0], [0])
 

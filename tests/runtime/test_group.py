@@ -17,6 +17,7 @@ from ray.exceptions import (
 
 from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerGroup, WorkerHandle, WorkerIdentity
 from roll.runtime.placement import WorkerPlace
+from tests.runtime.references import Reference
 
 MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice, exit code 1")
 
@@ -27,14 +28,14 @@ class Method:
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer = answer
 
-    def remote(self, *args: object) -> asyncio.Future[object]:
+    def remote(self, *args: object) -> Reference:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         answer = self._answer()
         if isinstance(answer, Exception):
             future.set_exception(answer)
         elif answer is not None:
             future.set_result(answer)
-        return future
+        return Reference(future)
 
 
 class Actor:
