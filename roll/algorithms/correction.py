@@ -25,20 +25,19 @@ from torch import Tensor
 from roll.algorithms.aggregation import keep
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.metrics import lag_buckets, off_policy_metrics, off_policy_sums
-from roll.configs.errors import ConfigError, ConfigProblem, choose_among
-from roll.configs.plugins import made
+from roll.configs.errors import Problems, choose_among
+from roll.configs.plugins import made, problem
 
 Level = Literal["token", "sequence", "geometric"]
 """The unit of a ratio: each token, the product over the response, or its geometric mean (over response tokens)."""
+RatioLevel = Annotated[Level, Field(description="rho of each token, of the whole response, or its geometric mean.")]
 
 
 @dataclass(frozen=True)
 class ImportanceWeight:
     """A bounded weight rho. At level ``sequence`` or ``geometric`` all tokens of a row share one weight."""
 
-    level: Annotated[Level, Field(description="rho of each token, of the whole response, or its geometric mean.")] = (
-        "token"
-    )
+    level: RatioLevel = "token"
     mode: Annotated[
         Literal["truncate", "mask"],
         Field(
@@ -57,7 +56,7 @@ class ImportanceWeight:
 class RatioRejection:
     """Rejection of tokens or sequences whose rho lies outside the bounds."""
 
-    level: Annotated[Level, Field(description="rho of each token, of the whole response, or its geometric mean.")]
+    level: RatioLevel
     lower: Annotated[float | None, Field(gt=0, le=1, description="Smallest rho kept. Default: no bound.")] = None
     upper: Annotated[float | None, Field(ge=1, lt=math.inf, description="Largest rho kept. Default: no bound.")] = None
 
@@ -184,40 +183,39 @@ def correct(
     return CorrectionResult(weights.to(torch.promote_types(dtype, torch.float32)), kept.clone(), metrics)
 
 
-def parse_correction(args: Mapping[str, Any], path: str = "train_infer_correction") -> Correction:
+def parse_correction(args: Mapping[str, Any]) -> Correction:
     """Build a correction from plain values of a configuration file.
 
     ``weight``: the arguments of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the arguments of
     `DivergenceRejection` (if ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises `ConfigError`
-    with every wrong key, type, range and combination; ``path`` is that of ``args``.
+    with every wrong key, type, range and combination.
     """
-    problems: list[ConfigProblem] = []
+    path = "train_infer_correction"
+    problems = Problems()
     weight, normalize, reject = (args.get(name) for name in ("weight", "normalize", "reject"))
     built_weight = None
     if weight is not None:
-        built_weight = _build("the importance weight", ImportanceWeight, weight, f"{path}.weight", problems)
+        built_weight = problems.attempt(_build, "the importance weight", ImportanceWeight, weight, f"{path}.weight")
     if normalize is not None and not isinstance(normalize, bool):
-        problems.append(ConfigProblem(f"{path}.normalize", f"{normalize!r} is no choice", "it must be true or false"))
-    is_list = isinstance(reject, Sequence) and not isinstance(reject, str)
-    if reject is not None and not is_list:
-        remedy = "give a list, one item for each rejection"
-        problems.append(ConfigProblem(f"{path}.reject", f"{reject!r} is no list", remedy))
-    items: Sequence[Any] = reject if reject is not None and is_list else []
-    rejections = [_build_rejection(item, f"{path}.reject[{index}]", problems) for index, item in enumerate(items)]
+        problems.add(f"{path}.normalize", f"{normalize!r} is no choice", "it must be true or false")
+    rejections: list[Any] = []
+    if isinstance(reject, Sequence) and not isinstance(reject, str):
+        for index, item in enumerate(reject):
+            by_divergence = isinstance(item, Mapping) and bool({"divergence", "threshold"} & set(item))
+            name = "rejection by divergence" if by_divergence else "rejection by ratio"
+            rejections.append(problems.attempt(_build, name, _REJECTIONS[name], item, f"{path}.reject[{index}]"))
+    elif reject is not None:
+        problems.add(f"{path}.reject", f"{reject!r} is no list", "give a list, one item for each rejection")
     valid = [item.name for item in fields(Correction)]
-    problems += [
-        ConfigProblem(f"{path}.{name}", f"a correction has no key `{name}`", choose_among(str(name), valid))
-        for name in args
-        if name not in valid
-    ]
+    for key in args:
+        if key not in valid:
+            problems.add(f"{path}.{key}", f"a correction has no key `{key}`", choose_among(str(key), valid))
     if normalize is True and weight is None:
-        message = "it has no effect without a weight"
-        problems.append(ConfigProblem(f"{path}.normalize", message, "add `weight`, or remove it"))
+        problems.add(f"{path}.normalize", "it has no effect without a weight", "add `weight`, or remove it")
     if weight is None and not reject:
         message = "a correction without `weight` and `reject` has no effect"
-        problems.append(ConfigProblem(path, message, "add one, or remove it all"))
-    if problems:
-        raise ConfigError(problems)
+        problems.add(path, message, "add one, or remove it all")
+    problems.raise_any()
     return Correction(built_weight, bool(normalize), tuple(rejections))
 
 
@@ -227,23 +225,11 @@ _REJECTIONS: dict[str, type[Rejection]] = {
 }
 
 
-def _build_rejection(args: Any, path: str, problems: list[ConfigProblem]) -> Any:
-    by_divergence = isinstance(args, Mapping) and bool({"divergence", "threshold"} & set(args))
-    name = "rejection by divergence" if by_divergence else "rejection by ratio"
-    return _build(name, _REJECTIONS[name], args, path, problems)
-
-
-def _build(name: str, record: type, args: Any, path: str, problems: list[ConfigProblem]) -> Any:
-    """Return the dataclass ``record``; on failure return None and append the problems."""
+def _build(name: str, record: type, args: Any, path: str) -> Any:
     if not isinstance(args, Mapping):
         valid = ", ".join(item.name for item in fields(record))
-        problems.append(ConfigProblem(path, f"{args!r} is no mapping", f"give keys and values; valid keys: {valid}"))
-        return None
-    try:
-        return made(name, record, {str(key): value for key, value in args.items()}, path, _owners)
-    except ConfigError as error:
-        problems += error.problems
-        return None
+        raise problem(path, f"{args!r} is no mapping", f"give keys and values; valid keys: {valid}")
+    return made(name, record, {str(key): value for key, value in args.items()}, path, _owners)
 
 
 def _owners(key: str) -> list[str]:

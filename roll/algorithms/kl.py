@@ -164,17 +164,5 @@ class AdaptiveKLController(KLController):
         self.coef = coef
 
 
-def make_kl_controller(kind: str, init_coef: float, target: float, horizon: int) -> KLController:
-    """Return the controller called ``kind``: ``fixed`` (target and horizon are not read) or ``adaptive``.
-
-    ``ValueError`` for another name, or a number that cannot work.
-    """
-    if kind == "fixed":
-        return KLController(init_coef)
-    if kind == "adaptive":
-        return AdaptiveKLController(init_coef, target, horizon)
-    raise ValueError(f"unknown KL controller {kind!r}; valid: fixed, adaptive")
-
-
 def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -8,7 +8,7 @@ masked here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ weight.
 """
 
 
+_Entropy = Literal["none", "metric", "loss"]
+"""The part of entropies: not computed, computed without a gradient, or with one."""
+
+
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Tensor:
@@ -35,7 +39,7 @@ def token_logprobs(
     ``logits`` ``[..., vocabulary]``, ``targets`` int ``[...]``; returns ``[...]`` in float32 (float64 for float64
     logits). Raises ``ValueError`` for a temperature that is not positive: a greedy distribution has no gradient.
     """
-    (logprobs,) = _in_chunks(logits, targets, temperature, chunk_elements, False, False)
+    (logprobs,) = _in_chunks(logits, targets, temperature, chunk_elements, "none")
     return logprobs
 
 
@@ -50,7 +54,8 @@ def token_logprobs_and_entropy(
 
     The entropy carries a gradient only if ``entropy_gradient`` is true; as a metric it costs no memory.
     """
-    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, True, entropy_gradient)
+    part: _Entropy = "loss" if entropy_gradient else "metric"
+    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, part)
     return logprobs, entropy
 
 
@@ -70,7 +75,7 @@ def linear_logprobs(
     fit into ``chunk_elements``, values and gradients are bit-identical to those of ``token_logprobs``. Raises
     ``ValueError`` for a temperature that is not positive.
     """
-    (logprobs,) = _linear(hidden, weight, bias, targets, temperature, chunk_elements, False, False)
+    (logprobs,) = _linear(hidden, weight, bias, targets, temperature, chunk_elements, "none")
     return logprobs
 
 
@@ -83,47 +88,37 @@ def linear_logprobs_and_entropy(
     entropy_gradient: bool = False,
     chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of ``linear_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
-
-    The entropy carries a gradient only if ``entropy_gradient`` is true.
-    """
-    logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, True, entropy_gradient)
+    """Return the result of ``linear_logprobs``, and the entropy as ``token_logprobs_and_entropy`` does."""
+    part: _Entropy = "loss" if entropy_gradient else "metric"
+    logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, part)
     return logprobs, entropy
 
 
 def _in_chunks(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    chunk_elements: int,
-    with_entropy: bool,
-    entropy_gradient: bool,
+    logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, entropy: _Entropy
 ) -> list[Tensor]:
     _check_temperature(temperature)
     vocabulary = logits.shape[-1]
     rows = _rows_of(vocabulary, chunk_elements)
     flat_logits, flat_targets = logits.reshape(-1, vocabulary), targets.reshape(-1)
-    about = (temperature, with_entropy, entropy_gradient)
     if len(flat_targets) <= rows:
-        pieces = [_chunk(flat_logits, flat_targets, *about)]
+        pieces = [_chunk(flat_logits, flat_targets, temperature, entropy)]
     else:
         # Recomputing a chunk in the backward pass keeps its float32 copy from being stored until then.
         pieces = [
-            checkpoint(_chunk, chunk, chunk_targets, *about, use_reentrant=False)
+            checkpoint(_chunk, chunk, chunk_targets, temperature, entropy, use_reentrant=False)
             for chunk, chunk_targets in zip(flat_logits.split(rows), flat_targets.split(rows), strict=True)
         ]
     return [torch.cat(results).reshape(targets.shape) for results in zip(*pieces, strict=True)]
 
 
-def _chunk(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
-) -> tuple[Tensor, ...]:
+def _chunk(logits: Tensor, targets: Tensor, temperature: float, entropy: _Entropy) -> tuple[Tensor, ...]:
     scaled = _scaled(logits, temperature)
     log_normalizer = scaled.logsumexp(-1)
     logprobs = _chosen(scaled, targets) - log_normalizer
-    if not with_entropy:
+    if entropy == "none":
         return (logprobs,)
-    if not entropy_gradient:
+    if entropy == "metric":
         scaled, log_normalizer = scaled.detach(), log_normalizer.detach()
     return logprobs, _entropy(scaled, log_normalizer)
 
@@ -135,15 +130,13 @@ def _linear(
     targets: Tensor,
     temperature: float,
     chunk_elements: int,
-    with_entropy: bool,
-    entropy_gradient: bool,
+    entropy: _Entropy,
 ) -> list[Tensor]:
     _check_temperature(temperature)
-    about = (temperature, chunk_elements, with_entropy, entropy_gradient)
     if targets.numel() <= _rows_of(len(weight), chunk_elements):
-        return _in_chunks(functional.linear(hidden, weight, bias), targets, *about)
+        return _in_chunks(functional.linear(hidden, weight, bias), targets, temperature, chunk_elements, entropy)
     flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    results = _ChunkedHead.apply(flat_hidden, weight, bias, flat_targets, *about)
+    results = _ChunkedHead.apply(flat_hidden, weight, bias, flat_targets, temperature, chunk_elements, entropy)
     return [values.reshape(targets.shape) for values in results]
 
 
@@ -189,25 +182,24 @@ class _ChunkedHead(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_elements: int,
-        with_entropy: bool,
-        entropy_gradient: bool,
+        part: _Entropy,
     ) -> tuple[Tensor, ...]:
         rows = _rows_of(len(weight), chunk_elements)
         # Filled in place: keeping an intermediate of each chunk would scatter small blocks among the large ones.
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, log_normalizer, entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            scaled = _scaled(functional.linear(hidden[part], weight, bias), temperature)
-            log_normalizer[part] = scaled.logsumexp(-1)
-            logprobs[part] = _chosen(scaled, targets[part]) - log_normalizer[part]
-            if with_entropy:
-                entropy[part] = _entropy(scaled, log_normalizer[part])
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy if entropy_gradient else None)
+            here = slice(start, start + rows)
+            scaled = _scaled(functional.linear(hidden[here], weight, bias), temperature)
+            log_normalizer[here] = scaled.logsumexp(-1)
+            logprobs[here] = _chosen(scaled, targets[here]) - log_normalizer[here]
+            if part != "none":
+                entropy[here] = _entropy(scaled, log_normalizer[here])
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy if part == "loss" else None)
         ctx.temperature, ctx.chunk_elements = temperature, chunk_elements
-        if not with_entropy:
+        if part == "none":
             return (logprobs,)
-        if not entropy_gradient:
+        if part == "metric":
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -238,7 +230,7 @@ class _ChunkedHead(torch.autograd.Function):
                 bias_gradient[part] = gradient.sum(0)
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None
 
 
 def _columns_of(positions: int, chunk_elements: int) -> int:

@@ -7,8 +7,10 @@ and the check of relations between arguments; a function without one has the def
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from roll.configs.errors import ConfigError, ConfigProblem
@@ -50,9 +52,10 @@ def settings_of(function: Callable[..., Any], name: str, where: str) -> dict[str
     return dict(list(by_name(parameters_of(function, name, where)).items())[1:])
 
 
-def one_file_each(package: str, names: Iterable[str]) -> dict[str, PlugIn]:
-    """Return the built-in functions of a package in which each has a file named like it."""
-    return {name: PlugIn(f"{package}.{name}:{name}") for name in names}
+def one_file_each(package: str) -> dict[str, PlugIn]:
+    """Return the built-in functions of a package. Each has a file named like it; `base` and `shared` are none."""
+    names = [module.name for module in iter_modules(import_module(package).__path__)]
+    return {name: PlugIn(f"{package}.{name}:{name}") for name in names if name not in ("base", "shared")}
 
 
 def built(

@@ -23,7 +23,6 @@ from roll.algorithms.advantages.shared import (
     group_tensor,
     result_dtype,
 )
-from roll.algorithms.aggregation import needed
 
 MomentsOf = Literal["none", "batch", "group", "tag", "running"]
 """The samples whose mean or deviation normalises the rewards."""
@@ -37,18 +36,12 @@ class LengthPenalty:
     """`overlong_penalty` or `relative_length_reward`."""
     weight: float = 1.0
     """Its size, in units of the reward."""
-    max_length: int | None = None
+    max_length: int = 0
     """Longest possible response, in tokens; `overlong` only."""
-    buffer: int | None = None
+    buffer: int = 0
     """Number of tokens below ``max_length`` over which the penalty grows; `overlong` only."""
     correct_above: float = 0.0
     """The raw score above which a response is correct; `relative` only."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("overlong", "relative"):
-            raise ValueError(f"unknown length penalty {self.kind!r}; valid: overlong, relative")
-        if self.kind == "overlong" and (self.max_length is None or self.buffer is None):
-            raise ValueError("the overlong penalty needs max_length and buffer")
 
 
 @dataclass
@@ -110,8 +103,6 @@ class RewardShaping:
     """The samples whose mean is subtracted."""
     std: MomentsOf = "none"
     """The samples whose deviation is the divisor."""
-    eps: float = 1e-6
-    """Added to the deviation, in units of the reward."""
     drop_truncated: bool = False
     """True to leave out responses that were cut at their maximum length."""
     difficulty: tuple[float, float] | None = None
@@ -168,7 +159,7 @@ def shape_rewards(
     if "running" in (settings.mean, settings.std) and running is not None:
         running.update(rewards)
         metrics |= {"running_mean": running.mean, "running_std": running.deviation}
-    rewards = normalize_rewards(rewards, numbers, settings.mean, settings.std, running, settings.eps, tags)
+    rewards = normalize_rewards(rewards, numbers, settings.mean, settings.std, running, tags=tags)
     keep = torch.ones_like(scores, dtype=torch.bool)
     if settings.drop_truncated:
         keep = keep & ~truncated.bool()
@@ -262,15 +253,10 @@ def zero_variance_mask(scores: Tensor, groups: Groups) -> Tensor:
     return lowest < highest
 
 
-def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, settings: LengthPenalty) -> Tensor:
-    if settings.kind == "overlong":
-        return overlong_penalty(
-            lengths.double(),
-            needed(settings.max_length, "max_length"),
-            needed(settings.buffer, "buffer"),
-            settings.weight,
-        )
-    return relative_length_reward(lengths.double(), scores > settings.correct_above, groups, settings.weight)
+def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, penalty: LengthPenalty) -> Tensor:
+    if penalty.kind == "overlong":
+        return overlong_penalty(lengths.double(), penalty.max_length, penalty.buffer, penalty.weight)
+    return relative_length_reward(lengths.double(), scores > penalty.correct_above, groups, penalty.weight)
 
 
 def _moments(

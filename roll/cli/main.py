@@ -134,14 +134,14 @@ def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[Pi
 
     restarts = Restarts()
     while (again := restarts.after_failure(config, run)) is not None:
+        config, words = again
         try:
             _end_in_order_on_signals()
-            say(again.words)
-            time.sleep(again.delay_seconds)
+            say(words)
+            time.sleep(config.restarts.delay_seconds)
         except KeyboardInterrupt:
             say("interrupted before it began again", error=True)
             return FAILURE
-        config = again.config
         ended = attempt(config)
         if ended.failed is not None:
             config, run = ended.failed

@@ -224,9 +224,11 @@ def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
     return rlvr(config).validation
 
 
-def reward_weights(config: AgenticConfig, counted_in_turns: bool) -> tuple[float, float]:
+def reward_weights(config: PipelineConfig, counted_in_turns: bool) -> tuple[float, float]:
     """Return the weights of the episode's reward and of its turns' rewards, for an estimator that counts in turns or
-    not."""
+    not. In RLVR a response is its own episode."""
+    if not isinstance(config, AgenticConfig):
+        return 1.0, 0.0
     episode, step = config.episode_reward_weight, config.step_reward_weight
     defaults = (0.0, 1.0) if counted_in_turns else (1.0, 0.0)
     return (defaults[0] if episode is None else episode, defaults[1] if step is None else step)

@@ -13,7 +13,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,30 @@ def problems_of(attempt: Callable[[], object]) -> list[ConfigProblem]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+class Problems:
+    """Collector of problems, so that one problem does not hide another."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigProblem] = []
+
+    def attempt(self, look_up: Callable[..., Value], *arguments: Any, **options: Any) -> Value | None:
+        """Return the result of ``look_up``, or None after noting its problems if it raised `ConfigError`."""
+        try:
+            return look_up(*arguments, **options)
+        except ConfigError as error:
+            self.found += error.problems
+            return None
+
+    def add(self, path: str, message: str, remedy: str) -> None:
+        """Note one problem."""
+        self.found.append(ConfigProblem(path, message, remedy))
+
+    def raise_any(self) -> None:
+        """Raise `ConfigError` with all problems so far, if there are any."""
+        if self.found:
+            raise ConfigError(self.found)
 
 
 _ADVICE = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os.path
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,11 @@ class TemplateRefused(ValueError):
     """A template cannot render these messages, or cannot be continued turn by turn. The message says what to do."""
 
 
+@dataclass(eq=False)
 class TurnTemplate(ABC):
     """A conversion of messages into tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    tokenizer: PreTrainedTokenizerBase
 
     @abstractmethod
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
@@ -63,12 +64,19 @@ class TurnTemplate(ABC):
         return frozenset(self.tokenizer.all_special_ids) | frozenset(added)
 
 
-class Conversation(ABC):
+class Conversation:
     """A context that grows turn by turn."""
 
-    def __init__(self, template: TurnTemplate, prompt_token_ids: np.ndarray) -> None:
-        """Begin with int32 token ids, which the policy reads in its first turn."""
+    def __init__(
+        self, template: TurnTemplate, prompt_token_ids: np.ndarray, tail: Callable[[Sequence[Message]], str]
+    ) -> None:
+        """Begin with int32 token ids, which the policy reads in its first turn.
+
+        ``tail`` gets the next messages. It returns the text from the end of the policy's response to where it writes
+        next, and goes there.
+        """
         self._template = template
+        self._tail = tail
         self.prompt_token_ids = prompt_token_ids
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
@@ -81,24 +89,20 @@ class Conversation(ABC):
         tail = self._template.encode(self._tail(messages))
         return _without_written_stop(sampled, self._template.closing, tail, self._template.special_ids)
 
-    @abstractmethod
-    def _tail(self, messages: Sequence[Message]) -> str:
-        """Return the text from the end of the policy's response to where it writes next, and go there."""
 
-
+@dataclass(eq=False)
 class ChatTurns(TurnTemplate):
     """The chat template of a tokenizer, continued turn by turn."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
-        """Set the template's own variables, such as ``enable_thinking``, with ``options``."""
-        super().__init__(tokenizer)
-        self._options = dict(options or {})
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The template's own variables, such as ``enable_thinking``."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         return self.encode(self.render(messages, tools))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        return _ChatConversation(self, messages, tools)
+        text = _ChatText(self, messages, tools)
+        return Conversation(self, self.encode(text.read), text.tail)
 
     @cached_property
     def closing(self) -> np.ndarray:
@@ -117,7 +121,7 @@ class ChatTurns(TurnTemplate):
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **self._options,
+                **self.options,
             )
         except Exception as cause:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -127,8 +131,8 @@ class ChatTurns(TurnTemplate):
             ) from cause
 
 
-class _ChatConversation(Conversation):
-    """One growing context of a chat template. The template sees placeholders for the assistant's contents."""
+class _ChatText:
+    """The text of one conversation. The template sees placeholders for the assistant's contents."""
 
     def __init__(self, chat: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         _require_messages(messages)
@@ -136,17 +140,16 @@ class _ChatConversation(Conversation):
         self._messages = list(messages)
         self._tools = tuple(tools)
         self._turns = 0
-        self._text = chat.render(self._messages, self._tools)
-        super().__init__(chat, chat.encode(self._text))
+        self.read = chat.render(self._messages, self._tools)
 
-    def _tail(self, messages: Sequence[Message]) -> str:
+    def tail(self, messages: Sequence[Message]) -> str:
         word = self._unused_word(messages)
         longer = [*self._messages, {"role": "assistant", "content": word}, *messages]
         text = self._chat.render(longer, self._tools)
         head, tail = _split_at(text, word)
         self._require_continued_by(head)
         _require_written(tail, messages)
-        self._messages, self._text = longer, text
+        self._messages, self.read = longer, text
         self._turns += 1
         return tail
 
@@ -164,7 +167,7 @@ class _ChatConversation(Conversation):
         The messages must be rendered as before. The opening of the assistant's turn may differ by a suffix that only
         one of the two has: `<think>` in the generation prompt, or the space that some templates write before a content.
         """
-        before = self._text
+        before = self.read
         if head.startswith(before):
             return
         without_opening = self._chat.render(self._messages, self._tools, generation_prompt=False)
@@ -180,25 +183,17 @@ class _ChatConversation(Conversation):
         )
 
 
+@dataclass(eq=False)
 class RawTurns(TurnTemplate):
-    """Plain text for models without a chat template: contents are joined, roles are not written."""
+    """Plain text for models without a chat template: contents are joined, roles are not written.
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        message_separator: str = "\n",
-        prompt_end: str = "\n",
-        response_end: str = "\n",
-    ) -> None:
-        """Set the texts between messages and turns.
+    A prompt is the messages' contents joined by ``message_separator``, then ``prompt_end``. After the policy's response
+    come ``response_end``, unless the response ends with it, and the next messages in the same form.
+    """
 
-        A prompt is the messages' contents joined by ``message_separator``, then ``prompt_end``. After the policy's
-        response come ``response_end``, unless the response ends with it, and the next messages in the same form.
-        """
-        super().__init__(tokenizer)
-        self._message_separator = message_separator
-        self._prompt_end = prompt_end
-        self.response_end = response_end
+    message_separator: str = "\n"
+    prompt_end: str = "\n"
+    response_end: str = "\n"
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         if tools:
@@ -217,7 +212,8 @@ class RawTurns(TurnTemplate):
         return self.encode(text + self.block(block))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        return _RawConversation(self, self.prompt(messages, tools))
+        prompt = self.prompt(messages, tools)
+        return Conversation(self, prompt, lambda following: self.response_end + self.block(following))
 
     @cached_property
     def closing(self) -> np.ndarray:
@@ -226,18 +222,7 @@ class RawTurns(TurnTemplate):
 
     def block(self, messages: Sequence[Message]) -> str:
         """Return the text of the messages between two responses; empty without messages."""
-        return self._message_separator.join(map(_plain, messages)) + self._prompt_end if messages else ""
-
-
-class _RawConversation(Conversation):
-    """One growing context of plain text."""
-
-    def __init__(self, raw: RawTurns, prompt_token_ids: np.ndarray) -> None:
-        super().__init__(raw, prompt_token_ids)
-        self._raw = raw
-
-    def _tail(self, messages: Sequence[Message]) -> str:
-        return self._raw.response_end + self._raw.block(messages)
+        return self.message_separator.join(map(_plain, messages)) + self.prompt_end if messages else ""
 
 
 def _require_written(tail: str, messages: Sequence[Message]) -> None:
@@ -294,7 +279,7 @@ def _without_written_stop(
     return tail[len(stop) :] if is_written else tail
 
 
-def _require_messages(messages: Iterable[Message]) -> None:
+def _require_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise TemplateRefused("an observation without messages gives the policy nothing to read; write at least one")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
 from roll.configs.plugins import problem
 from roll.configs.roles import DataArguments, ReasoningGymSource
 from roll.data.records import Prompt, derive_seed
@@ -42,43 +42,40 @@ def load_prompts(
     tokens. With ``max_samples`` the prompts kept are a random choice by ``seed`` (the first ones without ``shuffle``),
     in the order of the data. Raises `ConfigError`.
     """
-    rows, problems = _read_sources(data_args, path)
+    problems = Problems()
+    rows = _read_sources(data_args, path, problems)
     if data_args.template == "chat" and not tokenizer.chat_template:
-        message = "the tokenizer has no chat template"
         remedy = "use `template: raw`, or a model with a chat template"
-        problems.append(ConfigProblem(f"{path}.template", message, remedy))
-    if problems:
-        raise ConfigError(problems)
+        problems.add(f"{path}.template", "the tokenizer has no chat template", remedy)
+    problems.raise_any()
     rows = _select(rows, data_args.max_samples, data_args.shuffle, seed)
-    prompts, problems = _render(rows, data_args, tokenizer, path)
-    prompts, length_problems = _check_lengths(prompts, data_args, prompt_length, path)
-    problems += length_problems
-    if not prompts and not problems:
-        message = f"all {len(rows)} prompts are longer than {prompt_length} tokens"
-        problems.append(ConfigProblem(path, message, "raise `prompt_length`"))
-    problems = problems or _share_problems(data_args.domain_interleave_probs, prompts, path)
-    if problems:
-        raise ConfigError(problems)
+    prompts = _render(rows, data_args, tokenizer, path, problems)
+    prompts = _fitting(prompts, data_args, prompt_length, path, problems)
+    if not prompts and not problems.found:
+        problems.add(path, f"all {len(rows)} prompts are longer than {prompt_length} tokens", "raise `prompt_length`")
+    problems.raise_any()
+    _check_shares(data_args.domain_interleave_probs, prompts, f"{path}.domain_interleave_probs", problems)
+    problems.raise_any()
     return prompts
 
 
-def _read_sources(data_args: DataArguments, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
+def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> list[PromptRow]:
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
-    read = [read_jsonl(file_name, f"{path}.file_name") for file_name in file_names]
+    rows = [row for name in file_names for row in read_jsonl(name, f"{path}.file_name", problems)]
     for position, source in enumerate(data_args.reasoning_gym):
-        read.append(read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}"))
-    if not read:
-        return [], [ConfigProblem(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")]
-    rows = [row for found, _ in read for row in found]
-    problems = [each for _, found in read for each in found]
+        tasks, wrong = read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}")
+        rows += tasks
+        problems.found += wrong
+    if not file_names and not data_args.reasoning_gym:
+        problems.add(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")
     origins: dict[str, str] = {}
     for row in rows:
         if row.prompt_id in origins:
             message = f"two prompts would be called `{row.prompt_id}` ({origins[row.prompt_id]} and {row.origin})"
-            remedy = "name each file once, and give files different names"
-            return rows, [*problems, ConfigProblem(f"{path}.file_name", message, remedy)]
+            problems.add(f"{path}.file_name", message, "name each file once, and give files different names")
+            break
         origins[row.prompt_id] = row.origin
-    return rows, problems
+    return rows
 
 
 def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
@@ -89,9 +86,12 @@ def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed:
 
 
 def _render(
-    rows: Sequence[PromptRow], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str
-) -> tuple[list[Prompt], list[ConfigProblem]]:
-    problems: list[ConfigProblem] = []
+    rows: Sequence[PromptRow],
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    problems: Problems,
+) -> list[Prompt]:
     rendered: list[tuple[PromptRow, list[Message], str]] = []
     for row in rows:
         messages = _conversation(row, data_args.system_prompt)
@@ -99,8 +99,8 @@ def _render(
             rendered.append((row, messages, _text(row, messages, data_args.template, tokenizer)))
         except _BadRow as cause:
             remedy = "correct the row, or choose the other `template`"
-            problems.append(ConfigProblem(f"{path}.template", f"{row.origin}: {cause}", remedy))
-            if len(problems) == SHOWN_OFFENDERS:
+            problems.add(f"{path}.template", f"{row.origin}: {cause}", remedy)
+            if len(problems.found) == SHOWN_OFFENDERS:
                 break
     token_ids = tokenise([text for _, _, text in rendered], tokenizer)
     prompts = [
@@ -109,9 +109,9 @@ def _render(
     ]
     empty = [prompt.prompt_id for prompt in prompts if len(prompt.token_ids) == 0]
     if empty:
-        message = f"no token is left of {_named(empty)}"
-        problems.append(ConfigProblem(path, message, "correct these prompts, or use the tokenizer they were made for"))
-    return prompts, problems
+        remedy = "correct these prompts, or use the tokenizer they were made for"
+        problems.add(path, f"no token is left of {_named(empty)}", remedy)
+    return prompts
 
 
 def _conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
@@ -136,22 +136,20 @@ def _text(
         raise _BadRow(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
 
 
-def _check_lengths(
-    prompts: list[Prompt], data_args: DataArguments, prompt_length: int, path: str
-) -> tuple[list[Prompt], list[ConfigProblem]]:
-    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= prompt_length]
-    if data_args.overlong_prompts == "drop" or len(fitting) == len(prompts):
-        return fitting, []
+def _fitting(
+    prompts: list[Prompt], data_args: DataArguments, prompt_length: int, path: str, problems: Problems
+) -> list[Prompt]:
+    """Return the prompts that are short enough; the others are a problem unless they may be dropped."""
     overlong = [prompt for prompt in prompts if len(prompt.token_ids) > prompt_length]
-    longest = max(len(prompt.token_ids) for prompt in overlong)
-    named = _named([f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in overlong])
-    return fitting, [
-        ConfigProblem(
+    if overlong and data_args.overlong_prompts != "drop":
+        longest = max(len(prompt.token_ids) for prompt in overlong)
+        named = _named([f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in overlong])
+        problems.add(
             f"{path}.overlong_prompts",
             f"{len(overlong)} of {len(prompts)} prompts are longer than `prompt_length: {prompt_length}`: {named}",
             f"set `overlong_prompts: drop` to leave them out, or `prompt_length` to at least {longest}",
         )
-    ]
+    return [prompt for prompt in prompts if len(prompt.token_ids) <= prompt_length]
 
 
 def _named(names: Sequence[str]) -> str:
@@ -159,21 +157,17 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _share_problems(shares: dict[str, float] | None, prompts: Sequence[Prompt], path: str) -> list[ConfigProblem]:
+def _check_shares(shares: dict[str, float] | None, prompts: Sequence[Prompt], path: str, problems: Problems) -> None:
     """Require a share for each domain that has prompts, and for no other."""
     if shares is None:
-        return []
-    path = f"{path}.domain_interleave_probs"
+        return
     domains = {prompt.domain for prompt in prompts}
-    problems = [
-        ConfigProblem(f"{path}.{domain}", f"no prompt has the domain `{domain}`", nearest_name_hint(domain, domains))
-        for domain in shares
-        if domain not in domains
-    ]
-    return problems + [
-        ConfigProblem(path, f"the prompts of domain `{domain}` get no share", f"add `{domain}`; 0 leaves them out")
-        for domain in sorted(domains - set(shares))
-    ]
+    for domain in shares:
+        if domain not in domains:
+            hint = nearest_name_hint(domain, domains)
+            problems.add(f"{path}.{domain}", f"no prompt has the domain `{domain}`", hint)
+    for domain in sorted(domains - set(shares)):
+        problems.add(path, f"the prompts of domain `{domain}` get no share", f"add `{domain}`; 0 leaves them out")
 
 
 DEFAULT_DOMAIN = "default"
@@ -201,34 +195,32 @@ class _BadRow(ValueError):
     """Raised for a line that is no prompt, or that the template cannot render; the message is the reason."""
 
 
-def read_jsonl(file_name: str, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
-    """Return all prompts of a JSONL file, and the problems of the other lines.
-
-    ``path`` is the configuration key of the file.
-    """
+def read_jsonl(file_name: str, path: str, problems: Problems) -> list[PromptRow]:
+    """Return all prompts of a JSONL file, and note the problems of the other lines at ``path``."""
     file = Path(file_name)
     try:
         content = file.read_bytes()
     except OSError as cause:
-        message = f"cannot read `{file_name}` ({cause.strerror or type(cause).__name__})"
-        return [], [ConfigProblem(path, message, "give the path of an existing JSONL file")]
+        reason = cause.strerror or type(cause).__name__
+        problems.add(path, f"cannot read `{file_name}` ({reason})", "give the path of an existing JSONL file")
+        return []
     rows: list[PromptRow] = []
-    problems: list[ConfigProblem] = []
+    bad = 0
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             rows.append(_parse_line(line, f"{file.name}:{number}", f"{file_name}:{number}"))
-        except _BadRow as bad:
-            problems.append(ConfigProblem(path, f"{file_name}:{number}: {bad}", "correct or delete the line"))
-    if not rows and not problems:
-        remedy = "give a file with one JSON object per line"
-        problems.append(ConfigProblem(path, f"`{file_name}` has no prompts", remedy))
-    rest = len(problems) - MAX_PROBLEMS_PER_FILE
-    if rest > 0:
-        message = f"{rest} more lines of `{file_name}` are wrong"
-        problems[MAX_PROBLEMS_PER_FILE:] = [ConfigProblem(path, message, "check the format of the whole file")]
-    return rows, problems
+        except _BadRow as cause:
+            bad += 1
+            if bad <= MAX_PROBLEMS_PER_FILE:
+                problems.add(path, f"{file_name}:{number}: {cause}", "correct or delete the line")
+    if not rows and not bad:
+        problems.add(path, f"`{file_name}` has no prompts", "give a file with one JSON object per line")
+    if bad > MAX_PROBLEMS_PER_FILE:
+        message = f"{bad - MAX_PROBLEMS_PER_FILE} more lines of `{file_name}` are wrong"
+        problems.add(path, message, "check the format of the whole file")
+    return rows
 
 
 def _parse_line(line: bytes, prompt_id: str, origin: str) -> PromptRow:
@@ -339,16 +331,14 @@ def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralData
     name = source.dataset
     if name not in DATASETS:
         raise problem(f"{at}dataset", f"reasoning-gym has no data set `{name}`", nearest_name_hint(name, DATASETS))
-    problems = []
+    problems = Problems()
     known = {each.name for each in dataclasses.fields(DATASETS[name][1])} - {"size", "seed"}
     for key in source.config:
         if key in ("size", "seed"):
-            problems.append(ConfigProblem(f"{at}config.{key}", "is set in two places", "leave it out of `config`"))
+            problems.add(f"{at}config.{key}", "is set in two places", "leave it out of `config`")
         elif key not in known:
-            message = f"`{name}` has no argument `{key}`"
-            problems.append(ConfigProblem(f"{at}config.{key}", message, nearest_name_hint(key, known)))
-    if problems:
-        raise ConfigError(problems)
+            problems.add(f"{at}config.{key}", f"`{name}` has no argument `{key}`", nearest_name_hint(key, known))
+    problems.raise_any()
     try:
         return create_dataset(name, size=source.size, seed=source.seed, **source.config)
     except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions

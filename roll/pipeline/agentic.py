@@ -16,10 +16,9 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,13 +32,9 @@ from roll.configs.run import AgenticConfig, EnvManagerConfig
 from roll.data.chat import TemplateRefused
 from roll.data.records import Group, Prompt, derive_seed
 from roll.engines.base import GenerateRequest, SamplingParams
-from roll.pipeline.preflight import AgenticPlan
-from roll.pipeline.rollouts import Generator, ValidationResult, check_versions, sampling_params, within_deadline
+from roll.pipeline.preflight import AgenticPlan, Prepared
+from roll.pipeline.rollouts import Generator, RolloutSide, ValidationResult, Validator, sampling_params
 from roll.rollout.scheduler import FatalRolloutError, GroupRequest
-
-if TYPE_CHECKING:
-    from roll.pipeline.preflight import Prepared
-    from roll.runtime.actors import WorkerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +46,11 @@ LOST_RETRIES = 5
 """Number of times that an episode restarts after a loss that may not have been its fault."""
 
 
-class AgenticSide:
-    """The `RolloutSide` of the agentic pipeline."""
+class AgenticSide(RolloutSide):
+    """The rollout side of the agentic pipeline."""
 
     sample_metrics = "env/{domain}"
+    workers: EnvPool
 
     def __init__(self, prepared: Prepared, plan: AgenticPlan, log_dir: str, on_event: Callable[[str], None]) -> None:
         self._prepared = prepared
@@ -76,18 +72,15 @@ class AgenticSide:
         return list(rng.choice(vocabulary, (CANARY_PROMPTS, CANARY_TOKENS)).astype(np.int32))
 
     def source(self) -> Iterator[EpisodeTask]:
-        """Yield the tag and seed of each training group."""
         return episode_tasks(self._config, self._config.train_env_manager, TRAINING)
 
     def rollout(self, generator: Generator) -> Callable[[GroupRequest[EpisodeTask]], Awaitable[Group]]:
-        """Return the function that plays the episodes of a group."""
         manager, arguments = self._config.train_env_manager, self._config.actor_infer.generating_args
         at_once = None if manager.num_env_groups is None else asyncio.Semaphore(manager.num_env_groups)
         rollout = replace(self._rollout(generator, manager, arguments, "train"), at_once=at_once)
         return lambda request: rollout.group(request.group_id, request.item, request.start_version)
 
     def validator(self, generator: Generator) -> EpisodeValidator | None:
-        """Return the validator over the validation seeds; None without `val_env_manager`."""
         manager, settings = self._config.val_env_manager, self._config.validation
         if manager is None:
             return None
@@ -100,12 +93,7 @@ class AgenticSide:
             on_event=self._on_event,
         )
 
-    def handles(self) -> list[WorkerHandle]:
-        """Return no handles: environments need no devices."""
-        return []
-
     def metrics(self) -> dict[str, float]:
-        """Return the totals of the environment workers."""
         return {f"env_workers/{name}": float(count) for name, count in self.workers.counts().items()}
 
     def _rollout(
@@ -167,28 +155,6 @@ class EpisodesFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class EnginePolicy:
-    """The engine as the `Policy` of one episode: a request per turn, all on one replica for its prefix cache."""
-
-    generator: Generator
-    sampling: SamplingParams
-    name: str
-    """Name of the episode, unique among those that run."""
-    seed_parts: tuple[int, *tuple[int | str, ...]]
-    min_version: int | None
-
-    async def __call__(self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:
-        """Sample a turn; see `Policy`."""
-        request = GenerateRequest(
-            request_id=f"{self.name}-{turn}",
-            prompt_token_ids=prompt_token_ids,
-            sampling=replace(self.sampling, max_new_tokens=max_new_tokens, seed=derive_seed(*self.seed_parts, turn)),
-        )
-        done = await self.generator.generate(request, sticky_key=self.name, min_version=self.min_version)
-        return SampledTurn(done.token_ids, done.logprobs, done.versions, done.finish_reason)
-
-
-@dataclass(frozen=True)
 class EpisodeRollout:
     """Rollout of agentic groups; one object serves training, another one validation."""
 
@@ -245,43 +211,42 @@ class EpisodeRollout:
                             raise EpisodesFailed(f"environment `{task.tag}`, seed {task.seed}: {failed}") from error
                         begin(self.group_size + len(causes) - 1)
         finally:
-            await _end(running)
+            for left in running:
+                left.cancel()
+            if running:
+                await asyncio.wait(running)  # until they have released what they hold
+            for left in running:
+                if not left.cancelled():
+                    left.exception()  # mark it as retrieved: the first failure is being raised
         return [episodes[index] for index in sorted(episodes)]
 
     async def _episode(self, group_id: int, index: int, task: EpisodeTask, min_version: int | None) -> Episode:
+        """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
         name = f"{self.purpose}-{group_id}-{index}"
-        seed_parts = (self.run_seed, self.purpose, group_id, index)
-        policy = EnginePolicy(self.generator, self.sampling, name, seed_parts, min_version)
+
+        async def policy(prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:
+            seed = derive_seed(self.run_seed, self.purpose, group_id, index, turn)
+            sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
+            request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
+            # All turns on one replica, for its prefix cache.
+            done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
+            return SampledTurn(done.token_ids, done.logprobs, done.versions, done.finish_reason)
+
+        losses = 0
         try:
-            return await self._again_when_innocent(policy, task)
+            while True:
+                session = self.environments.session(task.tag, frames=self.frames)
+                try:
+                    return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
+                except SessionFailed as error:
+                    losses += 1
+                    if losses > LOST_RETRIES or not error.may_be_innocent:
+                        raise
+                    logger.info("begun again: %s", error)
         except EnvPoolClosed as error:
             raise FatalRolloutError(str(error)) from error
         finally:
             self.generator.forget(name)
-
-    async def _again_when_innocent(self, policy: EnginePolicy, task: EpisodeTask) -> Episode:
-        """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
-        losses = 0
-        while True:
-            session = self.environments.session(task.tag, frames=self.frames)
-            try:
-                return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
-            except SessionFailed as error:
-                losses += 1
-                if losses > LOST_RETRIES or not error.may_be_innocent:
-                    raise
-                logger.info("begun again: %s", error)
-
-
-async def _end(tasks: Collection[asyncio.Task[Episode]]) -> None:
-    """Cancel the tasks that still run, and wait until they have released what they hold."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved: the first failure is being raised
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:
@@ -302,67 +267,46 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
     return Group(group_id, prompt, [sample for episode in episodes for sample in episode.samples])
 
 
-class EpisodeValidator:
+@dataclass(frozen=True)
+class EpisodeValidator(Validator):
     """Plays the validation set."""
 
-    def __init__(
-        self,
-        tasks: Sequence[EpisodeTask],
-        rollout: EpisodeRollout,
-        *,
-        attempts: int,
-        timeout_seconds: float,
-        on_event: Callable[[str], None],
-    ) -> None:
-        """Create the validator; ``attempts``: tries per group whose episodes fail."""
-        self._tasks = tasks
-        self._rollout = rollout
-        self._attempts = attempts
-        self._timeout_seconds = timeout_seconds
-        self._on_event = on_event
+    tasks: Sequence[EpisodeTask]
+    rollout: EpisodeRollout
+    attempts: int
+    """Number of tries per group whose episodes fail."""
+    on_event: Callable[[str], None]
 
-    async def run(self, version: int) -> ValidationResult:
-        """Play every group and measure the version.
-
-        Raises `TimeoutError` at the deadline, `MixedVersions` if the weights changed meanwhile, and `EpisodesFailed` if
-        no group could be played.
-        """
-        played = await within_deadline(self._play_all(), version, self._timeout_seconds)
-        groups = [as_group(index, self._tasks[index], episodes) for index, episodes in played.items()]
-        check_versions(groups, version)
-        episodes = [episode for group in played.values() for episode in group]
-        return ValidationResult(version, self._metrics(played), groups, episodes)
-
-    async def _play_all(self) -> dict[int, list[Episode]]:
-        """Return the episodes of each group that could be played, by the group's position."""
+    async def measure(self, version: int) -> ValidationResult:
+        """Play every group. Raises `EpisodesFailed` if none could be played."""
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._play(index, task)) for index, task in enumerate(self._tasks)]
+            running = [tasks.create_task(self._play(index, task)) for index, task in enumerate(self.tasks)]
         outcomes = [task.result() for task in running]
         played = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, list)}
         failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodesFailed)]
         if failures:
-            self._on_event(f"validation: {len(failures)} of {len(outcomes)} groups failed; the first: {failures[0]}")
+            self.on_event(f"validation: {len(failures)} of {len(outcomes)} groups failed; the first: {failures[0]}")
         if not played:
             raise failures[0]
-        return played
+        groups = [as_group(index, self.tasks[index], episodes) for index, episodes in played.items()]
+        episodes = [episode for group in played.values() for episode in group]
+        return ValidationResult(version, self._metrics(played), groups, episodes)
 
     async def _play(self, index: int, task: EpisodeTask) -> list[Episode] | EpisodesFailed:
-        failures = 0
-        while True:
+        for _ in range(self.attempts):
             try:
-                return await self._rollout.play(index, task)
+                return await self.rollout.play(index, task)
             except EpisodesFailed as failed:
-                failures += 1
-                if failures == self._attempts:
-                    return failed
+                failure = failed
+        return failure
 
     def _metrics(self, played: Mapping[int, list[Episode]]) -> dict[str, float]:
         by_tag: dict[str, list[list[Episode]]] = defaultdict(list)
         for index, episodes in played.items():
-            by_tag[self._tasks[index].tag].append(episodes)
+            by_tag[self.tasks[index].tag].append(episodes)
         metrics: dict[str, float] = {}
         for tag, groups in sorted(by_tag.items()):
-            requested = sum(task.tag == tag for task in self._tasks)
+            requested = sum(task.tag == tag for task in self.tasks)
             measured = validation_metrics(groups) | {"failed_groups": float(requested - len(groups))}
             metrics |= {f"val/{tag}/{name}": value for name, value in measured.items()}
         return metrics

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ from roll.algorithms.advantages.base import (
     shape_advantages,
 )
 from roll.algorithms.correction import Correction, correct, parse_correction
-from roll.algorithms.kl import KLController, make_kl_controller, token_kl
+from roll.algorithms.kl import AdaptiveKLController, KLController, token_kl
 from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments, shape_rewards
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
 from roll.configs.run import AgenticConfig, PipelineConfig
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 MOST_LAGS_REPORTED = 8
 """Highest lag with a metric of its own; that metric includes all older tokens."""
-
-Built = TypeVar("Built")
+SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty")
+"""Keys that shape the reward of a response or an episode."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,12 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         data.tokens["returns"] = np.ascontiguousarray(returns[inside], dtype=np.float32)
         data.tokens["old_values"] = data.tokens["values"]
     sampled = shaped[mask.numpy()]
-    if not sampled.size:
-        return metrics
-    return metrics | {
-        "advantage/mean": float(sampled.mean()),
-        "advantage/std": float(sampled.std()),
-        "advantage/max": float(sampled.max()),
-        "advantage/min": float(sampled.min()),
-    }
+    return metrics | _spread("advantage", sampled) if sampled.size else metrics
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    spread = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
+    return {f"{name}/{measure}": float(value) for measure, value in spread.items()}
 
 
 def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
@@ -186,73 +184,65 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
 
     Raises `ConfigError` with every wrong name and argument, or else with every invalid combination.
     """
-    problems: list[ConfigProblem] = []
+    problems = Problems()
     settings = config.train_infer_correction
-    correction = _attempt(problems, lambda: parse_correction(settings)) if settings else None
-    objective = _attempt(problems, lambda: _objective(config, correction), _policy_paths(config))
-    estimator = _attempt(problems, lambda: make_advantage_estimator(config.adv_estimator, config.adv_estimator_args))
-    if objective is not None and not problems:
-        problems += _policy_problems(config, objective, correction)
+    correction = problems.attempt(parse_correction, settings) if settings else None
+    objective = problems.attempt(_objective, config, correction)
+    estimator = problems.attempt(make_advantage_estimator, config.adv_estimator, config.adv_estimator_args)
+    if objective is not None and not problems.found:
+        problems.found += _policy_problems(config, objective, correction)
     if estimator is not None:
-        problems += _estimator_problems(config, estimator, objective)
-    if problems or objective is None or estimator is None:
-        raise ConfigError(problems)
+        problems.found += _estimator_problems(config, estimator, objective)
+    if problems.found or objective is None or estimator is None:
+        raise ConfigError(problems.found)
     value_objective = ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
     return Algorithms(objective, value_objective, correction, _advantages(config, estimator))
 
 
-def _attempt(
-    problems: list[ConfigProblem], build: Callable[[], Built], path: Callable[[str], str] = str
-) -> Built | None:
-    """Return what ``build`` returns, or None after noting its problems, each at ``path`` of its own path."""
-    try:
-        return build()
-    except ConfigError as error:
-        problems += [replace(found, path=path(found.path)) for found in error.problems]
-        return None
-
-
-def _policy_paths(config: PipelineConfig) -> Callable[[str], str]:
-    """Return a function from the path of a problem with the policy loss to that of the key that the user wrote."""
-    actor = config.actor_train
-    written = {
-        f"pg_variant_args.{argument}": name
-        for name, (_, argument) in ROLL_ARGUMENTS.items()
-        if vars(actor)[name] is not None
-    }
-    return lambda path: f"actor_train.{written.get(path, path)}"
-
-
 def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyObjective:
-    oldest = derived.resolved_max_staleness(config)
-    return PolicyObjective(
-        max_response_length=derived.max_new_tokens(config),
-        pg_variant=config.actor_train.pg_variant,
-        pg_variant_args=derived.pg_variant_args(config),
-        loss_agg_mode=config.loss_agg_mode,
-        use_kl_loss=config.use_kl_loss,
-        kl_loss_coef=config.kl_loss_coef,
-        kl_estimator=config.kl_estimator,
-        entropy_loss_coef=config.entropy_loss_coef,
-        old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
-        corrected=correction is not None and correction.weight is not None,
-        max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
-        lags_capped=oldest > MOST_LAGS_REPORTED,
-        monitored=not derived.truncates_sampling(config),
-    )
+    """Return the objective of the policy. The paths of its problems are those of the keys that the user wrote."""
+    actor, oldest = config.actor_train, derived.resolved_max_staleness(config)
+    try:
+        return PolicyObjective(
+            max_response_length=derived.max_new_tokens(config),
+            pg_variant=actor.pg_variant,
+            pg_variant_args=derived.pg_variant_args(config),
+            loss_agg_mode=config.loss_agg_mode,
+            use_kl_loss=config.use_kl_loss,
+            kl_loss_coef=config.kl_loss_coef,
+            kl_estimator=config.kl_estimator,
+            entropy_loss_coef=config.entropy_loss_coef,
+            old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
+            corrected=correction is not None and correction.weight is not None,
+            max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
+            lags_capped=oldest > MOST_LAGS_REPORTED,
+            monitored=not derived.truncates_sampling(config),
+        )
+    except ConfigError as error:
+        written = {
+            f"pg_variant_args.{argument}": name
+            for name, (_, argument) in ROLL_ARGUMENTS.items()
+            if vars(actor)[name] is not None
+        }
+        raise ConfigError(
+            [replace(each, path=f"actor_train.{written.get(each.path, each.path)}") for each in error.problems]
+        ) from None
 
 
 def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
-    controller = length_penalty = difficulty = None
-    if config.add_token_level_kl:
-        controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
+    controller: KLController | None = None
+    length_penalty = difficulty = None
+    if config.add_token_level_kl and config.kl_controller == "adaptive":
+        controller = AdaptiveKLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+    elif config.add_token_level_kl:
+        controller = KLController(config.init_kl_coef)
     if config.length_penalty is not None:
         longest, penalty = derived.max_new_tokens(config), config.length_penalty
         buffer = penalty.buffer or max(1, longest // 8)
         length_penalty = LengthPenalty(penalty.kind, penalty.weight, longest, buffer, penalty.correct_above)
     if config.difficulty_mask:
         difficulty = (config.difficulty_low_threshold, config.difficulty_high_threshold)
-    episode_weight, turn_weight = _reward_weights(config, estimator.requirements)
+    episode_weight, turn_weight = derived.reward_weights(config, estimator.requirements.for_episodes)
     return AdvantageSettings(
         estimator=estimator,
         shaping=RewardShaping(
@@ -274,61 +264,59 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
     )
 
 
-def _reward_weights(config: PipelineConfig, needs: AdvantageRequirements) -> tuple[float, float]:
-    """Return the weights of the episode's reward and of the turn rewards. In RLVR a response is its own episode."""
-    return derived.reward_weights(config, needs.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
-
-
 def _policy_problems(
     config: PipelineConfig, objective: PolicyObjective, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
     """Yield the problems of corrections that are missing, act twice, or act on nothing."""
     needs, name = objective.requirements, config.actor_train.pg_variant
-    if needs.needs_proximal and config.old_logprobs != "recompute":
+    recomputed = config.old_logprobs == "recompute"
+    if needs.needs_proximal and not recomputed:
         message = f"behaviour, but {name} is defined on recomputed log-probabilities"
         yield ConfigProblem("old_logprobs", message, "set `old_logprobs: recompute`")
         return
-    yield from _weight_problems(config, needs, correction)
-    weighted = correction is not None and correction.weight is not None
-    why = _why_uncorrected(config, needs, weighted)
-    if why and not config.allow_uncorrected_off_policy:
-        recomputed = needs.corrects and config.old_logprobs == "recompute"
-        choice = "leave out `old_logprobs: recompute`" if recomputed else "choose a loss that corrects, such as `ppo`"
+    weight = None if correction is None else correction.weight
+    if weight is not None and needs.importance_weighted and (not recomputed or needs.needs_proximal):
+        reason = "has its own behaviour weight" if needs.needs_proximal else "has a ratio to the behaviour policy"
+        message = f"the distance to the policy that sampled would count twice: {name} {reason}"
+        remedy = "remove the weight" + ("" if needs.needs_proximal else ", or set `old_logprobs: recompute`")
+        yield ConfigProblem("train_infer_correction.weight", message, remedy)
+    elif weight is not None and needs.sequence_valued and weight.level == "token":
+        message = f"{name} gives a response one loss, so weights of its tokens would act as their mean"
+        remedy = "set `level: sequence` or `level: geometric`"
+        yield ConfigProblem("train_infer_correction.weight.level", message, remedy)
+    why = _why_uncorrected(config, needs, weight is not None)
+    if why:
+        hidden = needs.corrects and recomputed
+        choice = "leave out `old_logprobs: recompute`" if hidden else "choose a loss that corrects, such as `ppo`"
         remedy = (
             f"{choice}, add `train_infer_correction.weight`, train once on fresh samples (`async_generation_ratio: 0` "
             "and one optimizer step a batch), or set `allow_uncorrected_off_policy: true` to experiment"
         )
-        path = "old_logprobs" if recomputed else "actor_train.pg_variant"
-        yield ConfigProblem(path, f"{name} would train on samples as if fresh: {why}", remedy)
-    elif not why and config.allow_uncorrected_off_policy:
+        path = "old_logprobs" if hidden else "actor_train.pg_variant"
+        if not config.allow_uncorrected_off_policy:
+            yield ConfigProblem(path, f"{name} would train on samples as if fresh: {why}", remedy)
+    elif config.allow_uncorrected_off_policy:
         message = "true has no effect: nothing stale goes uncorrected here"
         yield ConfigProblem("allow_uncorrected_off_policy", message, "remove the key")
-    elif not why:
-        yield from _recomputation_problems(config, needs, weighted)
+    elif recomputed and not needs.uses_old_policy:
+        message = f"recompute has no effect: {name} has no ratio"
+        yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
+    elif recomputed and not needs.needs_proximal and _optimizer_steps(config) == 1:
+        chosen = any(changes(config.actor_train, "pg_variant", "pg_variant_args"))
+        if weight is None or chosen:  # beside a weight, a loss left at its default may be just vanilla
+            message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
+            remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
+            yield ConfigProblem("old_logprobs", message, remedy)
 
 
-def _weight_problems(
-    config: PipelineConfig, needs: LossRequirements, correction: Correction | None
-) -> Iterator[ConfigProblem]:
-    """Yield a problem for a weight that the loss already has, or a token-level weight for a loss of whole responses."""
-    if correction is None or correction.weight is None:
-        return
-    name, path = config.actor_train.pg_variant, "train_infer_correction.weight"
-    if needs.importance_weighted and (config.old_logprobs != "recompute" or needs.needs_proximal):
-        reason = "has its own behaviour weight" if needs.needs_proximal else "has a ratio to the behaviour policy"
-        message = f"the distance to the policy that sampled would count twice: {name} {reason}"
-        remedy = "remove the weight" + ("" if needs.needs_proximal else ", or set `old_logprobs: recompute`")
-        yield ConfigProblem(path, message, remedy)
-    elif needs.sequence_valued and correction.weight.level == "token":
-        message = f"{name} gives a response one loss, so weights of its tokens would act as their mean"
-        yield ConfigProblem(f"{path}.level", message, "set `level: sequence` or `level: geometric`")
+def _optimizer_steps(config: PipelineConfig) -> int:
+    return derived.optimizer_steps_per_step(config, config.actor_train)
 
 
 def _why_uncorrected(config: PipelineConfig, needs: LossRequirements, weighted: bool) -> str | None:
     """Return why the loss would treat stale samples as fresh; None if it does not, or if there are none."""
-    steps = derived.optimizer_steps_per_step(config, config.actor_train)
-    if not needs.uses_old_policy and steps > 1:
-        return f"it has no ratio, and {steps} optimizer steps are taken on each batch"
+    if not needs.uses_old_policy and _optimizer_steps(config) > 1:
+        return f"it has no ratio, and {_optimizer_steps(config)} optimizer steps are taken on each batch"
     corrected = needs.corrects and (config.old_logprobs != "recompute" or needs.needs_proximal)
     if corrected or weighted or not derived.may_be_stale(config):
         return None
@@ -337,31 +325,20 @@ def _why_uncorrected(config: PipelineConfig, needs: LossRequirements, weighted: 
     return f"{reason}, and tokens are up to {staleness} versions old"
 
 
-def _recomputation_problems(config: PipelineConfig, needs: LossRequirements, weighted: bool) -> Iterator[ConfigProblem]:
-    """Yield a problem if recomputed log-probabilities have no effect, or take away a loss's own correction."""
-    if config.old_logprobs != "recompute":
-        return
-    name = config.actor_train.pg_variant
-    if not needs.uses_old_policy:
-        message = f"recompute has no effect: {name} has no ratio"
-        yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
-        return
-    not_chosen = not list(changes(config.actor_train, "pg_variant", "pg_variant_args"))
-    one_step = derived.optimizer_steps_per_step(config, config.actor_train) == 1
-    if one_step and not needs.needs_proximal and not (weighted and not_chosen):
-        message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
-        remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
-        yield ConfigProblem("old_logprobs", message, remedy)
-
-
 def _estimator_problems(
     config: PipelineConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
 ) -> Iterator[ConfigProblem]:
     """Yield the problems of an estimator that needs what this pipeline lacks, or that would have nothing to work on."""
     needs, name = estimator.requirements, config.adv_estimator
-    yield from _critic_problems(config, needs)
+    shaping = [key for key in SHAPING_KEYS if vars(config)[key] not in (None, "none")]
+    if needs.needs_values and config.critic is None:
+        remedy = "add `critic: {device_mapping: ...}`, or use an estimator without values, for example grpo or rloo"
+        yield ConfigProblem("adv_estimator", f"{name} needs a value model, and there is no `critic`", remedy)
+    elif not needs.needs_values and config.critic is not None:
+        message = f"has no effect: `adv_estimator: {name}` reads no values"
+        yield ConfigProblem("critic", message, "set `adv_estimator: gae`, or remove this section")
     if isinstance(config, AgenticConfig):
-        yield from _episode_problems(config, needs)
+        yield from _episode_problems(config, needs, shaping)
     elif needs.for_episodes:
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
@@ -372,12 +349,17 @@ def _estimator_problems(
         message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
         yield ConfigProblem("whiten_advantages", message, "remove the key")
     if needs.needs_greedy_baseline:
-        for key in ("norm_mean_type", "norm_std_type", "length_penalty", "reward_clip"):
-            if vars(config)[key] not in (None, "none"):
-                message = f"{name} compares with the plain score of a greedy response; this would change one side only"
-                yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
-    yield from _normalisation_problems(config, needs)
-    in_turns = _reward_weights(config, needs)[1] > 0
+        for key in shaping:
+            message = f"{name} compares with the plain score of a greedy response; this would change one side only"
+            yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
+    in_turns = derived.reward_weights(config, needs.for_episodes)[1] > 0
+    # With a KL penalty or turn rewards in the token rewards, the scale has a meaning.
+    scales_cancel = "none" if config.add_token_level_kl or in_turns else needs.scales_cancel
+    cancelled = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
+    for key, shared in (("norm_mean_type", needs.shifts_cancel), ("norm_std_type", scales_cancel)):
+        if vars(config)[key] in cancelled[shared]:
+            message = f"{vars(config)[key]} has no effect: {name} takes it out again"
+            yield ConfigProblem(key, message, "remove the key, or use `adv_estimator: reinforce`")
     varies = needs.for_episodes or (
         needs.returns_to_go and (estimator.arguments["gamma"] < 1 or config.add_token_level_kl or in_turns)
     )
@@ -386,18 +368,9 @@ def _estimator_problems(
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
 
 
-def _critic_problems(config: PipelineConfig, needs: AdvantageRequirements) -> Iterator[ConfigProblem]:
-    """Yield a problem if the estimator reads values without a critic, or if nothing reads the critic's values."""
-    name = config.adv_estimator
-    if needs.needs_values and config.critic is None:
-        remedy = "add `critic: {device_mapping: ...}`, or use an estimator without values, for example grpo or rloo"
-        yield ConfigProblem("adv_estimator", f"{name} needs a value model, and there is no `critic`", remedy)
-    elif not needs.needs_values and config.critic is not None:
-        message = f"has no effect: `adv_estimator: {name}` reads no values"
-        yield ConfigProblem("critic", message, "set `adv_estimator: gae`, or remove this section")
-
-
-def _episode_problems(config: AgenticConfig, needs: AdvantageRequirements) -> Iterator[ConfigProblem]:
+def _episode_problems(
+    config: AgenticConfig, needs: AdvantageRequirements, shaping: Sequence[str]
+) -> Iterator[ConfigProblem]:
     """Yield the problems of baselines that episodes lack, rewards of weight zero, and shaping of such rewards."""
     name = config.adv_estimator
     if needs.needs_greedy_baseline:
@@ -406,30 +379,14 @@ def _episode_problems(config: AgenticConfig, needs: AdvantageRequirements) -> It
     if config.length_penalty is not None and config.length_penalty.kind == "overlong":
         message = "overlong counts up to the longest response, and an episode has no such number of sampled tokens"
         yield ConfigProblem("length_penalty.kind", message, "set `kind: relative`, or remove the section")
-    episode, step = _reward_weights(config, needs)
+    episode, step = derived.reward_weights(config, needs.for_episodes)
     if episode == step == 0:
         message = "0, and so is `step_reward_weight`: there would be nothing to learn from"
         yield ConfigProblem("episode_reward_weight", message, "set one of the two above 0")
     elif episode == 0:
-        for key in ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty"):
-            if vars(config)[key] not in (None, "none"):
-                message = f"has no effect: it shapes the episode's reward, whose weight is 0 (adv_estimator {name})"
-                yield ConfigProblem(key, message, "set `episode_reward_weight` above 0, or remove the key")
-
-
-def _normalisation_problems(config: PipelineConfig, needs: AdvantageRequirements) -> Iterator[ConfigProblem]:
-    """Yield a problem for reward normalisation that the estimator cancels.
-
-    With a KL penalty or turn rewards in the token rewards, the scale has a meaning, so `norm_std_type` is accepted.
-    """
-    kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
-    cancelled = {"norm_mean_type": kinds[needs.shifts_cancel]}
-    if not config.add_token_level_kl and _reward_weights(config, needs)[1] == 0:
-        cancelled["norm_std_type"] = kinds[needs.scales_cancel]
-    for key, without_effect in cancelled.items():
-        if vars(config)[key] in without_effect:
-            message = f"{vars(config)[key]} has no effect: {config.adv_estimator} takes it out again"
-            yield ConfigProblem(key, message, "remove the key, or use `adv_estimator: reinforce`")
+        for key in shaping:
+            message = f"has no effect: it shapes the episode's reward, whose weight is 0 (adv_estimator {name})"
+            yield ConfigProblem(key, message, "set `episode_reward_weight` above 0, or remove the key")
 
 
 class StalenessViolation(AssertionError):
@@ -500,7 +457,7 @@ class TrainingBatch:
         self.data.tokens["loss_mask"] = trained & kept
 
     def note_time(self, stage: str, seconds: float) -> None:
-        """Add to the time of a stage; see `StageItem.note_time`."""
+        """Add the seconds for which a stage has worked on this batch (waiting not counted)."""
         self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds
 
     def check_staleness(self, bound: int) -> None:
@@ -526,23 +483,16 @@ class TrainingBatch:
         lengths = np.array([sum(part.response_tokens for part in parts) for parts in episodes], dtype=np.float64)
         lags = self.lags
         per_group = [group.scores for group in self.groups]
-        self.metrics.update(
-            {
-                "reward/mean": float(scores.mean()),
-                "reward/std": float(scores.std()),
-                "reward/min": float(scores.min()),
-                "reward/max": float(scores.max()),
-                "reward/zero_variance_groups": float(np.mean([np.ptp(values) == 0 for values in per_group])),
-                "response/length_mean": float(lengths.mean()),
-                "response/length_max": float(lengths.max()),
-                "response/tokens": float(lengths.sum()),
-                "response/truncated_share": float(
-                    np.mean([any(part.finish_reason == "length" for part in parts) for parts in episodes])
-                ),
-                "lag/mean": float(lags.mean()) if lags.size else 0.0,
-                "lag/max": float(lags.max()) if lags.size else 0.0,
-            }
-        )
+        truncated = [any(part.finish_reason == "length" for part in parts) for parts in episodes]
+        self.metrics |= _spread("reward", scores) | {
+            "reward/zero_variance_groups": float(np.mean([np.ptp(values) == 0 for values in per_group])),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": float(lengths.max()),
+            "response/tokens": float(lengths.sum()),
+            "response/truncated_share": float(np.mean(truncated)),
+            "lag/mean": float(lags.mean()) if lags.size else 0.0,
+            "lag/max": float(lags.max()) if lags.size else 0.0,
+        }
         scores_of: dict[str, list[np.ndarray]] = defaultdict(list)
         details: dict[str, list[float]] = defaultdict(list)
         for group in self.groups:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,20 +119,21 @@ def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedChec
     return None, damages
 
 
-def check_model(folder: Path) -> None:
-    """Raise `DamagedCheckpoint` unless the folder holds a model with all of its weights. Only headers are read."""
+def model_damage(folder: Path) -> str | None:
+    """Return what is wrong with the model of a folder; None if it has all of its weights. Only headers are read."""
     try:
         json.loads((folder / "config.json").read_text())
         index = folder / "model.safetensors.index.json"
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise DamagedCheckpoint(f"{folder} holds no model that can be read: {cause!r}") from cause
+        return f"{folder} holds no model that can be read: {cause!r}"
     for name in sorted(names):
         try:
             with safe_open(folder / name, framework="np"):
                 pass  # opening it compares the sizes in the header with the size of the file
         except (OSError, SafetensorError) as cause:
-            raise DamagedCheckpoint(f"{folder / name} cannot be read: {cause}") from cause
+            return f"{folder / name} cannot be read: {cause}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class _Pending:
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Takes, completes and prunes the checkpoints of a run. At most one state is being written at a time.
 
@@ -151,46 +153,35 @@ class Checkpointer:
     may need the same devices.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        trainers: Mapping[str, TrainerGroup],
-        *,
-        save_steps: int,
-        max_steps: int,
-        keep: int,
-        source: str,
-        on_oldest: Callable[[RolloutProgress], None],
-    ) -> None:
-        """Create the checkpointer and remove partial checkpoints of an earlier process.
+    folder: Path
+    trainers: Mapping[str, TrainerGroup]
+    """The trained roles; the model of the first one is exported."""
+    _: KW_ONLY
+    save_steps: int
+    max_steps: int
+    keep: int
+    """Number of checkpoints to keep, 0 for all."""
+    source: str
+    on_oldest: Callable[[RolloutProgress], None]
+    """Called with the progress of the oldest checkpoint each time a checkpoint is completed."""
+    _copied_at: int | None = field(default=None, init=False)
+    _copied: set[str] = field(default_factory=set, init=False)
+    _pending: dict[int, _Pending] = field(default_factory=dict, init=False)
+    _queue: asyncio.Queue[_Pending] = field(default_factory=asyncio.Queue, init=False)
+    _synced: int = field(default=0, init=False)
+    """Number of bytes that this process has synced to the disk."""
 
-        ``trainers``: the trained roles; the model of the first one is exported. ``keep``: number of checkpoints to
-        keep, 0 for all. ``on_oldest`` is called with the progress of the oldest checkpoint each time a checkpoint is
-        completed.
-        """
-        self._folder = folder
-        self._trainers = trainers
-        self._save_steps = save_steps
-        self._max_steps = max_steps
-        self._keep = keep
-        self._source = source
-        self._on_oldest = on_oldest
-        self._copied_at: int | None = None
-        self._copied: set[str] = set()
-        self._pending: dict[int, _Pending] = {}
-        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
-        self._synced = 0
-        """Number of bytes that this process has synced to the disk."""
-        for partial in folder.glob(".step-*.partial"):
+    def __post_init__(self) -> None:
+        for partial in self.folder.glob(".step-*.partial"):  # of an earlier process
             shutil.rmtree(partial)
 
     def progress(self) -> tuple[object, ...]:
         """Return values that change while a checkpoint is being written."""
-        return self._synced, *([*trainer.unwritten] for trainer in self._trainers.values())
+        return self._synced, *([*trainer.unwritten] for trainer in self.trainers.values())
 
     def due(self, step: int) -> bool:
         """Return True if a checkpoint is taken after this training step."""
-        return step == self._max_steps or (self._save_steps > 0 and step % self._save_steps == 0)
+        return step == self.max_steps or (self.save_steps > 0 and step % self.save_steps == 0)
 
     async def copy_state(self, step: int, role: str) -> None:
         """Copy the training state of a role into the checkpoint of this step.
@@ -201,12 +192,12 @@ class Checkpointer:
         if step != self._copied_at:
             await self._written()  # of the previous checkpoint: at most one is in memory
             self._copied_at, self._copied = step, set()
-        if self._save_steps:
-            await self._trainers[role].snapshot(str(self._partial(step) / STATE / role))
+        if self.save_steps:
+            await self.trainers[role].snapshot(str(self._partial(step) / STATE / role))
         self._copied.add(role)
 
     def _partial(self, step: int) -> Path:
-        return self._folder / f".step-{step}.partial"
+        return self.folder / f".step-{step}.partial"
 
     async def take(self, step: int, progress: RolloutProgress, advantage_state: Mapping[str, Any]) -> None:
         """Copy the state and the model of the first role and queue the checkpoint for completion.
@@ -214,19 +205,19 @@ class Checkpointer:
         Call it while holding the devices of the first role, while it does not train, and after the other roles were
         copied. Raises `RuntimeError` if one of them was not.
         """
-        exported, *_ = self._trainers
+        exported, *_ = self.trainers
         await self.copy_state(step, exported)
         partial = self._partial(step)
-        await self._trainers[exported].export(str(partial))
+        await self.trainers[exported].export(str(partial))
         facts = None
-        if self._save_steps:
-            missing = self._trainers.keys() - self._copied
+        if self.save_steps:
+            missing = self.trainers.keys() - self._copied
             if missing:
                 raise RuntimeError(f"the states of {', '.join(sorted(missing))} were not copied at step {step}")
             facts = {
                 "format": FORMAT,
                 "progress": asdict(progress),
-                "source": self._source,
+                "source": self.source,
                 "memory": dict(advantage_state),
             }
         self._pending[step] = _Pending(step, partial, facts)
@@ -236,7 +227,7 @@ class Checkpointer:
         """Record that a step's metrics are on the disk. For the last step, wait for its checkpoint."""
         if step in self._pending:
             self._pending[step].recorded.set()
-            if step == self._max_steps:
+            if step == self.max_steps:
                 with waiting("checkpoints", f"the checkpoint of step {step}"):
                     await self._queue.join()
 
@@ -245,23 +236,20 @@ class Checkpointer:
         while True:
             pending = await self._queue.get()
             await pending.recorded.wait()
-            await self._complete(pending)
+            await self._written()
+            final = checkpoint_folder(self.folder, pending.step)
+            with waiting(f"disk/{final}", "a checkpoint to be on the disk"):
+                await asyncio.to_thread(_publish, pending, final, self._count_synced)
+            if pending.facts is not None:
+                with waiting(f"disk/{self.folder}", "older checkpoints to be deleted"):
+                    oldest = await asyncio.to_thread(prune, self.folder, self.keep)
+                self.on_oldest(oldest)
             del self._pending[pending.step]
             self._queue.task_done()
 
     async def _written(self) -> None:
-        for trainer in self._trainers.values():
+        for trainer in self.trainers.values():
             await trainer.written()
-
-    async def _complete(self, pending: _Pending) -> None:
-        final = checkpoint_folder(self._folder, pending.step)
-        await self._written()
-        with waiting(f"disk/{final}", "a checkpoint to be on the disk"):
-            await asyncio.to_thread(_publish, pending, final, self._count_synced)
-        if pending.facts is not None:
-            with waiting(f"disk/{self._folder}", "older checkpoints to be deleted"):
-                oldest = await asyncio.to_thread(prune, self._folder, self._keep)
-            self._on_oldest(oldest)
 
     def _count_synced(self, size: int) -> None:
         self._synced += size

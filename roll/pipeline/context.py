@@ -7,18 +7,14 @@ gathered, and the engines after they have loaded them (`InferencePool.publish`),
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from roll.algorithms.correction import Correction
-from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.configs import derived
 from roll.configs.errors import count
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, SampleBatch
-from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.faults import Chaos
@@ -27,11 +23,10 @@ from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import EngineGate, RolloutSide, Validator, has_score_variance
+from roll.pipeline.rollouts import EngineGate, RolloutSide, has_score_variance
 from roll.pipeline.stage import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
-from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import GROUP, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
@@ -39,39 +34,60 @@ from roll.weights.verify import CanaryScores, canary_sequences
 MOST_KEYS_NAMED = 5
 
 
-@dataclass
 class RunContext:
     """Everything a stage may need."""
 
-    config: PipelineConfig
-    scheduler: RolloutScheduler[Any, Group]
-    trainer: TrainerGroup
-    reference: TrainerGroup | BaseOfTrainer | None
-    critic: TrainerGroup | None
-    pool: InferencePool
-    gate: EngineGate
-    side: RolloutSide
-    validator: Validator | None
-    locks: Mapping[str, DeviceLock]
-    recorder: RunRecorder
-    objective: PolicyObjective
-    value_objective: ValueObjective
-    steps: StepCounter
-    """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
-    advantages: AdvantageSettings
-    correction: Correction | None
-    parity_check: ParityCheck
-    max_staleness: int
-    train_temperature: float
-    checkpoints: Checkpointer
-    chaos: Chaos
-    first_step: int
-    """Number of training steps that were done when this process began."""
-
-    @property
-    def needs_proximal(self) -> bool:
+    def __init__(
+        self,
+        prepared: Prepared,
+        side: RolloutSide,
+        roles: Roles,
+        recorder: RunRecorder,
+        journal: JournalKeeper | None,
+        point: ResumePoint | None,
+        chaos: Chaos,
+    ) -> None:
+        """Wire services and settings. Admission starts paused, until the first version is published."""
+        self.config = config = prepared.config
+        self.side, self.recorder, self.chaos = side, recorder, chaos
+        self.locks, self.pool, self.trainer, self.critic = roles.locks, roles.pool, roles.trainer, roles.critic
+        base = BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else None
+        self.reference: TrainerGroup | BaseOfTrainer | None = base or roles.reference
+        self.objective, self.value_objective = prepared.objective, prepared.value_objective
+        self.advantages, self.correction = prepared.advantages, prepared.correction
+        self.needs_proximal = self.correction is not None or "proximal_logprobs" in self.objective.token_fields
         """True if the trainer computes log-probabilities before its first update on a batch."""
-        return self.correction is not None or "proximal_logprobs" in self.objective.token_fields
+        self.max_staleness = derived.resolved_max_staleness(config)
+        self.train_temperature = config.actor_infer.generating_args.temperature
+        self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
+        self.validator = side.validator(self.gate)
+        self.parity_check = ParityCheck(config, side.canary_prompts())
+        make_group = side.rollout(self.gate)
+
+        async def rollout(request: GroupRequest[Any]) -> Group:
+            with acting(f"{GROUP}{request.group_id}", recorder.waits):
+                return await make_group(request)
+
+        self.scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
+        self.scheduler.pause_admission()
+        settings = rollout_settings(config)
+        if point is not None:
+            resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)
+        if journal is not None:
+            journal.made_with(settings)
+        self.first_step = 0 if point is None else point.step
+        """Number of training steps that were done when this process began."""
+        self.steps = StepCounter(self.first_step)
+        """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
+        self.checkpoints = Checkpointer(
+            recorder.run.checkpoints,
+            roles.trained(),
+            save_steps=config.save_steps,
+            max_steps=config.max_steps,
+            keep=config.max_ckpt_to_keep,
+            source=prepared.source,
+            on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
+        )
 
     def require_critic(self) -> TrainerGroup:
         """Return the critic, in stages that exist only with one. Raises `RuntimeError` if there is none."""
@@ -87,65 +103,6 @@ class RunContext:
         if role == "reference" and derived.reference_is_base(self.config):
             role = "actor_train"
         return lambda: self.locks[role].hold(role)
-
-
-def build_context(
-    prepared: Prepared,
-    side: RolloutSide,
-    roles: Roles,
-    recorder: RunRecorder,
-    journal: JournalKeeper | None,
-    point: ResumePoint | None,
-    chaos: Chaos,
-) -> RunContext:
-    """Wire services and settings. Admission starts paused, until the first version is published."""
-    config = prepared.config
-    gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
-    make_group = side.rollout(gate)
-
-    async def rollout(request: GroupRequest[Any]) -> Group:
-        with acting(f"{GROUP}{request.group_id}", recorder.waits):
-            return await make_group(request)
-
-    scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
-    scheduler.pause_admission()
-    if point is not None:
-        resume_rollouts(point, scheduler, prepared.advantages, journal, rollout_settings(config), recorder.event)
-    if journal is not None:
-        journal.made_with(rollout_settings(config))
-    first_step = 0 if point is None else point.step
-    return RunContext(
-        config=config,
-        scheduler=scheduler,
-        trainer=roles.trainer,
-        reference=BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference,
-        critic=roles.critic,
-        pool=roles.pool,
-        gate=gate,
-        side=side,
-        validator=side.validator(gate),
-        locks=roles.locks,
-        recorder=recorder,
-        objective=prepared.objective,
-        value_objective=prepared.value_objective,
-        steps=StepCounter(first_step),
-        advantages=prepared.advantages,
-        correction=prepared.correction,
-        parity_check=ParityCheck(config, side.canary_prompts()),
-        max_staleness=derived.resolved_max_staleness(config),
-        train_temperature=config.actor_infer.generating_args.temperature,
-        checkpoints=Checkpointer(
-            recorder.run.checkpoints,
-            roles.trained(),
-            save_steps=config.save_steps,
-            max_steps=config.max_steps,
-            keep=config.max_ckpt_to_keep,
-            source=prepared.source,
-            on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
-        ),
-        chaos=chaos,
-        first_step=first_step,
-    )
 
 
 def resume_rollouts(

@@ -21,19 +21,17 @@ import torch
 from roll.algorithms.metrics import mean_over_updates
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
-from roll.configs.errors import ConfigError, ConfigProblem, count
-from roll.configs.roles import WorkerConfig
+from roll.configs.errors import Problems, count
 from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, RLVRConfig
 from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
 from roll.pipeline.context import RunContext
 from roll.pipeline.preflight import Prepared, prepare
-from roll.pipeline.roles import engine_spec
-from roll.pipeline.rollouts import RunDevices, has_score_variance
+from roll.pipeline.roles import build_side, engine_spec, role_locks, trainer_setup
+from roll.pipeline.rollouts import Generator, has_score_variance
 from roll.pipeline.stages import publication_due, train_plan
 from roll.rollout.scheduler import GroupRequest
-from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement, free_port, ray_session
 from roll.tracking.run_directory import RunDirectory
 from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
@@ -80,17 +78,15 @@ def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
 
     Raises `ConfigError` for what the plain loop does not have.
     """
-    problems = []
+    problems = Problems()
     if config.stages:
-        message = "the plain loop has the built-in stages only"
-        problems.append(ConfigProblem("stages", message, "remove them for this comparison"))
+        problems.add("stages", "the plain loop has the built-in stages only", "remove them for this comparison")
     for name, role in derived.present_roles(config).items():
         devices = len(parse_device_mapping(role.device_mapping))
         if name != "actor_infer" and devices > 1:
             message = f"the plain loop has one process, and {devices} ranks sum in another order"
-            problems.append(ConfigProblem(f"{name}.device_mapping", message, "name one device for this comparison"))
-    if problems:
-        raise ConfigError(problems)
+            problems.add(f"{name}.device_mapping", message, "name one device for this comparison")
+    problems.raise_any()
     changes: dict[str, Any] = {
         "exp_name": f"{config.exp_name}-{NOTES}",
         "output_dir": None,
@@ -168,19 +164,15 @@ class PlainLoop:
         """Load all models, and start what judges or plays."""
         config, prepared = self._config, self._prepared
         await self._placement.reserve()
-        mappings = derived.device_mappings(config).items()
-        locks = build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings})
-        self._side = prepared.rollouts.build(prepared, self._run, print, RunDevices(self._placement, locks))
+        self._side = build_side(prepared, self._placement, role_locks(config), self._run, print)
         await self._side.workers.start()
         torch.set_num_threads(self._placement.place([0]).cpu_threads)
         self._engine = engine_spec(config, "object_store").build(config.cluster.device)
         await self._engine.start()
-        reference = derived.present_roles(config).get("reference")
-        self.trainer = self._load(build_trainer, config.actor_train)
-        self._critic = None if config.critic is None else self._load(build_trainer, config.critic, kind="value")
-        self._reference = None
-        if reference is not None:
-            self._reference = self._load(build_forward_strategy, reference, forward_only=True)
+        roles = derived.present_roles(config)
+        self.trainer = self._load(build_trainer, "actor_train")
+        self._critic = self._load(build_trainer, "critic") if "critic" in roles else None
+        self._reference = self._load(build_forward_strategy, "reference") if "reference" in roles else None
         self._rollout = self._side.rollout(_Direct(self._engine))
         self._requests = (
             GroupRequest(group_id, item, start_version=0, attempt=1)
@@ -232,19 +224,10 @@ class PlainLoop:
             kept += [group for group in made if self._config.group_filter == "none" or has_score_variance(group)]
         return kept
 
-    def _load(
-        self, build: Callable[[str, TrainerSetup, str | None], Strategy], role: WorkerConfig, **changes: Any
-    ) -> Strategy:
-        chosen = role.strategy_args
-        setup = TrainerSetup(
-            role,
-            model_path=derived.model_path(self._config, role),
-            total_optimizer_steps=derived.total_optimizer_steps(self._config, role),
-            seed=self._config.seed,
-            master_port=free_port(),
-            device=self._config.cluster.device,
-            **changes,
-        )
+    def _load(self, build: Callable[[str, TrainerSetup, str | None], Strategy], role: str) -> Strategy:
+        setup = trainer_setup(self._config, role)
+        setup = replace(setup, master_port=free_port(), device=self._config.cluster.device)
+        chosen = setup.config.strategy_args
         strategy = build(chosen.strategy_name, setup, chosen.strategy_cls)
         strategy.initialize()
         return strategy
@@ -268,7 +251,7 @@ class PlainLoop:
         await self._engine.resume()
 
 
-class _Direct:
+class _Direct(Generator):
     """The `Generator` of one engine, with nothing in between."""
 
     def __init__(self, engine: InferStrategy) -> None:

@@ -16,21 +16,18 @@ from functools import partial
 from typing import Any
 
 from roll.configs import derived
-from roll.configs.devices import parse_device_mapping
 from roll.configs.loader import dump_config
-from roll.pipeline.context import RunContext, build_context
+from roll.pipeline.context import RunContext
 from roll.pipeline.faults import Chaos
 from roll.pipeline.journal import forget_other_rollouts, journal_of
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint
-from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import RunDevices
+from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
 from roll.pipeline.stages import ChainedStage, announce, gather, groups_of_steps, publish, record
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.runtime.actors import WorkerHandle
-from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import ENGINE, SCHEDULER, START, acting
@@ -47,15 +44,14 @@ async def run_pipeline(
     config = prepared.config
     placement = Placement(config.cluster)
     await placement.reserve()
-    mappings = derived.device_mappings(config).items()
-    locks = build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings})
-    side = prepared.rollouts.build(prepared, recorder.run, recorder.event, RunDevices(placement, locks))
-    states = point.role if point is not None else lambda role: None
+    locks = role_locks(config)
+    side = build_side(prepared, placement, locks, recorder.run, recorder.event)
+    checkpoint = None if point is None else point.checkpoint
     chaos = Chaos(config.chaos, recorder.run, recorder.event)
     roles = Roles(
-        prepared, placement, locks, side.workers, recorder.run, recorder.event, states, chaos.corrupted_versions()
+        prepared, placement, locks, side.workers, recorder.run, recorder.event, checkpoint, chaos.corrupted_versions()
     )
-    if config.save_steps and (point is None or point.checkpoint is None):
+    if config.save_steps and checkpoint is None:
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
 
@@ -69,7 +65,7 @@ async def run_pipeline(
                 with acting(START, recorder.waits):
                     await roles.start()
                 recorder.run.write_config(dump_config(config))
-                context = build_context(prepared, side, roles, recorder, journal, point, chaos)
+                context = RunContext(prepared, side, roles, recorder, journal, point, chaos)
                 graph = StageGraph(build_stages(prepared.stages, context), recorder.waits)
                 status.running(context, graph.stages)
                 background = background_tasks(context, status)
@@ -107,7 +103,7 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
     source: Any = groups_of_steps(run)
     for each in chain:
         last = each is chain[-1]
-        outbox: Channel[Any] | None = None if last else Channel(f"after {each.name}")
+        outbox = None if last else Channel(f"after {each.name}")
         stages.append(
             Stage(
                 each.name,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -28,7 +28,7 @@ from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
 from roll.check.plan import missing_packages
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem, problems_of
+from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.plugins import import_object, load_subclass, problem
 from roll.configs.run import AgenticConfig, ClusterConfig, CustomEnvConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
@@ -44,12 +44,8 @@ if TYPE_CHECKING:
     from roll.algorithms.correction import Correction
     from roll.algorithms.objective import PolicyObjective, ValueObjective
     from roll.pipeline.algorithm import AdvantageSettings
-    from roll.pipeline.rollouts import RolloutSide, RunDevices
     from roll.pipeline.stages import ChainedStage
     from roll.runtime.actors import Worker
-    from roll.tracking.run_directory import RunDirectory
-
-Value = TypeVar("Value")
 
 CLUSTER_PROBE_SECONDS = 3.0
 """Longest wait for a cluster to answer. Ray itself would try for minutes."""
@@ -78,26 +74,6 @@ class Prepared:
     worker_classes: dict[str, type[Worker]]
 
 
-class Problems:
-    """Collector of problems, so that one problem does not hide another."""
-
-    def __init__(self) -> None:
-        self.found: list[ConfigProblem] = []
-
-    def attempt(self, look_up: Callable[..., Value], *arguments: Any, **options: Any) -> Value | None:
-        """Return the result of ``look_up``, or None after noting its problems if it raised `ConfigError`."""
-        try:
-            return look_up(*arguments, **options)
-        except ConfigError as error:
-            self.found += error.problems
-            return None
-
-    def raise_any(self) -> None:
-        """Raise `ConfigError` with all problems so far, if there are any."""
-        if self.found:
-            raise ConfigError(self.found)
-
-
 def prepare(config: PipelineConfig) -> Prepared:
     """Look up everything that a (checked) configuration names.
 
@@ -112,16 +88,16 @@ def prepare(config: PipelineConfig) -> Prepared:
 
     algorithms = problems.attempt(build_algorithms, config)
     problems.raise_any()
-    problems.attempt(_check_fallback, config)
-    problems.attempt(_check_strategies, config)
-    worker_classes = problems.attempt(_worker_classes, config)
+    _check_fallback(config, problems)
+    problems.attempt(_check_strategies, config, problems)
+    worker_classes = _worker_classes(config, problems)
     if not config.stages:  # the built-in stages exist, and need not be imported before a refusal
         problems.raise_any()
     from roll.pipeline.stages import stage_chain
 
     stages = problems.attempt(stage_chain, config.stages)
     problems.raise_any()
-    if tokenizer is None or rollouts is None or algorithms is None or stages is None or worker_classes is None:
+    if tokenizer is None or rollouts is None or algorithms is None or stages is None:
         raise RuntimeError("the preflight has not found everything, and no problem either")
     return Prepared(
         config=config,
@@ -146,9 +122,9 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
     tokenizer = problems.attempt(_tokenizer, config) if with_model else None
     _plan_rollouts(config, tokenizer, problems, contacts_models=with_model)
     if problems.attempt(build_algorithms, config) is not None:
-        problems.attempt(_check_fallback, config)
-    problems.attempt(_check_strategies, config, without, with_model)
-    problems.attempt(_worker_classes, config)
+        _check_fallback(config, problems)
+    problems.attempt(_check_strategies, config, problems, without, with_model)
+    _worker_classes(config, problems)
     if config.stages:
         from roll.pipeline.stages import stage_chain
 
@@ -179,7 +155,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         raise problem("cluster.address", message, remedy) from error
 
 
-def _check_fallback(config: PipelineConfig) -> None:
+def _check_fallback(config: PipelineConfig, problems: Problems) -> None:
     """Check that the fallback configuration for repeated failures can work, too."""
     if config.restarts.synchronous_after is None:
         return
@@ -190,35 +166,30 @@ def _check_fallback(config: PipelineConfig) -> None:
         check_elsewhere(fallback)
         build_algorithms(fallback)
     except ConfigError as error:
-        problems = [
-            ConfigProblem(
-                "restarts.synchronous_after",
-                f"at `async_generation_ratio: 0` the run would be refused: {each.path}: {each.message}",
-                f"remove this key, or {each.remedy}",
-            )
-            for each in error.problems
-        ]
-        raise ConfigError(problems) from error
+        for each in error.problems:
+            message = f"at `async_generation_ratio: 0` the run would be refused: {each.path}: {each.message}"
+            problems.add("restarts.synchronous_after", message, f"remove this key, or {each.remedy}")
 
 
-def _check_strategies(config: PipelineConfig, without: Collection[str] = (), with_model: bool = True) -> None:
+def _check_strategies(
+    config: PipelineConfig, problems: Problems, without: Collection[str] = (), with_model: bool = True
+) -> None:
     """Check that engines are installed and that their options are known and fit the model, before a worker starts.
 
     Roles in ``without`` need not have their engine. Problems that only the models' own files reveal are left out unless
     ``with_model``.
     """
-    problems = [
-        ConfigProblem(f"{role}.strategy_args.strategy_name", f"{strategy.package} is not installed", strategy.install)
-        for role, strategy in missing_packages(config).items()
-        if role not in without
-    ]
+    for role, strategy in missing_packages(config).items():
+        if role not in without:
+            path = f"{role}.strategy_args.strategy_name"
+            problems.add(path, f"{strategy.package} is not installed", strategy.install)
     for role, section in derived.present_roles(config).items():
         arguments, kind = section.strategy_args, strategies_of(role)
         path = f"{role}.strategy_args.strategy_config"
-        problems += option_problems(kind, arguments.strategy_name, arguments.strategy_config, path)
+        problems.found += option_problems(kind, arguments.strategy_name, arguments.strategy_config, path)
         record = kind.find(arguments.strategy_name, path)
         if with_model and isinstance(record, Trainer) and record.layout is not None:
-            problems += import_object(record.layout)(
+            problems.found += import_object(record.layout)(
                 section,
                 derived.model_path(config, section),
                 path,
@@ -228,18 +199,15 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
     for role, owner in derived.roles_and_reward_models(config).items():
         name, own = owner.strategy_args.strategy_name, owner.strategy_args.strategy_cls
         if own is not None and role not in without:
-            find_class = partial(strategy_class, strategies_of(role), name, own, f"{role}.strategy_args")
-            problems += problems_of(find_class)
+            problems.attempt(strategy_class, strategies_of(role), name, own, f"{role}.strategy_args")
     if with_model and config.actor_train.model_args.lora_target is not None:
         from roll.trainers.lora import check_adapters
 
-        policy = config.actor_train
-        problems += check_adapters(derived.model_path(config, policy), policy.model_args, "actor_train.model_args")
-    if problems:
-        raise ConfigError(problems)
+        policy, path = config.actor_train, "actor_train.model_args"
+        problems.found += check_adapters(derived.model_path(config, policy), policy.model_args, path)
 
 
-def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
+def _worker_classes(config: PipelineConfig, problems: Problems) -> dict[str, type[Worker]]:
     """Return the user's own worker classes by role."""
     roles = derived.roles_and_reward_models(config)
     paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}
@@ -251,13 +219,11 @@ def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
 
     bases: dict[str, type[Worker]] = {"actor_infer": InferWorker}
     classes: dict[str, type[Worker]] = {}
-    problems = Problems()
     for role, import_path in paths.items():
         base = ScoreWorker if role.startswith("rewards.") else bases.get(role, TrainWorker)
         found = problems.attempt(load_subclass, import_path, base, f"{role}.worker_cls")
         if found is not None:
             classes[role] = found
-    problems.raise_any()
     return classes
 
 
@@ -290,14 +256,6 @@ class RLVRPlan:
             digest.update(f"{prompt.prompt_id}\0{prompt.domain}\0".encode("utf-8", "surrogatepass"))
             digest.update(prompt.token_ids.tobytes())
         return digest.hexdigest()
-
-    def build(
-        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
-    ) -> RolloutSide:
-        """Build the rollout side. Starts nothing."""
-        from roll.pipeline.rlvr import RLVRSide, build_rewards
-
-        return RLVRSide(prepared, self, build_rewards(prepared, self.config, run, on_event, devices))
 
 
 def _plan_rlvr(
@@ -338,15 +296,10 @@ def _plan_rlvr(
         problems.found += check_prompts(routes, verifiers, prompts, TRAINING_PROMPTS)
         problems.found += check_prompts(routes, verifiers, validation_prompts, VALIDATION_PROMPTS)
         present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
-        problems.found += [
-            ConfigProblem(
-                f"rewards.{reward_name}.tag_included",
-                f"no prompt has the domain {domain!r}",
-                f"the prompts have the domains {', '.join(present)}",
-            )
-            for domain, reward_name in sorted(routes.items())
-            if domain not in present
-        ]
+        for domain, name in sorted(routes.items()):
+            if domain not in present:
+                remedy = f"the prompts have the domains {', '.join(present)}"
+                problems.add(f"rewards.{name}.tag_included", f"no prompt has the domain {domain!r}", remedy)
     return RLVRPlan(config, prompts, validation_prompts)
 
 
@@ -364,14 +317,6 @@ class AgenticPlan:
         shares = derived.used_tags(self.config, self.config.train_env_manager)
         envs = {tag: [self.config.custom_envs[tag].env_type, self.config.custom_envs[tag].env_config] for tag in shares}
         return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
-
-    def build(
-        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
-    ) -> RolloutSide:
-        """Build the rollout side. Starts nothing."""
-        from roll.pipeline.agentic import AgenticSide
-
-        return AgenticSide(prepared, self, str(run.logs.absolute()), on_event)
 
 
 def _plan_agentic(

@@ -122,44 +122,42 @@ def readable(
     for group in groups[:count]:
         parts = group.episodes[0]
         advantages = by_row[row : row + len(parts)]
-        of_first = advantages[0][parts[0].response_mask]
-        mean = float(of_first.mean()) if len(of_first) else 0.0
-        tokens = readable_tokens(parts, advantages, decoder)
-        samples.append(_readable(group, step, "train", mean, parts[0].oldest_version, tokens))
+        samples.append(_readable(group, step, "train", parts[0].oldest_version, advantages, decoder))
         row += len(group.samples)
     return samples
 
 
 def readable_validation(result: ValidationResult, count: int, decoder: PreTrainedTokenizerBase) -> list[ReadableSample]:
     """Return the first sample of the first groups of a validation."""
-    return [
-        _readable(group, result.version, "val", None, result.version, readable_tokens(group.episodes[0], None, decoder))
-        for group in result.groups[:count]
-    ]
+    version = result.version
+    return [_readable(group, version, "val", version, None, decoder) for group in result.groups[:count]]
 
 
 def _readable(
     group: Group,
     step: int,
     split: Literal["train", "val"],
-    advantage: float | None,
     oldest: int,
-    tokens: ReadableTokens,
+    advantages: Sequence[np.ndarray] | None,
+    decoder: PreTrainedTokenizerBase,
 ) -> ReadableSample:
     sample = group.samples[0]
-    newest = int(sample.versions[sample.response_mask].max(initial=oldest))
+    sampled = sample.response_mask
+    mean = None
+    if advantages is not None:
+        mean = float(advantages[0][sampled].mean()) if sampled.any() else 0.0
     return ReadableSample(
         step=step,
         group_id=group.group_id,
         prompt=group.prompt.text,
         response=sample.response_text,
         score=sample.score,
-        advantage=advantage,
-        versions=(oldest, newest),
+        advantage=mean,
+        versions=(oldest, int(sample.versions[sampled].max(initial=oldest))),
         finish_reason=sample.finish_reason,
         domain=group.prompt.domain,
         split=split,
-        tokens=tokens,
+        tokens=readable_tokens(group.episodes[0], advantages, decoder),
     )
 
 
@@ -302,18 +300,20 @@ class RunRecorder:
         window = (self._step_ended, time.time())
         self._step_ended = window[1]
         self.ledger = scheduler.ledger.counts()
-        batch.metrics.update({f"ledger/{name}": float(count) for name, count in self.ledger.items()})
         fields = {"reference": "reference_logprobs", "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
         engines = await pool.stats()
         spans = workers.busy_spans()
         self._draw({**spans, **{engine["name"]: engine["busy_spans"] for engine in engines}})
-        batch.metrics.update(self._rates(engines, window, others))
-        batch.metrics.update({f"idle/{role}": self.timeline.idle_share(role, window) for role in spans})
-        batch.metrics["time/step"] = window[1] - window[0]
-        batch.metrics["engine/restarts"] = float(pool.restarts)
-        batch.metrics["engine/reissued"] = float(pool.reissued)
-        batch.metrics["engine/resumed_tokens"] = float(pool.resumed_tokens)
+        batch.metrics |= {
+            **{f"ledger/{name}": float(count) for name, count in self.ledger.items()},
+            **self._rates(engines, window, others),
+            **{f"idle/{role}": self.timeline.idle_share(role, window) for role in spans},
+            "time/step": window[1] - window[0],
+            "engine/restarts": float(pool.restarts),
+            "engine/reissued": float(pool.reissued),
+            "engine/resumed_tokens": float(pool.resumed_tokens),
+        }
         self._log(batch.metrics, step)
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
@@ -405,11 +405,9 @@ class RunRecorder:
             self.timeline.busy(role, since, window[1])
         rates = {
             "tokens_per_second/actor_infer": gained["generated_tokens"] / seconds,
-            "tokens_per_second/actor_train": counted["actor_train"] / seconds,
             "idle/actor_infer": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * max(1, len(engines)))),
-            "idle/actor_train": self.timeline.idle_share("actor_train", window),
         }
-        for role in others:
+        for role in ("actor_train", *others):
             rates[f"tokens_per_second/{role}"] = counted[role] / seconds
             rates[f"idle/{role}"] = self.timeline.idle_share(role, window)
         return rates

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem, count, masked, shown
+from roll.configs.errors import ConfigProblem, Problems, count, masked, shown
 from roll.configs.loader import load_config
 from roll.configs.plugins import problem
 from roll.configs.roles import ADAPTER_KEYS
@@ -40,9 +40,9 @@ from roll.pipeline.checkpoints import (
     DamagedCheckpoint,
     DriverState,
     abandon,
-    check_model,
     checkpoint_folder,
     exported_steps,
+    model_damage,
     newest_whole,
     prune_abandoned,
     read_checkpoint,
@@ -186,16 +186,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-@dataclass(frozen=True)
-class Again:
-    """The next attempt."""
-
-    config: PipelineConfig
-    delay_seconds: float
-    words: str
-    """Message to the user."""
-
-
 class Restarts:
     """Counter of the consecutive failures of one run."""
 
@@ -203,8 +193,8 @@ class Restarts:
         self._in_a_row = 0
         self._newest_checkpoint = 0
 
-    def after_failure(self, config: PipelineConfig, run: RunDirectory) -> Again | None:
-        """Return the next attempt after ``config`` failed in ``run``; None if the run stays failed."""
+    def after_failure(self, config: PipelineConfig, run: RunDirectory) -> tuple[PipelineConfig, str] | None:
+        """Return the next attempt after ``config`` failed in ``run``, and a message to the user; None: no more."""
         checkpoint, _ = newest_whole(run.checkpoints)
         newest = 0 if checkpoint is None else checkpoint.step
         if newest > self._newest_checkpoint:
@@ -227,7 +217,7 @@ class Restarts:
                 f"; after {count(after, 'failure')} in a row it goes on in synchronous mode: async_generation_ratio "
                 f"{config.async_generation_ratio:g} -> 0 for its remaining steps"
             )
-        return Again(again, settings.delay_seconds, words)
+        return again, words
 
 
 @dataclass(frozen=True)
@@ -261,11 +251,8 @@ class ResumePoint:
         """Return True if all steps of the run are done already."""
         if self.chosen or self.step >= max_steps:
             return self.step >= max_steps
-        return is_model_only(self.run, max_steps) and model_damage(self.run, max_steps) is None
-
-    def role(self, name: str) -> Path | None:
-        """Return the folder of the training state from which a role resumes; None if there is no checkpoint."""
-        return None if self.checkpoint is None else self.checkpoint.role(name)
+        model = _model_without_state(self.run, max_steps)
+        return model is not None and model_damage(model) is None
 
 
 def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None:
@@ -289,39 +276,30 @@ def look_again(point: ResumePoint, config: PipelineConfig, source: str) -> Resum
     return _point(point.run, point.step if point.chosen else None, config, source)
 
 
-def is_model_only(run: RunDirectory, step: int) -> bool:
-    """Return True if the folder of this step has no state, as at the end of a run without `save_steps`."""
+def _model_without_state(run: RunDirectory, step: int) -> Path | None:
+    """Return the folder of a step that has a model only, as the last one of a run without `save_steps`; else None."""
     folder = checkpoint_folder(run.checkpoints, step)
-    return folder.is_dir() and not (folder / STATE).is_dir()
-
-
-def model_damage(run: RunDirectory, step: int) -> str | None:
-    """Return what is wrong with the model of this step; None if nothing is."""
-    try:
-        check_model(checkpoint_folder(run.checkpoints, step))
-    except DamagedCheckpoint as damage:
-        return str(damage)
-    return None
+    return folder if folder.is_dir() and not (folder / STATE).is_dir() else None
 
 
 def _point(run: RunDirectory, wanted: int | None, config: PipelineConfig, source: str) -> ResumePoint:
     notes: list[str] = []
     checkpoint = _checkpoint(run.checkpoints, wanted, notes)
-    if wanted is None and is_model_only(run, config.max_steps):
-        damage = model_damage(run, config.max_steps)
-        notes += [] if damage is None else [f"the last step is done again: {damage}"]
-    problems = _change_problems(config, run, notes)
+    last = _model_without_state(run, config.max_steps)
+    if wanted is None and last is not None and (damage := model_damage(last)):
+        notes.append(f"the last step is done again: {damage}")
+    problems = Problems()
+    _judge_changes(config, run, notes, problems)
     if checkpoint is not None and checkpoint.state.source != source:
         message = (
             f"the checkpoint of step {checkpoint.step} counts other prompts or environments than these: a group's "
             "number would mean another one"
         )
         remedy = "use the same data in the same order, or begin a new run from the checkpoint's model (`pretrain`)"
-        problems.append(ConfigProblem(KEY, message, remedy))
+        problems.add(KEY, message, remedy)
     if checkpoint is not None:
-        problems += model_problems(config, checkpoint)
-    if problems:
-        raise ConfigError(problems)
+        problems.found += model_problems(config, checkpoint)
+    problems.raise_any()
     return ResumePoint(run, checkpoint, wanted is not None, notes)
 
 
@@ -414,21 +392,19 @@ def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoin
     return checkpoint
 
 
-def _change_problems(config: PipelineConfig, run: RunDirectory, notes: list[str]) -> list[ConfigProblem]:
+def _judge_changes(config: PipelineConfig, run: RunDirectory, notes: list[str], problems: Problems) -> None:
     if not run.config.exists():  # the run was interrupted at its very beginning
-        return []
+        return
     found = changes(load_config(run.config), config)
     notes += [f"changed: {change}" for change in found]
     remedies = {"impossible": "set it back, or begin a new run"}
     if not config.accept_config_changes:
         remedies["needs confirmation"] = "set it back, or say `accept_config_changes=true`"
-    problems = []
     for change in sorted(found, key=lambda change: change.judgement):  # the impossible ones first
         if change.judgement in remedies:
             reason = f" ({change.reason})" if change.reason else ""
             message = f"was {change.before!r} before the run was interrupted and is {change.after!r} now{reason}"
-            problems.append(ConfigProblem(change.path, message, remedies[change.judgement]))
-    return problems
+            problems.add(change.path, message, remedies[change.judgement])
 
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -23,14 +23,14 @@ from roll.configs.run import RLVRConfig
 from roll.data.records import Group, Prompt, Sample, derive_seed
 from roll.data.stream import PromptStream
 from roll.engines.base import Completion, GenerateRequest, SamplingParams
-from roll.pipeline.preflight import RLVRPlan
+from roll.pipeline.preflight import Prepared, RLVRPlan
 from roll.pipeline.rollouts import (
     Generator,
-    RunDevices,
+    RolloutSide,
     ValidationResult,
-    check_versions,
+    Validator,
+    WorkerProcesses,
     sampling_params,
-    within_deadline,
 )
 from roll.rewards.base import RewardInput, RewardOutput
 from roll.rewards.model import ScorerSetup
@@ -39,32 +39,31 @@ from roll.rewards.pool import RewardPool
 from roll.rewards.registry import route_domains
 from roll.rollout.scheduler import GroupRequest
 from roll.runtime.actors import WorkerHandle, start_worker
+from roll.runtime.locks import DeviceLock
+from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import REWARD_MODEL, part, waiting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.pipeline.preflight import Prepared
 
-
-class Rewards:
+@dataclass(frozen=True)
+class Rewards(WorkerProcesses):
     """All rewards of a run, by the domains they judge."""
 
-    def __init__(self, routes: Mapping[str, str], pools: Mapping[str, RewardPool | ScorePool]) -> None:
-        """Keep the pools. ``routes``: domain tag -> reward's name; ``pools``: reward's name -> its processes."""
-        self._routes = routes
-        self._pools = pools
+    routes: Mapping[str, str]
+    """Domain tag -> reward's name."""
+    pools: Mapping[str, RewardPool | ScorePool]
+    """Reward's name -> its processes."""
 
     async def start(self) -> None:
-        """Start all processes. If one fails, `shutdown` ends those that have started."""
-
         async def start(name: str, pool: RewardPool | ScorePool) -> None:
             with part(f"{REWARD_MODEL}{name}") if isinstance(pool, ScorePool) else nullcontext():
                 await pool.start()
 
         async with asyncio.TaskGroup() as tasks:
-            for name, pool in self._pools.items():
+            for name, pool in self.pools.items():
                 tasks.create_task(start(name, pool))
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
@@ -72,35 +71,38 @@ class Rewards:
 
         Raises `RewardFailed` if one of them cannot be judged.
         """
-        name = self._routes[domain]
-        pool = self._pools[name]
+        name = self.routes[domain]
+        pool = self.pools[name]
         is_model = isinstance(pool, ScorePool)
         with waiting(f"{REWARD_MODEL}{name}", "scores") if is_model else waiting(f"rewards/{name}", "a verdict"):
             return await pool.score(records)
 
     def handles(self) -> list[WorkerHandle]:
         """Return the current processes of reward models. The pools of verifiers look after their own."""
-        return [handle for pool in self._pools.values() if isinstance(pool, ScorePool) for handle in pool.handles()]
+        return [handle for pool in self.pools.values() if isinstance(pool, ScorePool) for handle in pool.handles()]
 
     def metrics(self) -> dict[str, float]:
         """Return totals as ``rewards/<name>/<count>``: those of `ScoreCounts` (models) or `RewardCounts` (others)."""
         return {
             f"rewards/{reward}/{name}": float(value)
-            for reward, pool in self._pools.items()
+            for reward, pool in self.pools.items()
             for name, value in asdict(pool.counts).items()
         }
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """Return, by reward, the spans in which at least one of its processes worked; see `BusySpans`."""
-        return {f"rewards.{name}": pool.busy.recent() for name, pool in self._pools.items()}
+        return {f"rewards.{name}": pool.busy.recent() for name, pool in self.pools.items()}
 
     async def shutdown(self) -> None:
-        """End all processes."""
-        await asyncio.gather(*(pool.shutdown() for pool in self._pools.values()))
+        await asyncio.gather(*(pool.shutdown() for pool in self.pools.values()))
 
 
 def build_rewards(
-    prepared: Prepared, config: RLVRConfig, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    prepared: Prepared,
+    config: RLVRConfig,
+    placement: Placement,
+    locks: Mapping[str, DeviceLock],
+    run: RunDirectory,
+    on_event: Callable[[str], None],
 ) -> Rewards:
     """Build the rewards that the configuration names. Starts nothing."""
     models = derived.reward_models(config)
@@ -120,7 +122,7 @@ def build_rewards(
         def start(index: int) -> WorkerHandle:
             return start_worker(
                 prepared.worker_classes.get(role, ScoreWorker),
-                devices.placement,
+                placement,
                 role=role,
                 rank=index,
                 world_size=len(numbers),
@@ -128,7 +130,7 @@ def build_rewards(
                 log_dir=str(run.logs.absolute()),
             )
 
-        return ScorePool(role, start, len(numbers), settings, devices.locks[role], on_event)
+        return ScorePool(role, start, len(numbers), settings, locks[role], on_event)
 
     pools: dict[str, RewardPool | ScorePool] = {}
     for name, reward in config.rewards.items():
@@ -137,19 +139,17 @@ def build_rewards(
     return Rewards(route_domains(config.rewards), pools)
 
 
-class RLVRSide:
-    """The `RolloutSide` of RLVR."""
+class RLVRSide(RolloutSide):
+    """The rollout side of RLVR."""
 
     sample_metrics = "reward"
+    workers: Rewards
 
     def __init__(self, prepared: Prepared, plan: RLVRPlan, rewards: Rewards) -> None:
-        self._prepared = prepared
-        self._config = plan.config
-        self._plan = plan
+        self._prepared, self._plan, self._config = prepared, plan, plan.config
         self.workers = rewards
 
     def canary_prompts(self) -> list[np.ndarray]:
-        """Return the training prompts."""
         return [prompt.token_ids for prompt in self._plan.prompts]
 
     def source(self) -> Iterator[Prompt]:
@@ -165,12 +165,10 @@ class RLVRSide:
         )
 
     def rollout(self, generator: Generator) -> Callable[[GroupRequest[Prompt]], Awaitable[Group]]:
-        """Return the function that samples a prompt and judges the responses."""
         function = self._function(generator, self._config.actor_infer.generating_args, "train")
         return lambda request: function(request.group_id, request.item, request.start_version)
 
     def validator(self, generator: Generator) -> PromptValidator | None:
-        """Return the validator over the validation prompts; None without `validation`."""
         validation = self._config.validation
         if validation is None:
             return None
@@ -182,11 +180,9 @@ class RLVRSide:
         )
 
     def handles(self) -> list[WorkerHandle]:
-        """Return the processes of the reward models."""
         return self.workers.handles()
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals of the rewards. The verifiers' own metrics are in the metrics of samples."""
         return self.workers.metrics()
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
@@ -224,18 +220,23 @@ class RolloutFunction:
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
+        name = f"{self.purpose}-{group_id}"
+        sticky_key = None if self.separate_requests else name
         samplings = [self.sampling] * self.samples_per_group
         if self.greedy_baseline:
             samplings.append(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0))
+        requests = []
+        for index, sampling in enumerate(samplings):
+            seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
+            requests.append(GenerateRequest(f"{name}-{index}", prompt.token_ids, replace(sampling, seed=seed)))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._sample(group_id, index, prompt, min_version, sampling))
-                    for index, sampling in enumerate(samplings)
+                    tasks.create_task(self._sample(request, prompt, sticky_key, min_version)) for request in requests
                 ]
         finally:
-            if not self.separate_requests:
-                self.generator.forget(self._sticky_key(group_id))
+            if sticky_key is not None:
+                self.generator.forget(sticky_key)
         samples = [task.result() for task in running]
         await self._judge(prompt, samples)
         if not self.greedy_baseline:
@@ -245,21 +246,11 @@ class RolloutFunction:
         return Group(group_id, prompt, samples, baseline_score=baseline.score, baseline_version=newest)
 
     async def _sample(
-        self, group_id: int, index: int, prompt: Prompt, min_version: int | None, sampling: SamplingParams
+        self, request: GenerateRequest, prompt: Prompt, sticky_key: str | None, min_version: int | None
     ) -> Sample:
-        seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
-        request = GenerateRequest(
-            request_id=f"{self.purpose}-{group_id}-{index}",
-            prompt_token_ids=prompt.token_ids,
-            sampling=replace(sampling, seed=seed),
-        )
-        sticky_key = None if self.separate_requests else self._sticky_key(group_id)
         completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
         text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return sample_from_completion(prompt, completion, text)
-
-    def _sticky_key(self, group_id: int) -> str:
-        return f"{self.purpose}-{group_id}"
 
     async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
         inputs = [
@@ -296,38 +287,25 @@ def sample_from_completion(prompt: Prompt, completion: Completion, text: str) ->
     )
 
 
-class PromptValidator:
+@dataclass(frozen=True)
+class PromptValidator(Validator):
     """Runs a validation set of prompts, on a budget of its own."""
 
-    def __init__(
-        self, prompts: Sequence[Prompt], rollout: RolloutFunction, *, batch_size: int, timeout_seconds: float
-    ) -> None:
-        self._prompts = prompts
-        self._rollout = rollout
-        self._prompts_at_once = max(1, batch_size // rollout.samples_per_group)
-        self._timeout_seconds = timeout_seconds
+    prompts: Sequence[Prompt]
+    rollout: RolloutFunction
+    batch_size: int
+    """Number of responses generated at once."""
 
-    async def run(self, version: int) -> ValidationResult:
-        """Generate and judge every prompt.
-
-        Raises `TimeoutError` at the deadline and `MixedVersions` if the weights changed meanwhile.
-        """
-        groups = await within_deadline(self._run_all(), version, self._timeout_seconds)
-        check_versions(groups, version)
-        return ValidationResult(version, self._metrics(groups), groups)
-
-    async def _run_all(self) -> list[Group]:
-        slots = asyncio.Semaphore(self._prompts_at_once)
+    async def measure(self, version: int) -> ValidationResult:
+        slots = asyncio.Semaphore(max(1, self.batch_size // self.rollout.samples_per_group))
 
         async def one(index: int, prompt: Prompt) -> Group:
             async with slots:
-                return await self._rollout(index, prompt)
+                return await self.rollout(index, prompt)
 
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(index, prompt)) for index, prompt in enumerate(self._prompts)]
-        return [task.result() for task in running]
-
-    def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+            running = [tasks.create_task(one(index, prompt)) for index, prompt in enumerate(self.prompts)]
+        groups = [task.result() for task in running]
         by_domain: dict[str, list[Group]] = defaultdict(list)
         for group in groups:
             by_domain[group.prompt.domain].append(group)
@@ -337,4 +315,4 @@ class PromptValidator:
             metrics[f"val/{domain}/accuracy"] = float(np.mean([sample.score for sample in samples]))
             metrics[f"val/{domain}/best_of_group"] = float(np.mean([group.scores.max() for group in members]))
             metrics[f"val/{domain}/response_length"] = float(np.mean([sample.response_tokens for sample in samples]))
-        return metrics
+        return ValidationResult(version, metrics, groups)

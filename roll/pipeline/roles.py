@@ -12,18 +12,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
-from roll.configs.roles import WorkerConfig
 from roll.configs.run import PipelineConfig
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
-from roll.pipeline.preflight import Prepared
-from roll.pipeline.rollouts import WorkerProcesses
+from roll.pipeline.agentic import AgenticSide
+from roll.pipeline.checkpoints import Checkpoint
+from roll.pipeline.preflight import AgenticPlan, Prepared
+from roll.pipeline.rlvr import RLVRSide, build_rewards
+from roll.pipeline.rollouts import RolloutSide, WorkerProcesses
 from roll.runtime.actors import Worker, WorkerGroup, WorkerHandle, split_devices, start_group, start_worker
-from roll.runtime.locks import DeviceLock
+from roll.runtime.locks import DeviceLock, build_device_locks
 from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import part
@@ -48,16 +49,15 @@ class Roles:
         workers: WorkerProcesses,
         run: RunDirectory,
         on_event: Callable[[str], None],
-        states: Callable[[str], Path | None] = lambda role: None,
+        checkpoint: Checkpoint | None = None,
         corrupted_versions: frozenset[int] = frozenset(),
     ) -> None:
         """Build the engine pool and claim the folder of published weights; start nothing yet.
 
-        ``states`` returns the training state from which a role resumes, or None if it starts anew.
-        ``corrupted_versions``: see `TransportSpec`.
+        The trained roles resume from ``checkpoint``. ``corrupted_versions``: see `TransportSpec`.
         """
         self.locks = locks
-        self._states = states
+        self._checkpoint = checkpoint
         self._prepared = prepared
         self._config = prepared.config
         self._placement = placement
@@ -88,8 +88,8 @@ class Roles:
         """Start every process and load every model. The last loaded of the roles that share devices stays there."""
         async with asyncio.TaskGroup() as tasks:
             trainers = {
-                role: tasks.create_task(self._start_trainer(role, section))
-                for role, section in derived.present_roles(self._config).items()
+                role: tasks.create_task(self._start_trainer(role))
+                for role in derived.present_roles(self._config)
                 if role != "actor_infer"
             }
             tasks.create_task(self._start_pool())
@@ -147,18 +147,12 @@ class Roles:
                 await self.pool.start()
                 self.locks["actor_infer"].register("actor_infer", self.pool)
 
-    async def _start_trainer(self, role: str, config: WorkerConfig) -> TrainerGroup:
-        setup = TrainerSetup(
-            config,
-            model_path=derived.model_path(self._config, config),
-            total_optimizer_steps=derived.total_optimizer_steps(self._config, config),
-            seed=self._config.seed,
-            kind="value" if role == "critic" else "policy",
-            forward_only=role == "reference",
-        )
-        spec = TrainerSpec(setup, self._transport, None if role == "reference" else self._states(role))
+    async def _start_trainer(self, role: str) -> TrainerGroup:
+        setup, checkpoint = trainer_setup(self._config, role), self._checkpoint
+        state = None if checkpoint is None or setup.forward_only else checkpoint.role(role)
+        spec = TrainerSpec(setup, self._transport, state)
         timeout = self._config.cluster.worker_start_timeout_seconds
-        ranks = [[device] for device in parse_device_mapping(config.device_mapping)]
+        ranks = [[device] for device in parse_device_mapping(setup.config.device_mapping)]
         with part(role):
             group = await start_group(partial(self._start_worker, role, TrainWorker, ranks), len(ranks), timeout)
             self._groups.append(group)
@@ -183,6 +177,39 @@ class Roles:
             devices=devices[rank],
             log_dir=str(self._run.logs.absolute()),
         )
+
+
+def role_locks(config: PipelineConfig) -> dict[str, DeviceLock]:
+    """Return the device lock of each role, reward models included."""
+    mappings = derived.device_mappings(config)
+    return build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings.items()})
+
+
+def build_side(
+    prepared: Prepared,
+    placement: Placement,
+    locks: Mapping[str, DeviceLock],
+    run: RunDirectory,
+    on_event: Callable[[str], None],
+) -> RolloutSide:
+    """Build the rollout side of the pipeline; start nothing yet."""
+    plan = prepared.rollouts
+    if isinstance(plan, AgenticPlan):
+        return AgenticSide(prepared, plan, str(run.logs.absolute()), on_event)
+    return RLVRSide(prepared, plan, build_rewards(prepared, plan.config, placement, locks, run, on_event))
+
+
+def trainer_setup(config: PipelineConfig, role: str) -> TrainerSetup:
+    """Return the setup of a trainer or a reference, but for its place among the ranks."""
+    section = derived.present_roles(config)[role]
+    return TrainerSetup(
+        section,
+        model_path=derived.model_path(config, section),
+        total_optimizer_steps=derived.total_optimizer_steps(config, section),
+        seed=config.seed,
+        kind="value" if role == "critic" else "policy",
+        forward_only=role == "reference",
+    )
 
 
 def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:

@@ -15,9 +15,10 @@ arrive before it ends.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from roll.engines.pool import InferencePool
     from roll.runtime.actors import WorkerHandle
     from roll.runtime.locks import DeviceLock
-    from roll.runtime.placement import Placement
-
-Result = TypeVar("Result")
 
 
 class Generator(Protocol):
@@ -68,20 +66,11 @@ class WorkerProcesses(Protocol):
         """Return the recent spans of work by role, in seconds since the epoch."""
 
 
-class Validator(Protocol):
-    """Validator that measures one policy version."""
-
-    async def run(self, version: int) -> ValidationResult:
-        """Generate and judge the whole validation set."""
-
-
 class RolloutSide(Protocol):
     """The rollout side of a running pipeline."""
 
-    @property
-    def workers(self) -> WorkerProcesses:
-        """The processes that run beside the driver."""
-
+    workers: WorkerProcesses
+    """The processes that run beside the driver."""
     sample_metrics: str
     """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
 
@@ -99,6 +88,7 @@ class RolloutSide(Protocol):
 
     def handles(self) -> Sequence[WorkerHandle]:
         """Return the current processes that have models on devices."""
+        return ()
 
     def metrics(self) -> dict[str, float]:
         """Return totals of the worker processes for the record of a step.
@@ -107,16 +97,7 @@ class RolloutSide(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class RunDevices:
-    """Devices and locks with which a rollout side may start processes."""
-
-    placement: Placement
-    locks: Mapping[str, DeviceLock]
-    """Locks by role."""
-
-
-class EngineGate:
+class EngineGate(Generator):
     """The engine as rollouts and validation use it."""
 
     def __init__(self, pool: InferencePool, lock: DeviceLock, role: str) -> None:
@@ -131,7 +112,6 @@ class EngineGate:
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run one request to its end, once the engine has its devices."""
         self._requests += 1
         self._demanded.set()
         self._idle.clear()
@@ -146,7 +126,6 @@ class EngineGate:
                 self._idle.set()
 
     def forget(self, sticky_key: str) -> None:
-        """Drop the routing of this key; no request with it will follow."""
         self._pool.forget(sticky_key)
 
     async def run(self) -> None:
@@ -155,16 +134,13 @@ class EngineGate:
             await self._demanded.wait()
             async with self._lock.hold(self._role):
                 self._open.set()
-                await self._until_idle_or_wanted()
+                waits = [asyncio.ensure_future(wait) for wait in (self._idle.wait(), self._lock.wait_contended())]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
                 self._open.clear()
-
-    async def _until_idle_or_wanted(self) -> None:
-        waits = [asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._lock.wait_contended())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
 
 def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
@@ -199,21 +175,31 @@ class MixedVersions(AssertionError):
     """A validation saw tokens of a version other than the one it measures."""
 
 
-def check_versions(groups: Sequence[Group], version: int) -> None:
-    """Raise `MixedVersions` unless every sampled token is of this version."""
-    for group in groups:
-        for sample in group.samples:
+@dataclass(frozen=True)
+class Validator(ABC):
+    """Validator that measures one policy version."""
+
+    timeout_seconds: float = field(kw_only=True)
+
+    async def run(self, version: int) -> ValidationResult:
+        """Generate and judge the whole validation set.
+
+        Raises `TimeoutError` at the deadline and `MixedVersions` if the weights changed meanwhile.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                result = await self.measure(version)
+        except TimeoutError:
+            raise TimeoutError(
+                f"validation of version {version} did not end within {self.timeout_seconds:g} s "
+                "(validation.timeout_seconds)"
+            ) from None
+        for sample in (sample for group in result.groups for sample in group.samples):
             seen = set(np.unique(sample.versions[sample.response_mask]).tolist())
             if seen - {version}:
                 raise MixedVersions(f"validation of version {version} saw tokens of versions {sorted(seen)}")
+        return result
 
-
-async def within_deadline(work: Awaitable[Result], version: int, seconds: float) -> Result:
-    """Return the result of a validation's ``work``. Raises `TimeoutError` unless it ends within ``seconds``."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError:
-        raise TimeoutError(
-            f"validation of version {version} did not end within {seconds:g} s (validation.timeout_seconds)"
-        ) from None
+    @abstractmethod
+    async def measure(self, version: int) -> ValidationResult:
+        """Generate and judge the validation set, however long it takes."""

@@ -15,35 +15,33 @@ import enum
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from roll.tracking.status import task_place
 from roll.tracking.timeline import Timeline
 from roll.tracking.waits import START, TRAIN, WaitBoard, acting, waiting
-
-Item = TypeVar("Item")
 
 
 class ChannelClosed(Exception):
     """The channel was closed and accepts no more items."""
 
 
-class Channel(Generic[Item]):
-    """A first-in, first-out channel of at most ``capacity`` items; the consumer iterates over it."""
+class Channel:
+    """A channel of at most ``capacity`` items, in order; the consumer iterates over it."""
 
-    def __init__(self, name: str, capacity: int = 1) -> None:
-        if capacity < 1:
-            raise ValueError(f"channel {name!r} needs a capacity of at least 1, not {capacity}")
+    capacity = 1
+
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.capacity = capacity
-        self._items: deque[Item] = deque()
+        self._items: deque[Any] = deque()
         self._closed = False
         self._changed = asyncio.Condition()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    async def put(self, item: Item) -> None:
+    async def put(self, item: Any) -> None:
         """Wait for room and append. Raises `ChannelClosed` after `close`."""
         async with self._changed:
             with waiting(f"room/{self.name}", "room for an item"):
@@ -53,10 +51,10 @@ class Channel(Generic[Item]):
             self._items.append(item)
             self._changed.notify_all()
 
-    def __aiter__(self) -> AsyncIterator[Item]:
+    def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
-    async def __anext__(self) -> Item:
+    async def __anext__(self) -> Any:
         """Wait for an item. The iteration ends once the channel is closed and empty."""
         async with self._changed:
             with waiting(f"items/{self.name}", "an item"):
@@ -86,41 +84,29 @@ class StageState(enum.Enum):
     DONE = "done"
 
 
-class StageItem(Protocol):
-    """An item that flows through channels."""
-
-    def note_time(self, stage: str, seconds: float) -> None:
-        """Add the seconds for which a stage has worked on this item (waiting not counted)."""
-
-
+@dataclass(eq=False)
 class Stage:
     """The loop of one stage: take an item, hold the devices, call the function, pass the result on."""
 
-    def __init__(
-        self,
-        name: str,
-        work: Callable[[Any], Awaitable[StageItem]],
-        source: AsyncIterator[Any],
-        timeline: Timeline,
-        *,
-        outbox: Channel[Any] | None = None,
-        before: Callable[[Any], Awaitable[None]] | None = None,
-        hold: Callable[[], Any] | None = None,
-        finish: Callable[[Any], Awaitable[None]] | None = None,
-    ) -> None:
-        """Keep the parts of the loop.
+    name: str
+    work: Callable[[Any], Awaitable[Any]]
+    """Function from an item to the item for the next stage, which notes the time spent on it (`note_time`)."""
+    source: AsyncIterator[Any]
+    timeline: Timeline
+    outbox: Channel | None = None
+    before: Callable[[Any], Awaitable[None]] | None = None
+    """Waits, before the devices are taken, for events that happen only while other roles have them."""
+    hold: Callable[[], Any] | None = None
+    """Returns a context manager that holds the devices."""
+    finish: Callable[[Any], Awaitable[None]] | None = None
+    """Gets each item of the last stage, with the time of this stage noted."""
+    state: StageState = field(default=StageState.IDLE, init=False)
+    _task: asyncio.Task[Any] | None = field(default=None, init=False)
 
-        ``work``: item -> item for the next stage. ``before`` waits, before the devices are taken, for events that
-        happen only while other roles have them. ``hold`` returns a context manager that holds the devices. ``finish``
-        gets each item of the last stage, with the time of this stage noted.
-        """
-        self.name = name
-        self.state = StageState.IDLE
-        self.inbox = source if isinstance(source, Channel) else None
-        self.outbox = outbox
-        self._work, self._source, self._timeline = work, source, timeline
-        self._before, self._hold, self._finish = before, hold, finish
-        self._task: asyncio.Task[Any] | None = None
+    @property
+    def inbox(self) -> Channel | None:
+        """The channel from which items come; None if they come from elsewhere."""
+        return self.source if isinstance(self.source, Channel) else None
 
     def place(self) -> str | None:
         """Return the line of code in which the stage waits; None before `run`."""
@@ -131,8 +117,13 @@ class Stage:
         self._task = asyncio.current_task()
         try:
             self._enter(StageState.WAITING_INPUT)
-            async for item in self._source:
-                await self._pass_on(await self._worked(item))
+            async for item in self.source:
+                result = await self._worked(item)
+                if self.finish is not None:
+                    await self.finish(result)
+                if self.outbox is not None:
+                    self._enter(StageState.WAITING_OUTPUT)
+                    await self.outbox.put(result)
                 self._enter(StageState.WAITING_INPUT)
             if self.outbox is not None:
                 await self.outbox.close()
@@ -144,32 +135,25 @@ class Stage:
             raise
         self._enter(StageState.DONE)
 
-    async def _worked(self, item: Any) -> StageItem:
-        if self._hold is not None:
+    async def _worked(self, item: Any) -> Any:
+        if self.hold is not None:
             self._enter(StageState.WAITING_RESOURCE)
-            if self._before is not None:
-                await self._before(item)
+            if self.before is not None:
+                await self.before(item)
         clock = asyncio.get_running_loop().time
-        async with nullcontext() if self._hold is None else self._hold():
+        async with nullcontext() if self.hold is None else self.hold():
             self._enter(StageState.RUNNING)
             started = clock()
-            result = await self._work(item)
+            result = await self.work(item)
             seconds = clock() - started
         if result is None:
             raise TypeError(f"stage {self.name!r} returned nothing: a stage returns its batch")
         result.note_time(self.name, seconds)
         return result
 
-    async def _pass_on(self, result: StageItem) -> None:
-        if self._finish is not None:
-            await self._finish(result)
-        if self.outbox is not None:
-            self._enter(StageState.WAITING_OUTPUT)
-            await self.outbox.put(result)
-
     def _enter(self, state: StageState, **details: Any) -> None:
         self.state = state
-        self._timeline.transition(f"stage/{self.name}", state.value, **details)
+        self.timeline.transition(f"stage/{self.name}", state.value, **details)
 
 
 class StageGraph:

@@ -13,11 +13,10 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem, choose_among, problems_of
+from roll.configs.errors import Problems, choose_among
 from roll.configs.plugins import Kind, PlugIn, problem
 from roll.configs.run import InsertedStage, PipelineConfig
 from roll.data.records import Group
@@ -245,40 +244,28 @@ StageFunction = Callable[[RunContext, Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class StagePlugIn(PlugIn):
-    """A stage."""
-
-    role: str | None = None
-    """The role whose devices it holds, and without which it is left out; None: it needs none."""
-    before: Callable[[RunContext, Any], Awaitable[None]] | None = None
-    """Waits, before the devices are taken, for events that happen only while other roles have them."""
-
-
-STAGES = Kind(
-    "stage",
-    "roll.stages",
-    {
-        "rollout": StagePlugIn("roll.pipeline.stages:rollout"),
-        "reference": StagePlugIn("roll.pipeline.stages:reference", role="reference", before=base_is_free),
-        "value": StagePlugIn("roll.pipeline.stages:value", role="critic", before=earlier_step_over),
-        "advantage": StagePlugIn("roll.pipeline.stages:advantage"),
-        "critic": StagePlugIn("roll.pipeline.stages:critic", role="critic"),
-        "train": StagePlugIn("roll.pipeline.stages:train", role="actor_train", before=room_for_weights),
-        "param_update": StagePlugIn("roll.pipeline.stages:param_update"),
-    },
-    StagePlugIn,
-)
-"""The stages, in their order."""
-
-
-@dataclass(frozen=True)
 class ChainedStage:
     """A stage at its place in a run."""
 
     name: str
     function: StageFunction
     role: str | None = None
+    """The role whose devices it holds, and without which it is left out; None: it needs none."""
     before: Callable[[RunContext, Any], Awaitable[None]] | None = None
+    """Waits, before the devices are taken, for events that happen only while other roles have them."""
+
+
+BUILT_IN = (
+    ChainedStage("rollout", rollout),
+    ChainedStage("reference", reference, "reference", before=base_is_free),
+    ChainedStage("value", value, "critic", before=earlier_step_over),
+    ChainedStage("advantage", advantage),
+    ChainedStage("critic", critic, "critic"),
+    ChainedStage("train", train, "actor_train", before=room_for_weights),
+    ChainedStage("param_update", param_update),
+)
+"""The stages of every run, in their order."""
+STAGES = Kind("stage", "roll.stages", {each.name: PlugIn(f"{__name__}:{each.name}") for each in BUILT_IN}, PlugIn)
 
 
 def stage_chain(chosen: Mapping[str, str | InsertedStage]) -> list[ChainedStage]:
@@ -286,27 +273,20 @@ def stage_chain(chosen: Mapping[str, str | InsertedStage]) -> list[ChainedStage]
 
     Raises `ConfigError` for functions that cannot be found or are no stages, and for places that do not exist.
     """
-    chain = [
-        ChainedStage(name, STAGES.load(name, name), record.role, record.before)
-        for name, record in STAGES.built_in.items()
-    ]
-    problems: list[ConfigProblem] = []
+    chain = list(BUILT_IN)
+    problems = Problems()
     for name, stage in chosen.items():
-        if isinstance(stage, InsertedStage):
-            problems += problems_of(partial(_insert, chain, name, stage))
-        else:
-            problems += problems_of(partial(_replace, chain, name, stage))
-    if problems:
-        raise ConfigError(problems)
+        problems.attempt(_insert if isinstance(stage, InsertedStage) else _replace, chain, name, stage)
+    problems.raise_any()
     return chain
 
 
 def _replace(chain: list[ChainedStage], name: str, chosen: str) -> None:
-    path, names = f"stages.{name}", [each.name for each in chain]
+    path = f"stages.{name}"
     if name not in STAGES.built_in:
         remedy = f"choose from {', '.join(STAGES.built_in)}, or write `{{after: <stage>, use: {chosen}}}` to insert one"
         raise problem(path, f"there is no stage `{name}` to replace", remedy)
-    index = names.index(name)
+    index = [each.name for each in chain].index(name)
     chain[index] = replace(chain[index], function=_function(chosen, path))
 
 

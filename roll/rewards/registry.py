@@ -78,7 +78,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         return _judge(config.judge, path)
     name, where = config.verifier, f"{path}.verifier"
     record = VERIFIERS.find(name, where)
-    function = VERIFIERS.load(name, where)
+    function: Any = VERIFIERS.load(name, where)
     parameters = parameters_of(function, name, where)
     given, where_given = config.verifier_args, f"{where}_args"
     arguments: dict[str, Any] = {}

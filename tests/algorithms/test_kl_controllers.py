@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.kl import AdaptiveKLController, KLController, make_kl_controller
+from roll.algorithms.kl import AdaptiveKLController, KLController
 from tests.tiers import examples
 
 
 def test_a_fixed_weight_stays():
-    controller = make_kl_controller("fixed", 0.3, target=0.1, horizon=100)
+    controller = KLController(0.3)
     controller.update(50.0, 64)
-    assert isinstance(controller, KLController) and controller.coef == 0.3
+    assert controller.coef == 0.3
 
 
 @pytest.mark.parametrize(
     ("kl", "error"), [(0.1, 0.0), (0.11, 0.1), (0.09, -0.1), (0.4, 0.2), (0.0, -0.2), (-3.0, -0.2), (math.inf, 0.2)]
 )
 def test_one_step_follows_the_formula(kl, error):
-    controller = make_kl_controller("adaptive", 0.5, target=0.1, horizon=1000)
+    controller = AdaptiveKLController(0.5, target=0.1, horizon=1000)
     controller.update(kl, 64)
     assert controller.coef == pytest.approx(0.5 * (1 + error * 64 / 1000), abs=1e-12)
 
@@ -83,19 +83,14 @@ def test_a_broken_state_is_refused_and_changes_nothing(state):
 @pytest.mark.parametrize("wrong", [{"init_coef": 0.0}, {"target": 0.0}, {"horizon": 0}, {"init_coef": math.nan}])
 def test_an_adaptive_controller_that_cannot_work_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        make_kl_controller(**{"kind": "adaptive", "init_coef": 0.1, "target": 1.0, "horizon": 10} | wrong)
+        AdaptiveKLController(**{"init_coef": 0.1, "target": 1.0, "horizon": 10} | wrong)
 
 
 @pytest.mark.parametrize("coef", [-0.1, math.nan, math.inf])
 def test_a_fixed_weight_that_is_no_weight_is_refused(coef):
     with pytest.raises(ValueError, match="coefficient"):
-        make_kl_controller("fixed", coef, 1.0, 10)
+        KLController(coef)
 
 
 def test_a_weight_of_zero_may_be_fixed():
-    assert make_kl_controller("fixed", 0.0, 1.0, 10).coef == 0.0
-
-
-def test_an_unknown_kind_is_refused_with_the_valid_ones():
-    with pytest.raises(ValueError, match="fixed, adaptive"):
-        make_kl_controller("pid", 0.1, 1.0, 10)
+    assert KLController(0.0).coef == 0.0

@@ -7,7 +7,7 @@ import pytest
 
 from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.correction import parse_correction
-from roll.algorithms.kl import make_kl_controller
+from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
@@ -104,7 +104,7 @@ def test_a_greedy_baseline_reaches_its_estimator():
 
 
 def test_the_kl_penalty_uses_the_coefficient_of_before_and_then_steers_it():
-    controller = make_kl_controller("adaptive", 0.1, 0.01, 100)
+    controller = AdaptiveKLController(0.1, 0.01, 100)
     batch = batch_of(([sample(0.0), sample(0.0)], None))
     batch.data.tokens["reference_logprobs"] = np.where(batch.data.tokens["response_mask"], -1.0, 0).astype(np.float32)
     metrics = add_advantages(batch, settings("reinforce", kl_controller=controller))

@@ -8,7 +8,7 @@ from roll.rollout.clock import run_virtual
 
 def test_a_full_channel_makes_the_producer_wait_until_something_is_taken():
     async def scenario():
-        channel = Channel("c", capacity=1)
+        channel = Channel("c")
         await channel.put(1)
         second = asyncio.create_task(channel.put(2))
         await asyncio.sleep(1)
@@ -22,7 +22,7 @@ def test_a_full_channel_makes_the_producer_wait_until_something_is_taken():
 
 def test_items_put_before_close_are_still_delivered_and_then_the_iteration_ends():
     async def scenario():
-        channel = Channel("c", capacity=2)
+        channel = Channel("c")
         await channel.put("last")
         await channel.close()
         assert await anext(channel) == "last"
@@ -44,7 +44,7 @@ def test_none_is_an_item_like_any_other():
 
 def test_a_cancelled_put_leaves_nothing_behind():
     async def scenario():
-        channel = Channel("c", capacity=1)
+        channel = Channel("c")
         await channel.put(1)
         blocked = asyncio.create_task(channel.put(2))
         await asyncio.sleep(1)
@@ -54,8 +54,3 @@ def test_a_cancelled_put_leaves_nothing_behind():
         assert len(channel) == 0
 
     run_virtual(scenario())
-
-
-def test_a_channel_without_room_is_refused():
-    with pytest.raises(ValueError, match="capacity"):
-        Channel("c", capacity=0)

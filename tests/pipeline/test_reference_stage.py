@@ -11,7 +11,7 @@ from tiny import tiny_config
 from roll.configs.loader import config_from_tree
 from roll.pipeline.context import RunContext
 from roll.pipeline.stage import StepCounter
-from roll.pipeline.stages import STAGES
+from roll.pipeline.stages import BUILT_IN
 from roll.rollout.clock import run_virtual
 
 
@@ -28,7 +28,7 @@ def test_the_base_of_the_trainer_waits_until_the_step_before_is_over_and_takes_t
             locks={"actor_train": lock, "reference": lock},
             steps=StepCounter(1),
         )
-        stage = STAGES.built_in["reference"]
+        (stage,) = (each for each in BUILT_IN if each.name == "reference")
         RunContext.hold(run, stage.role)()
         assert held_by == ["actor_train" if waits else "reference"]
         await stage.before(run, SimpleNamespace(step=1))

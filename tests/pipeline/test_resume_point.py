@@ -87,8 +87,8 @@ def test_without_output_dir_the_latest_run_goes_on(tmp_path, monkeypatch):
     latest = RunDirectory.create(None, "addition")
     latest.write_config(dump_config(config(exp_name="addition")))
     point = find_resume_point(config(exp_name="addition"), "prompts")
-    assert point.run.root == latest.root.resolve() and point.step == 0 and point.checkpoint is None
-    assert point.state.progress == RolloutProgress.at_start() and point.role("actor_train") is None
+    assert point.run.root == latest.root.resolve() and point.step == 0
+    assert point.state.progress == RolloutProgress.at_start() and point.checkpoint is None
 
 
 def test_the_newest_whole_checkpoint_counts_and_damage_is_said(run):
@@ -97,8 +97,8 @@ def test_the_newest_whole_checkpoint_counts_and_damage_is_said(run):
     point = find_resume_point(config(output_dir=str(run.root)), "prompts")
     assert point.step == 10 and point.state.progress.open_groups == (10,) and point.notes == []
     assert point.state.advantage_state == {"kl_controller": {"coef": 0.5}}
-    assert point.role("actor_train") == run.checkpoints / "step-10" / "state" / "actor_train"
-    (point.role("actor_train") / "rank-00000.safetensors").write_bytes(b"we")
+    assert point.checkpoint.role("actor_train") == run.checkpoints / "step-10" / "state" / "actor_train"
+    (point.checkpoint.role("actor_train") / "rank-00000.safetensors").write_bytes(b"we")
     point = find_resume_point(config(output_dir=str(run.root)), "prompts")
     assert point.step == 4 and "has 2 bytes, not 7" in point.notes[0]
 

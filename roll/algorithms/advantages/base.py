@@ -3,8 +3,8 @@
 Rewards come per token (a sequence's reward sits on its last response token, KL penalties on their own tokens) and are
 never changed in place. Tokens that the policy did not choose have no advantage and do not cut a return: a reward after
 a tool's answer still reaches the tokens before that answer. Groups and batch statistics need the whole batch, so an
-estimator is called once per batch and never per micro-batch. A new estimator is a file and its name in
-`ADVANTAGE_ESTIMATORS`; its keyword arguments are its settings.
+estimator is called once per batch and never per micro-batch. A new estimator is a file; the keyword
+arguments of its function are its settings.
 """
 
 from __future__ import annotations
@@ -23,25 +23,7 @@ from roll.algorithms.registry import About, built, one_file_each
 from roll.configs.plugins import Kind, PlugIn
 
 ADVANTAGE_ESTIMATORS = Kind(
-    "advantage estimator",
-    "roll.advantage_estimators",
-    one_file_each(
-        "roll.algorithms.advantages",
-        (
-            "agentic_reinforce",
-            "gae",
-            "gigpo",
-            "grpo",
-            "opo",
-            "reinforce",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "remax",
-            "rloo",
-            "step_reinforce",
-        ),
-    ),
-    PlugIn,
+    "advantage estimator", "roll.advantage_estimators", one_file_each("roll.algorithms.advantages"), PlugIn
 )
 
 advantage_estimator = About
@@ -57,11 +39,8 @@ class AdvantageRequirements:
     needs_greedy_baseline: bool = False
     """True if it needs ``baseline_rewards``."""
     needs_values: bool = False
-    """True if it needs ``values``."""
     needs_turns: bool = False
-    """True if it needs ``turns``."""
     needs_states: bool = False
-    """True if it needs ``states``."""
     for_episodes: bool = False
     """True if it differs from other estimators only for episodes of several turns."""
     returns_to_go: bool = False

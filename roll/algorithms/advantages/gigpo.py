@@ -10,6 +10,7 @@ from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
 from roll.algorithms.advantages.shared import (
+    Eps,
     checked_turns,
     compared,
     group_normalised,
@@ -37,7 +38,7 @@ def gigpo(
     normalize_by_std: Annotated[
         bool, Field(description="Divide both by the standard deviation of what is compared.")
     ] = True,
-    eps: Annotated[float, Field(gt=0, description="Added to the standard deviation, in units of the reward.")] = 1e-6,
+    eps: Eps = 1e-6,
 ) -> Tensor:
     """Return the episode's advantage plus ``step_weight`` x the turn's advantage, ``[batch, seq]`` (arXiv 2505.10978).
 

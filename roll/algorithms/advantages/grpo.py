@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
-from roll.algorithms.advantages.shared import compared, group_normalised
+from roll.algorithms.advantages.shared import Eps, compared, group_normalised
 
 
 def _requirements(normalize_by_std: bool, **others: Any) -> AdvantageRequirements:
@@ -30,7 +30,7 @@ def grpo(
     normalize_by_std: Annotated[
         bool, Field(description="Divide by the group's standard deviation; false gives the estimator of Dr. GRPO.")
     ] = True,
-    eps: Annotated[float, Field(gt=0, description="Added to the standard deviation, in units of the reward.")] = 1e-6,
+    eps: Eps = 1e-6,
 ) -> Tensor:
     """Return (reward - group mean) / group deviation (unbiased), ``[batch, seq]`` (arXiv 2402.03300).
 

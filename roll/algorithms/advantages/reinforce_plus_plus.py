@@ -5,13 +5,12 @@ The deviation is that of the whole batch, so a sample hardly influences its own 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator, whiten
-from roll.algorithms.advantages.shared import TokenDiscount, token_returns
+from roll.algorithms.advantages.shared import Eps, TokenDiscount, token_returns
 
 
 def _requirements(gamma: float, **others: Any) -> AdvantageRequirements:
@@ -28,13 +27,6 @@ def _requirements(gamma: float, **others: Any) -> AdvantageRequirements:
     "`add_token_level_kl: true`.",
     requirements=_requirements,
 )
-def reinforce_plus_plus(
-    inputs: AdvantageInputs,
-    *,
-    gamma: TokenDiscount = 1.0,
-    eps: Annotated[
-        float, Field(gt=0, description="Added to the deviation of the batch, in units of the return.")
-    ] = 1e-8,
-) -> Tensor:
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: TokenDiscount = 1.0, eps: Eps = 1e-8) -> Tensor:
     """Return discounted returns of the token rewards, whitened over the batch, ``[batch, seq]`` (arXiv 2501.03262)."""
     return whiten(token_returns(inputs.token_rewards, inputs.response_mask, gamma), inputs.response_mask, eps)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TokenDiscount = Annotated[float, Field(ge=0, le=1, description="Discount per response token.")]
 """A setting of estimators of returns per token."""
+Eps = Annotated[float, Field(gt=0, description="Added to the deviation, in units of the reward.")]
+"""A setting of estimators that divide by a deviation."""
 
 Groups = Tensor | np.ndarray | Sequence[int]
 """Group number of each sample ``[batch]``; any integers, in any order."""

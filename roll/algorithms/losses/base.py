@@ -2,7 +2,7 @@
 
 A loss is a function of `PolicyInputs` that returns per-token values; its keyword arguments are its settings. It never
 decides which tokens count: its inputs are 0 outside the mask, and so is what `PolicyLoss` makes of its results. A loss
-that lacks an input it needs fails instead of correcting nothing. A new loss is a file and its name in `POLICY_LOSSES`.
+that lacks an input it needs fails instead of correcting nothing. A new loss is a file.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from roll.algorithms.aggregation import keep
 from roll.algorithms.registry import About, built, one_file_each
 from roll.configs.plugins import Kind, PlugIn
 
-POLICY_LOSSES = Kind(
-    "policy loss",
-    "roll.policy_losses",
-    one_file_each(
-        "roll.algorithms.losses",
-        ("cispo", "decoupled_ppo", "dppo", "gmpo", "gspo", "kimi15", "ppo", "sapo", "tis", "topr", "vanilla"),
-    ),
-    PlugIn,
-)
+POLICY_LOSSES = Kind("policy loss", "roll.policy_losses", one_file_each("roll.algorithms.losses"), PlugIn)
 
 policy_loss = About
 """Decorator that describes a loss; a loss with the default `LossRequirements` works without it."""
@@ -108,7 +100,6 @@ class LossRequirements:
     needs_proximal: bool = False
     """True if it needs ``proximal_logprobs`` whatever the old policy."""
     needs_scores: bool = False
-    """True if it needs ``scores``."""
     sequence_valued: bool = False
     """True if the loss of a token is that of its whole response. A weight of one token then weighs all of them, and one
     advantage per response is assumed."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import needed
 from roll.algorithms.losses.base import LossRequirements, PolicyInputs, TokenMetrics, clip_fraction, policy_loss
-from roll.algorithms.losses.ppo import clipped_surrogate
+from roll.algorithms.losses.ppo import ClipHigh, ClipLow, DualClip, clipped_surrogate
 
 
 @policy_loss(
@@ -27,16 +27,9 @@ from roll.algorithms.losses.ppo import clipped_surrogate
 def decoupled_ppo(
     inputs: PolicyInputs,
     *,
-    clip_low: Annotated[
-        float,
-        Field(ge=0, le=1, description="The ratio to the proximal policy is clipped from below at 1 − `clip_low`."),
-    ] = 0.2,
-    clip_high: Annotated[
-        float, Field(ge=0, description="The ratio to the proximal policy is clipped from above at 1 + `clip_high`.")
-    ] = 0.2,
-    dual_clip: Annotated[
-        float | None, Field(gt=1, description="Largest ratio that multiplies a negative advantage; off by default.")
-    ] = None,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: DualClip = None,
     behaviour_weight_cap: Annotated[
         float | None,
         Field(

@@ -14,6 +14,12 @@ from torch import Tensor
 
 from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, clip_fraction, policy_loss
 
+ClipLow = Annotated[float, Field(ge=0, le=1, description="The ratio is clipped from below at 1 − `clip_low`.")]
+ClipHigh = Annotated[float, Field(ge=0, description="The ratio is clipped from above at 1 + `clip_high`.")]
+DualClip = Annotated[
+    float | None, Field(gt=1, description="Largest ratio that multiplies a negative advantage; off by default.")
+]
+
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
@@ -41,15 +47,7 @@ def clipped_surrogate(
     "explored; set dual_clip (3) when negative advantages meet large ratios.",
 )
 def ppo(
-    inputs: PolicyInputs,
-    *,
-    clip_low: Annotated[
-        float, Field(ge=0, le=1, description="The ratio is clipped from below at 1 − `clip_low`.")
-    ] = 0.2,
-    clip_high: Annotated[float, Field(ge=0, description="The ratio is clipped from above at 1 + `clip_high`.")] = 0.2,
-    dual_clip: Annotated[
-        float | None, Field(gt=1, description="Largest ratio that multiplies a negative advantage; off by default.")
-    ] = None,
+    inputs: PolicyInputs, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, dual_clip: DualClip = None
 ) -> tuple[Tensor, TokenMetrics]:
     """Return `clipped_surrogate` of current / old. ``clip_fraction``: share of tokens with a cut gradient."""
     losses, cut = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high, dual_clip)
