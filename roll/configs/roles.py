@@ -246,7 +246,9 @@ class ActorInferConfig(WorkerConfig):
     num_gpus_per_engine: Count = option(1, "Devices of one engine replica; the number of replicas follows.")
     max_replica_restarts: Natural = option(3, "Restarts of dead engine replicas over the run before it fails.")
     request_timeout_seconds: Positive = option(
-        600.0, "A request that has not ended after this time fails with the replica's name."
+        600.0,
+        "A request that gets no new token for this long fails with the replica's name. Its length does not matter, nor "
+        "does the time it waits in the engine's queue while other requests get tokens.",
     )
     silence_timeout_seconds: Positive = option(
         300.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from roll.configs.fields import Count, Finite, LossAggregation, Natural, NotNegative, Positive, Range, Seed, option
+from roll.configs.fields import Count, Finite, LossAggregation, Natural, NotNegative, Nucleus, Positive, Range, Seed, option
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.roles import (
@@ -125,6 +125,11 @@ class WeightUpdateConfig:
         "How the bytes travel: `shared_memory` (one host), Ray's `object_store`, `checkpoint` (files on a disk that "
         "all hosts see), or by vLLM's own transfer from GPU to GPU: `nccl` (devices apart), `cuda_ipc` (the same "
         "devices). `auto`: shared memory on Linux if trainer and engines are on one node, else the object store.",
+    )
+    max_unavailable: Nucleus = option(
+        0.25,
+        "Share of the replicas that may take new weights at the same time, at least one replica; the others generate. "
+        "With `nccl` and `cuda_ipc` one at a time.",
     )
     dual_buffer: bool = option(
         True,

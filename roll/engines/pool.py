@@ -3,7 +3,10 @@
 A request goes to the least loaded live replica. The tokens of running requests are fetched every few seconds, and the
 same call is the engine's sign of life. When a replica dies, its requests continue elsewhere from the tokens fetched so
 far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
-last cause. Weights reach the replicas one after the other, and each update is verified by checksums.
+last cause. Weights reach a share of the replicas at a time, and each update is verified by checksums.
+
+A request fails if it gets no new token for too long. How long it takes in all does not matter, nor does the time for
+which it is queued in its engine: until its first token comes, tokens of the engine's other requests count for it.
 
 Each attempt of a response requests what is still missing: the prompt plus the tokens so far, at the next position of
 the request's random stream, from an engine whose weights are at least as new as those of the last token. Versions
@@ -16,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMo
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.actors import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
+from roll.runtime.pool import all_or_none
 from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
@@ -44,28 +48,32 @@ class RequestError(RuntimeError):
     """The engine refused or lost a request for a reason that a retry would not cure."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenRequest:
     """A request that a replica is working on."""
 
+    sent: GenerateRequest
     response: PartialResponse
     future: asyncio.Future[Completion]
+    heard_at: float
+    """Time of its last new token, or of its submission."""
 
 
 class Replica:
     """One engine process and the requests it works on."""
 
     def __init__(
-        self, handle: WorkerHandle, *, silence_seconds: float, on_death: Callable[[Replica, WorkerDied], None]
+        self, handle: WorkerHandle, settings: PoolSettings, *, on_death: Callable[[Replica, WorkerDied], None]
     ) -> None:
         self.handle = handle
         self.version = -1
         self.asleep = False
-        self._silence_seconds = silence_seconds
+        self._silence_seconds = settings.silence_timeout_seconds
+        self._request_silence_seconds = settings.request_timeout_seconds
         self._on_death = on_death
         self._death: WorkerDied | None = None
         self._changing = asyncio.Lock()
-        self._changed_at = asyncio.get_running_loop().time()
+        self._changed_at = self._heard_at = asyncio.get_running_loop().time()
         self._numbers = itertools.count()
         self._pending: dict[str, OpenRequest] = {}
         self._outgoing: list[GenerateRequest] = []
@@ -102,7 +110,7 @@ class Replica:
         future: asyncio.Future[Completion] = loop.create_future()
         request = response.remaining()
         sent = replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
-        self._pending[sent.request_id] = OpenRequest(response, future)
+        self._pending[sent.request_id] = OpenRequest(sent, response, future, loop.time())
         if not self._outgoing:
             loop.call_soon(self._submit_outgoing)
         self._outgoing.append(sent)
@@ -177,11 +185,33 @@ class Replica:
                 return
             cause = f"its engine did not answer for {self._silence_seconds:g} s (actor_infer.silence_timeout_seconds)"
             raise WorkerDied(self.name, cause) from None
+        now = asyncio.get_running_loop().time()
         for request_id, chunk in chunks.items():
-            if request_id in self._pending:
-                self._pending[request_id].response.add(chunk)
+            open_request = self._pending.get(request_id)
+            if open_request is not None:
+                open_request.response.add(chunk)
+                if len(chunk.token_ids):
+                    open_request.heard_at = self._heard_at = now
+        self._fail_silent(now)
+
+    def _fail_silent(self, now: float) -> None:
+        """Fail the requests that have heard nothing for too long. A change of the replica silences all."""
+        if self.asleep or self._changing.locked():
+            return
+        for open_request in self._pending.values():
+            queued = not open_request.response.attempt_tokens
+            heard_at = max(open_request.heard_at, self._changed_at, self._heard_at if queued else 0)
+            if now - heard_at > self._request_silence_seconds and not open_request.future.done():
+                open_request.future.set_exception(
+                    RequestError(
+                        f"{self.name}, request {open_request.sent.request_id}: no new token for "
+                        f"{self._request_silence_seconds:g} s (actor_infer.request_timeout_seconds)"
+                    )
+                )
+                self._abandon(open_request.sent)
 
     def _deliver(self, ended: Completion | RequestFailed) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
         open_request = self._pending.get(ended.request_id)
         if open_request is None or open_request.future.done():
             return
@@ -219,6 +249,8 @@ class PoolSettings:
     load_bucket_bytes: int
     dual_buffer: bool
     silence_timeout_seconds: float
+    max_unavailable: float
+    """Share of the replicas that may load weights at the same time."""
 
 
 @dataclass
@@ -318,18 +350,12 @@ class InferencePool:
             timeout=self._settings.start_timeout_seconds, sticky_key=sticky_key, min_version=response.min_version
         ) as name:
             try:
-                async with self._deadlines.limit(self._settings.request_timeout_seconds):
-                    return response.joined_to(await self._replicas[name].generate(response))
+                return response.joined_to(await self._replicas[name].generate(response))
             except WorkerDied:
                 return None
-            except TimeoutError:
-                raise RequestError(
-                    f"{name}, request {response.request_id}: no end after "
-                    f"{self._settings.request_timeout_seconds:g} s (actor_infer.request_timeout_seconds)"
-                ) from None
 
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
-        """Bring every live replica to this version, one after the other, and run the parity check on each.
+        """Bring every live replica to this version, a share of them at a time, and run the parity check on each.
 
         The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
         version when it restarts. Raises `WeightsDiffer`.
@@ -337,7 +363,9 @@ class InferencePool:
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
         loaded = Loaded()
-        await self._change_each(lambda replica: self._load(replica, loaded))
+        # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
+        at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
+        await self._change_each(lambda replica: self._load(replica, loaded), max(1, at_once))
         self.buffers.published(publication.version)
         return loaded
 
@@ -351,12 +379,12 @@ class InferencePool:
         self._deadlines.stop()
         with waiting("replicas that start", "the end of their start"):
             await self._none_starting.wait()
-        await self._change_each(self._settle)
+        await self._change_each(self._settle, len(self._names))
 
     async def load_states(self) -> None:
         """Wake every replica."""
         self._awake.set()
-        await self._change_each(self._settle)
+        await self._change_each(self._settle, len(self._names))
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
@@ -399,8 +427,7 @@ class InferencePool:
 
     async def _start_here(self, index: int) -> None:
         handle = self._start_worker(index)
-        silence_seconds = self._settings.silence_timeout_seconds
-        replica = Replica(handle, silence_seconds=silence_seconds, on_death=self._report_death)
+        replica = Replica(handle, self._settings, on_death=self._report_death)
         try:
             await handle.create(self._settings.start_timeout_seconds)
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
@@ -443,11 +470,12 @@ class InferencePool:
             return
         self.buffers.hold(publication.version, replica)
         settings = self._settings
-        if publication.layout is not None:
-            receipt, seconds = await self._push(replica, publication)
-        else:
-            order = (publication, settings.load_bucket_bytes, settings.in_flight)
-            receipt, seconds = await self._change(replica, "load_weights", *order)
+        with self._router.draining(replica.name) if settings.in_flight == "drain" else nullcontext():
+            if publication.layout is not None:
+                receipt, seconds = await self._push(replica, publication)
+            else:
+                order = (publication, settings.load_bucket_bytes, settings.in_flight)
+                receipt, seconds = await self._change(replica, "load_weights", *order)
         if self._replicas.get(replica.name) is not replica:
             raise WorkerDied(replica.name, "it died right after it had loaded its weights")
         check_weights(replica.name, publication, receipt)
@@ -504,14 +532,18 @@ class InferencePool:
                 raise
             raise replica.give_up(str(failure)) from failure
 
-    async def _change_each(self, change: Callable[[Replica], Awaitable[None]]) -> None:
-        """Change one live replica after the other. Those that die meanwhile are restarted by `run`."""
-        for replica in list(self._replicas.values()):
+    async def _change_each(self, change: Callable[[Replica], Awaitable[None]], at_once: int) -> None:
+        """Change all live replicas, at most so many at once. Those that die meanwhile are restarted by `run`."""
+        turns = asyncio.Semaphore(at_once)
+
+        async def change_one(replica: Replica) -> None:
             try:
-                async with replica.change():
+                async with turns, replica.change():
                     await change(replica)
             except WorkerDied:
                 self.buffers.keep_only(replica, None)
+
+        await all_or_none(change_one(replica) for replica in list(self._replicas.values()))
 
     async def _settle(self, replica: Replica) -> None:
         """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -273,41 +273,19 @@ class EpisodeValidator(Validator):
 
     tasks: Sequence[EpisodeTask]
     rollout: EpisodeRollout
-    attempts: int
-    """Number of tries per group whose episodes fail."""
-    on_event: Callable[[str], None]
 
     async def measure(self, version: int) -> ValidationResult:
-        """Play every group. Raises `EpisodesFailed` if none could be played."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._play(index, task)) for index, task in enumerate(self.tasks)]
-        outcomes = [task.result() for task in running]
-        played = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, list)}
-        failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodesFailed)]
-        if failures:
-            self.on_event(f"validation: {len(failures)} of {len(outcomes)} groups failed; the first: {failures[0]}")
-        if not played:
-            raise failures[0]
+        played = await self.made(len(self.tasks), lambda index: self.rollout.play(index, self.tasks[index]))
         groups = [as_group(index, self.tasks[index], episodes) for index, episodes in played.items()]
         episodes = [episode for group in played.values() for episode in group]
         return ValidationResult(version, self._metrics(played), groups, episodes)
 
-    async def _play(self, index: int, task: EpisodeTask) -> list[Episode] | EpisodesFailed:
-        for _ in range(self.attempts):
-            try:
-                return await self.rollout.play(index, task)
-            except EpisodesFailed as failed:
-                failure = failed
-        return failure
-
     def _metrics(self, played: Mapping[int, list[Episode]]) -> dict[str, float]:
-        by_tag: dict[str, list[list[Episode]]] = defaultdict(list)
-        for index, episodes in played.items():
-            by_tag[self.tasks[index].tag].append(episodes)
         metrics: dict[str, float] = {}
-        for tag, groups in sorted(by_tag.items()):
-            requested = sum(task.tag == tag for task in self.tasks)
-            measured = validation_metrics(groups) | {"failed_groups": float(requested - len(groups))}
+        for tag, requested in sorted(Counter(task.tag for task in self.tasks).items()):
+            groups = [episodes for index, episodes in played.items() if self.tasks[index].tag == tag]
+            measured = validation_metrics(groups) if groups else {}
+            measured["failed_groups"] = float(requested - len(groups))
             metrics |= {f"val/{tag}/{name}": value for name, value in measured.items()}
         return metrics
 

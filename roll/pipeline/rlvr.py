@@ -7,7 +7,7 @@ from (run seed, group id, sample index, turn), so a group can be generated again
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -145,9 +145,12 @@ class RLVRSide(RolloutSide):
     sample_metrics = "reward"
     workers: Rewards
 
-    def __init__(self, prepared: Prepared, plan: RLVRPlan, rewards: Rewards) -> None:
+    def __init__(
+        self, prepared: Prepared, plan: RLVRPlan, rewards: Rewards, on_event: Callable[[str], None]
+    ) -> None:
         self._prepared, self._plan, self._config = prepared, plan, plan.config
         self.workers = rewards
+        self._on_event = on_event
 
     def canary_prompts(self) -> list[np.ndarray]:
         return [prompt.token_ids for prompt in self._plan.prompts]
@@ -176,7 +179,9 @@ class RLVRSide(RolloutSide):
             self._plan.validation_prompts,
             self._function(generator, validation.generating_args, "validation"),
             batch_size=self._config.val_batch_size,
+            attempts=1 + self._config.max_group_retries,
             timeout_seconds=validation.timeout_seconds,
+            on_event=self._on_event,
         )
 
     def handles(self) -> list[WorkerHandle]:
@@ -299,18 +304,17 @@ class PromptValidator(Validator):
     async def measure(self, version: int) -> ValidationResult:
         slots = asyncio.Semaphore(max(1, self.batch_size // self.rollout.samples_per_group))
 
-        async def one(index: int, prompt: Prompt) -> Group:
+        async def make(index: int) -> Group:
             async with slots:
-                return await self.rollout(index, prompt)
+                return await self.rollout(index, self.prompts[index])
 
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(index, prompt)) for index, prompt in enumerate(self.prompts)]
-        groups = [task.result() for task in running]
-        by_domain: dict[str, list[Group]] = defaultdict(list)
-        for group in groups:
-            by_domain[group.prompt.domain].append(group)
+        groups = list((await self.made(len(self.prompts), make)).values())
         metrics: dict[str, float] = {}
-        for domain, members in sorted(by_domain.items()):
+        for domain, requested in sorted(Counter(prompt.domain for prompt in self.prompts).items()):
+            members = [group for group in groups if group.prompt.domain == domain]
+            metrics[f"val/{domain}/failed_groups"] = float(requested - len(members))
+            if not members:
+                continue
             samples = [sample for group in members for sample in group.samples]
             metrics[f"val/{domain}/accuracy"] = float(np.mean([sample.score for sample in samples]))
             metrics[f"val/{domain}/best_of_group"] = float(np.mean([group.scores.max() for group in members]))

@@ -136,6 +136,7 @@ class Roles:
             load_bucket_bytes=derived.load_bucket_bytes(config),
             dual_buffer=config.weight_update.dual_buffer,
             silence_timeout_seconds=role.silence_timeout_seconds,
+            max_unavailable=config.weight_update.max_unavailable,
         )
         start = partial(self._start_worker, "actor_infer", InferWorker, engines)
         spec = engine_spec(config, self._transport.name)
@@ -196,7 +197,7 @@ def build_side(
     plan = prepared.rollouts
     if isinstance(plan, AgenticPlan):
         return AgenticSide(prepared, plan, str(run.logs.absolute()), on_event)
-    return RLVRSide(prepared, plan, build_rewards(prepared, plan.config, placement, locks, run, on_event))
+    return RLVRSide(prepared, plan, build_rewards(prepared, plan.config, placement, locks, run, on_event), on_event)
 
 
 def trainer_setup(config: PipelineConfig, role: str) -> TrainerSetup:

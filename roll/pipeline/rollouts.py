@@ -15,10 +15,11 @@ arrive before it ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,13 +27,17 @@ from roll.agentic.episode import Episode
 from roll.configs.roles import GeneratingArguments
 from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest, SamplingParams
-from roll.rollout.scheduler import GroupRequest
+from roll.rollout.scheduler import GroupRequest, is_fatal
 from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
     from roll.engines.pool import InferencePool
     from roll.runtime.actors import WorkerHandle
     from roll.runtime.locks import DeviceLock
+
+Made = TypeVar("Made")
+
+logger = logging.getLogger(__name__)
 
 
 class Generator(Protocol):
@@ -180,6 +185,9 @@ class Validator(ABC):
     """Validator that measures one policy version."""
 
     timeout_seconds: float = field(kw_only=True)
+    attempts: int = field(kw_only=True)
+    """Number of tries per group."""
+    on_event: Callable[[str], None] = field(kw_only=True)
 
     async def run(self, version: int) -> ValidationResult:
         """Generate and judge the whole validation set.
@@ -203,3 +211,32 @@ class Validator(ABC):
     @abstractmethod
     async def measure(self, version: int) -> ValidationResult:
         """Generate and judge the validation set, however long it takes."""
+
+    async def made(self, count: int, make: Callable[[int], Awaitable[Made]]) -> dict[int, Made]:
+        """Return what ``make`` returns for each number below ``count``, without those for which it keeps failing.
+
+        A group is tried again as in training; those that fail each time are reported. Raises the first failure if no
+        group could be made, and a fatal one at once.
+        """
+        failures: list[Exception] = []
+
+        async def try_to_make(number: int) -> Made | None:
+            for attempt in range(1, self.attempts + 1):
+                try:
+                    return await make(number)
+                except Exception as error:
+                    if is_fatal(error):
+                        raise
+                    logger.info("attempt %d of group %d of the validation failed: %r", attempt, number, error)
+                    failure = error
+            failures.append(failure)
+            return None
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(try_to_make(number)) for number in range(count)]
+        if failures:
+            self.on_event(f"validation: {len(failures)} of {count} groups failed; the first: {failures[0]}")
+        if len(failures) == count > 0:
+            raise failures[0]
+        outcomes = {number: task.result() for number, task in enumerate(running)}
+        return {number: outcome for number, outcome in outcomes.items() if outcome is not None}

@@ -100,11 +100,12 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
             await _correct(run, batch)
             metrics = await run.trainer.train(batch.data, run.objective, train_plan(config, "actor_train", batch))
             run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
-        if publication_due(config, version):
-            batch.canaries = await gather(run, version)
-            batch.gathered = True
-        run.scheduler.training_step_done(version)
-        if run.checkpoints.due(version):
+    if publication_due(config, version):
+        batch.canaries = await gather(run, version)
+        batch.gathered = True
+    run.scheduler.training_step_done(version)
+    if run.checkpoints.due(version):
+        with run.recorder.busy("actor_train"):
             await run.checkpoints.take(version, run.scheduler.progress(), batch.advantage_state)
     run.steps.advance(version)
     batch.metrics.update(
@@ -168,14 +169,14 @@ def publication_due(config: PipelineConfig, version: int) -> bool:
 
 
 async def gather(run: RunContext, version: int) -> CanaryScores | None:
-    """Copy the trainer's weights into a weight buffer, as soon as one is free.
+    """Copy the trainer's weights into a weight buffer, as soon as one is free. The trainer is idle until then.
 
     Returns the trainer's scores of the canary sequences, if this weight update is checked.
     """
     buffer = await run.pool.buffers.acquire(version)
-    bucket_bytes = derived.gather_bucket_bytes(run.config)
-    await run.trainer.gather(version, buffer, run.pool.dtype, bucket_bytes)
-    return await run.parity_check.score(run.trainer, version)
+    with run.recorder.busy("actor_train"):
+        await run.trainer.gather(version, buffer, run.pool.dtype, derived.gather_bucket_bytes(run.config))
+        return await run.parity_check.score(run.trainer, version)
 
 
 async def publish(run: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
@@ -206,7 +207,8 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
         run.scheduler.pause_admission()
     else:
         run.scheduler.weights_published(version)
-    with run.recorder.validating(version):
+    # A replica that dies meanwhile must find this version, the only one that is measured.
+    with run.recorder.validating(version), run.pool.buffers.kept(version):
         result = await run.validator.run(version)
     if pause:
         run.scheduler.weights_published(version)
@@ -230,13 +232,13 @@ async def base_is_free(run: RunContext, batch: TrainingBatch) -> None:
 
 
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
-    """In a colocated run, wait for a free weight buffer before taking the devices.
+    """Wait for a free weight buffer before taking devices that other roles use, too.
 
-    There the engine needs the same devices to release older weights. In other runs training need not wait, since
-    `gather` does.
+    Whoever frees a buffer may need these devices first: the engine to load newer weights, or a reward model to end the
+    validation that holds up their publication. A trainer with devices of its own need not wait, since `gather` does.
     """
     version = batch.step + 1
-    if run.locks["actor_train"] is run.locks["actor_infer"] and publication_due(run.config, version):
+    if len(run.locks["actor_train"].roles) > 1 and publication_due(run.config, version):
         await run.pool.buffers.acquire(version)
 
 

@@ -12,12 +12,15 @@ buffer is given out again; a replica that restarts later waits for the next upda
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, waiting
 
 NEWEST = "replicas that may restart"
 """Holder of the newest published version."""
+KEPT = "a validation"
+"""Holder of a version that is kept for as long as it is measured."""
 
 
 class WeightBuffers:
@@ -83,6 +86,15 @@ class WeightBuffers:
         """Remove ``holder`` from all versions but ``version``; None removes it from all, because it has died."""
         for other in [other for other, holders in self._holders.items() if holder in holders and other != version]:
             self.release(other, holder)
+
+    @contextmanager
+    def kept(self, version: int) -> Iterator[None]:
+        """Keep a published version during a block for replicas that restart, with a single buffer as well."""
+        self.hold(version, KEPT)
+        try:
+            yield
+        finally:
+            self.release(version, KEPT)
 
     def publishing(self, version: int) -> None:
         """Record that this version is complete and the newest: a restarting replica loads it."""

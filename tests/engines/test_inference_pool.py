@@ -8,6 +8,7 @@ from roll.engines.base import EngineFailed
 from roll.engines.pool import RequestError
 from roll.rollout.clock import run_virtual
 from roll.runtime.actors import WorkerFailed
+from tests.runtime import local_engines
 from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 
@@ -186,11 +187,76 @@ def test_a_late_report_of_a_death_does_not_hit_the_successor(monkeypatch):
     run_virtual(scenario())
 
 
-def test_a_request_that_never_ends_fails_at_its_deadline_with_the_name_of_its_replica(monkeypatch):
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_request_that_gets_no_more_tokens_fails_with_the_name_of_its_replica_and_leaves_the_engine(monkeypatch, begun):
     async def scenario():
         async with LocalPool(monkeypatch) as local:
-            with pytest.raises(RequestError, match=r"actor_infer/0, request r: no end after 50 s"):
-                await local.pool.generate(request(tokens=1000))
+            engine = local.handles[0].engine
+            neighbour = asyncio.create_task(local.pool.generate(request("neighbour", tokens=200 if begun else 10)))
+            lost = asyncio.create_task(local.pool.generate(request("lost", tokens=200)))
+            if not begun:
+                engine.stalled.add("lost")
+            await asyncio.sleep(20)
+            engine.stalled.add("lost")
+            with pytest.raises(RequestError, match=r"actor_infer/0, request lost#\d: no new token for 50 s"):
+                await lost
+            assert 69 < asyncio.get_running_loop().time() - START_SECONDS - LOAD_SECONDS < 76 if begun else True
+            await asyncio.sleep(2)
+            assert not any(name.startswith("lost") for name in engine.running)
+            assert len((await neighbour).token_ids) == (200 if begun else 10)
+
+    run_virtual(scenario())
+
+
+def test_neither_a_long_response_nor_one_that_is_queued_for_long_is_lost(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            local.handles[0].engine.slots = asyncio.Semaphore(1)
+            running = [asyncio.create_task(local.pool.generate(request(f"r{index}", 300))) for index in range(3)]
+            assert [len(completion.token_ids) for completion in await asyncio.gather(*running)] == [300] * 3
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_drains_gets_no_more_requests(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2, in_flight="drain") as local:
+            long = [asyncio.create_task(local.pool.generate(request(f"long{index}", 30))) for index in range(2)]
+            short = [asyncio.create_task(local.pool.generate(request(f"short{index}", 3))) for index in range(4)]
+            update = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(10)  # the first one waits for its long request alone
+            first, second = (handle.engine for handle in local.handles)
+            assert len(first.running) == 1 and len(second.running) == 1
+            later = [asyncio.create_task(local.pool.generate(request(f"later{index}", 3))) for index in range(5)]
+            await asyncio.sleep(1)
+            assert len(first.running) == 1 and len(second.running) == 6
+            await asyncio.gather(update, *long, *short, *later)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("in_flight", "share"), [("keep", 0.25), ("resume", 0.125)])
+def test_replicas_change_side_by_side_and_no_more_than_the_share_stand_still(monkeypatch, in_flight, share):
+    async def scenario():
+        monkeypatch.setattr(local_engines, "LOAD_SECONDS", 4.0)
+        async with LocalPool(monkeypatch, replicas=64, in_flight=in_flight, max_unavailable=share) as local:
+            most = 0
+
+            async def look():
+                nonlocal most
+                while True:
+                    await asyncio.sleep(0.25)
+                    still = [handle for handle in local.handles if not handle.engine.going.is_set()]
+                    most = max(most, len(still))
+                    assert len(still) <= 64 * share
+
+            looking = asyncio.create_task(look())
+            began = asyncio.get_running_loop().time()
+            await local.publish(1)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(4 / share, abs=0.1)
+            assert most == 64 * share and not looking.done()
+            looking.cancel()
+            assert {handle.engine.version for handle in local.handles} == {1}
 
     run_virtual(scenario())
 

@@ -6,7 +6,8 @@ Only the ends are stood in for: a trainer whose steps take ten seconds, and engi
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -86,9 +87,13 @@ class Recorder:
         self.timeline = Timeline(folder / "timeline.json")
         self.steps: dict[int, dict[str, float]] = {}
         self.validated: list[int] = []
+        self.busy_seconds: Counter[str] = Counter()
 
+    @contextmanager
     def busy(self, role):
-        return nullcontext()
+        began = asyncio.get_running_loop().time()
+        yield
+        self.busy_seconds[role] += asyncio.get_running_loop().time() - began
 
     def validating(self, version):
         return nullcontext()
@@ -122,9 +127,12 @@ class Validator:
 
     async def run(self, version):
         before = self.run_of.scheduler.ledger.issued
-        await asyncio.sleep(VALIDATION_SECONDS)
+        await self.measure(version)
         self.begun_during[version] = self.run_of.scheduler.ledger.issued - before
         return ValidationResult(version, {"val/addition/accuracy": 1.0}, [])
+
+    async def measure(self, version):
+        await asyncio.sleep(VALIDATION_SECONDS)
 
 
 class Run:
@@ -134,13 +142,14 @@ class Run:
         small = {"rollout_batch_size": 2, "num_return_sequences_in_group": 1, **changes}
         self.config = config_from_tree(tiny_config(folder, **small))
         self.folder = folder
-        self.local = lambda: LocalPool(monkeypatch, replicas=2)
+        self.local = lambda **settings: LocalPool(monkeypatch, replicas=2, **settings)
         self.trainer = Trainer()
         self.events: list[tuple[str, int]] = []
         """Records and checkpoints, in order."""
         self.recorder = Recorder(folder, self.events)
         self.announced_to_chaos: list[int] = []
         self.validator = Validator(self)
+        self.devices = {"actor_train": [0], "actor_infer": [1]}
 
     async def rollout(self, asked) -> Group:
         completion = await self.pool.generate(
@@ -160,7 +169,7 @@ class Run:
         self.pool = pool
         self.scheduler = build_scheduler(config, side, self.rollout)
         self.scheduler.pause_admission()
-        locks = build_device_locks({"actor_train": [0], "actor_infer": [1]})
+        locks = self.locks = build_device_locks(self.devices)
 
         async def undisturbed(version):
             self.announced_to_chaos.append(version)
@@ -189,13 +198,14 @@ class Run:
 
     def run(self) -> Run:
         async def main():
-            local = self.local()
+            local = self.engines = self.local()
             await local.pool.start()
             context = self.context(local.pool)
             chain = [stage for stage in stage_chain({}) if stage.name in ("rollout", "train", "param_update")]
             graph = StageGraph(build_stages(chain, context))
             background = {"scheduler": self.scheduler.run, "engine": local.pool.run}
-            await graph.run(background, lambda: publish_initial(context))
+            async with asyncio.timeout(10_000):
+                await graph.run(background, lambda: publish_initial(context))
             self.held_at_the_end = [handle.engine.version for handle in local.handles]
             local.witness.testify()
 
@@ -206,7 +216,12 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    return lambda **changes: Run(tmp_path, monkeypatch, **changes).run()
+    def run(prepare=lambda run: None, **changes):
+        made = Run(tmp_path, monkeypatch, **changes)
+        prepare(made)
+        return made.run()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -263,3 +278,54 @@ def test_no_group_begins_during_a_validation_that_pauses_the_rollout(run, mode):
     begun = done.validator.begun_during
     assert sorted(begun) == [0, 2, 4, 6] and any(begun.values()) == (mode == "overlap")
     assert done.scheduler.ledger.consumed == 12 == done.scheduler.ledger.issued
+
+
+VALIDATING = {"eval_steps": 1, "max_steps": 6, "max_staleness": 2}
+
+
+@pytest.mark.parametrize(("mode", "ratio"), [("overlap", 1), ("pause", 2)])
+def test_a_validation_that_needs_a_reward_model_on_the_devices_of_the_trainer_ends(run, mode, ratio):
+    """The trainer holds these devices and waits for memory of a publication that waits for the validation."""
+
+    def share(made):
+        made.devices["rewards.judge"] = made.devices["actor_train"]
+
+        async def measure(version):
+            await asyncio.sleep(VALIDATION_SECONDS)
+            async with made.locks["rewards.judge"].hold("rewards.judge"):
+                await asyncio.sleep(1)
+
+        made.validator.measure = measure
+
+    settings = {"mode": mode, "data_args": {"file_name": "val.jsonl"}}
+    done = run(share, async_generation_ratio=ratio, validation=settings, **VALIDATING)
+    assert done.recorder.validated == list(range(7))
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+def test_a_replica_that_dies_during_a_validation_comes_back_with_the_version_that_is_measured(run, dual_buffer):
+    def kill(made):
+        single = {} if dual_buffer else {"in_place": False, "dual_buffer": False}
+        local = made.local
+        made.local = lambda: local(**single)
+
+        async def measure(version):
+            await asyncio.sleep(VALIDATION_SECONDS / 2)  # until the next step is trained
+            if version == 2:
+                for handle in made.engines.handles[:2]:
+                    handle.kill()
+            measured = await made.pool.generate(request(f"measured-{version}"))
+            assert measured.versions.tolist() == [version] * 4
+
+        made.validator.measure = measure
+
+    done = run(
+        kill, async_generation_ratio=1, validation={"mode": "overlap", "data_args": {"file_name": "val.jsonl"}}, **VALIDATING
+    )
+    assert done.pool.restarts == 2 and done.recorder.validated == list(range(7))
+
+
+def test_a_trainer_that_waits_for_memory_of_a_publication_is_idle(run):
+    settings = {"mode": "overlap", "data_args": {"file_name": "val.jsonl"}}
+    done = run(async_generation_ratio=2, validation=settings, **VALIDATING)
+    assert done.recorder.busy_seconds["actor_train"] == pytest.approx(6 * 10)

@@ -103,7 +103,7 @@ def test_samples_that_stay_together_leave_nothing_in_the_router(text):
 
 
 def validator(engine, prompts, **settings):
-    options = {"batch_size": 8, "timeout_seconds": 100.0, **settings}
+    options = {"batch_size": 8, "timeout_seconds": 100.0, "attempts": 3, "on_event": print, **settings}
     return PromptValidator(prompts, rollout(engine, purpose="validation"), **options)
 
 
@@ -116,6 +116,42 @@ def test_validation_keeps_to_its_budget_and_reports_each_domain():
         assert result.metrics["val/sums/accuracy"] == result.metrics["val/products/accuracy"] == 1.5
         assert result.metrics["val/sums/best_of_group"] == 3
         assert [group.prompt.text for group in result.groups] == [each.text for each in prompts]
+
+    run_virtual(scenario())
+
+
+class Stumbling(Judge):
+    """Fails a prompt the first time, and those named "bad" each time."""
+
+    def __init__(self):
+        self.seen = Counter()
+
+    async def score(self, domain, records):
+        self.seen[records[0].prompt_text] += 1
+        if self.seen[records[0].prompt_text] == 1:
+            raise OSError("the service is down")
+        return await super().score(domain, records)
+
+
+def test_a_validation_tries_what_failed_again_and_leaves_out_and_reports_what_keeps_failing():
+    async def scenario():
+        events, judge = [], Stumbling()
+        prompts = [prompt("1"), prompt("bad"), prompt("2"), prompt("bad", "proofs")]
+        measured = replace(validator(Engine(), prompts, on_event=events.append), rollout=rollout(Engine(), judge=judge))
+        result = await measured.run(5)
+        assert [group.prompt.text for group in result.groups] == ["1", "2"]
+        assert judge.seen["1"] == judge.seen["2"] == 2 and judge.seen["bad"] == 6
+        assert result.metrics["val/sums/failed_groups"] == result.metrics["val/proofs/failed_groups"] == 1
+        assert result.metrics["val/sums/accuracy"] == 1.5 and "val/proofs/accuracy" not in result.metrics
+        assert events == ["validation: 2 of 4 groups failed; the first: cannot be judged"]
+
+    run_virtual(scenario())
+
+
+def test_a_validation_of_which_nothing_could_be_judged_fails():
+    async def scenario():
+        with pytest.raises(RuntimeError, match="cannot be judged"):
+            await validator(Engine(), [prompt("bad")] * 3).run(5)
 
     run_virtual(scenario())
 

@@ -70,6 +70,10 @@ class ScriptedEngine(InferStrategy):
         self.fail_next: EngineFailed | None = None
         self.in_place = in_place
         """Whether it computes with the publication's own memory."""
+        self.slots = asyncio.Semaphore(1000)
+        """A request that has none is queued."""
+        self.stalled: set[str] = set()
+        """Requests that get no more tokens."""
 
     async def start(self):
         await asyncio.sleep(START_SECONDS)
@@ -80,15 +84,17 @@ class ScriptedEngine(InferStrategy):
         self.seen.append(request)
         mine = self.running[request.request_id] = RunningRequest(request)
         try:
-            while len(mine.versions) < request.sampling.max_new_tokens and not mine.aborted.is_set():
-                await asyncio.sleep(TOKEN_SECONDS)
-                await self.going.wait()
-                await self.unstuck()
-                if self.fail_next is not None:
-                    raise self.fail_next
-                with self.witness.watching():
-                    assert not self.asleep
-                mine.versions.append(self.version)
+            async with self.slots:
+                while len(mine.versions) < request.sampling.max_new_tokens and not mine.aborted.is_set():
+                    await asyncio.sleep(TOKEN_SECONDS)
+                    await self.going.wait()
+                    await self.unstuck()
+                    if self.fail_next is not None:
+                        raise self.fail_next
+                    with self.witness.watching():
+                        assert not self.asleep
+                    if request.request_id.partition("#")[0] not in self.stalled:
+                        mine.versions.append(self.version)
         finally:
             del self.running[request.request_id]
         got, reason = mine.chunk(), "abort" if mine.aborted.is_set() else "length"
@@ -115,6 +121,10 @@ class ScriptedEngine(InferStrategy):
                 self.running[request_id].aborted.set()
 
     async def pause(self, mode):
+        if mode == "drain":
+            before = set(self.running)
+            while before & set(self.running):
+                await asyncio.sleep(TOKEN_SECONDS / 2)
         self.going.clear()
 
     async def resume(self):
@@ -275,6 +285,7 @@ class LocalPool:
             "load_bucket_bytes": 1,
             "dual_buffer": True,
             "silence_timeout_seconds": 20.0,
+            "max_unavailable": 0.25,
             **settings,
         }
         spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64, transport="nothing")
