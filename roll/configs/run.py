@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from roll.configs.fields import Count, Finite, LossAggregation, Natural, NotNegative, Nucleus, Positive, Range, Seed, option
+from roll.configs.fields import (
+    Count,
+    Finite,
+    LossAggregation,
+    Natural,
+    NotNegative,
+    Nucleus,
+    Positive,
+    Range,
+    Seed,
+    option,
+)
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.roles import (

@@ -188,7 +188,7 @@ def test_a_late_report_of_a_death_does_not_hit_the_successor(monkeypatch):
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_request_that_gets_no_more_tokens_fails_with_the_name_of_its_replica_and_leaves_the_engine(monkeypatch, begun):
+def test_a_request_that_gets_no_more_tokens_fails_with_its_replica_and_leaves_the_engine(monkeypatch, begun):
     async def scenario():
         async with LocalPool(monkeypatch) as local:
             engine = local.handles[0].engine

@@ -319,9 +319,8 @@ def test_a_replica_that_dies_during_a_validation_comes_back_with_the_version_tha
 
         made.validator.measure = measure
 
-    done = run(
-        kill, async_generation_ratio=1, validation={"mode": "overlap", "data_args": {"file_name": "val.jsonl"}}, **VALIDATING
-    )
+    settings = {"mode": "overlap", "data_args": {"file_name": "val.jsonl"}}
+    done = run(kill, async_generation_ratio=1, validation=settings, **VALIDATING)
     assert done.pool.restarts == 2 and done.recorder.validated == list(range(7))
 
 
