@@ -186,12 +186,14 @@ def tracker_classes(config: PipelineConfig) -> dict[str, str]:
 
 def gather_bucket_bytes(config: PipelineConfig) -> int:
     """Return the size of the largest bucket that the trainer packs, in bytes."""
-    return max(1, int(config.weight_update.param_update_gather_bucket_size_mb * MEBIBYTE))
+    megabytes = config.weight_update.param_update_gather_bucket_size_mb
+    return max(1, int(megabytes * MEBIBYTE))
 
 
 def load_bucket_bytes(config: PipelineConfig) -> int:
     """Return the largest number of bytes that an engine receives at a time."""
-    return max(1, int(config.weight_update.param_update_load_bucket_size_mb * MEBIBYTE))
+    megabytes = config.weight_update.param_update_load_bucket_size_mb
+    return max(1, int(megabytes * MEBIBYTE))
 
 
 def group_size(config: PipelineConfig) -> int:

@@ -79,6 +79,8 @@ class RunContext:
         """Number of training steps that were done when this process began."""
         self.steps = StepCounter(self.first_step)
         """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
+        self.published = StepCounter(self.first_step)
+        """Counter of the training steps whose weights the engines have, if they get them."""
         self.checkpoints = Checkpointer(
             recorder.run.checkpoints,
             roles.trained(),
@@ -95,14 +97,14 @@ class RunContext:
             raise RuntimeError("a stage of the critic is wired without the role")
         return self.critic
 
-    def hold(self, role: str) -> Callable[[], object]:
-        """Return the function with which a stage holds the devices of a role.
+    def holder(self, role: str) -> str:
+        """Return the role whose devices a role computes on: the trainer, for a reference that is its base model."""
+        return "actor_train" if role == "reference" and derived.reference_is_base(self.config) else role
 
-        Where the reference is the trainer without its adapters, they are the trainer's.
-        """
-        if role == "reference" and derived.reference_is_base(self.config):
-            role = "actor_train"
-        return lambda: self.locks[role].hold(role)
+    def hold(self, role: str) -> Callable[[], object]:
+        """Return the function with which a stage holds the devices of a role."""
+        holder = self.holder(role)
+        return lambda: self.locks[holder].hold(holder)
 
 
 def resume_rollouts(

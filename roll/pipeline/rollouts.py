@@ -134,9 +134,13 @@ class EngineGate(Generator):
         self._pool.forget(sticky_key)
 
     async def run(self) -> None:
-        """Hold the devices whenever there are requests, until cancelled."""
+        """Hold the devices whenever there are requests, until cancelled.
+
+        Roles that work on the same batch one after the other keep the devices until they are done.
+        """
         while True:
             await self._demanded.wait()
+            await self._lock.quiet(self._role)
             async with self._lock.hold(self._role):
                 self._open.set()
                 waits = [asyncio.ensure_future(wait) for wait in (self._idle.wait(), self._lock.wait_contended())]

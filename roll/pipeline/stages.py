@@ -134,6 +134,8 @@ async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     version = batch.step + 1
     if batch.gathered:
         batch.metrics.update(await publish(run, version, batch.canaries))
+    run.published.advance(version)
+    if batch.gathered:
         batch.metrics.update(await announce(run, version))
     return batch
 
@@ -217,18 +219,23 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
     return result.metrics
 
 
-async def earlier_step_over(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait until the trained weights have learned from every earlier batch."""
-    await run.steps.reached(batch.step)
+async def reference_is_next(run: RunContext, batch: TrainingBatch) -> None:
+    """Wait for the roles that work on the previous batch, if the reference computes on their devices.
 
-
-async def base_is_free(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait for the previous training step, if the reference is the trainer without its adapters.
-
-    Any earlier, the reference could only delay that step's new weights.
+    Any earlier, it would take the devices from them, and they would take them back.
     """
-    if derived.reference_is_base(run.config):
+    lock = run.locks[run.holder("reference")]
+    if lock is run.locks["actor_train"]:
         await run.steps.reached(batch.step)
+    if lock is run.locks["actor_infer"]:
+        await run.published.reached(batch.step)
+
+
+async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
+    """Wait until the critic has learned from every earlier batch, and for an engine that needs its devices."""
+    await run.steps.reached(batch.step)
+    if run.locks["critic"] is run.locks["actor_infer"]:
+        await run.published.reached(batch.step)
 
 
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
@@ -259,8 +266,8 @@ class ChainedStage:
 
 BUILT_IN = (
     ChainedStage("rollout", rollout),
-    ChainedStage("reference", reference, "reference", before=base_is_free),
-    ChainedStage("value", value, "critic", before=earlier_step_over),
+    ChainedStage("reference", reference, "reference", before=reference_is_next),
+    ChainedStage("value", value, "critic", before=critic_is_next),
     ChainedStage("advantage", advantage),
     ChainedStage("critic", critic, "critic"),
     ChainedStage("train", train, "actor_train", before=room_for_weights),

@@ -10,6 +10,7 @@ role.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
@@ -43,7 +44,10 @@ class DeviceLock:
         self._waiting = 0
         self._contended = asyncio.Event()
         self._freed = asyncio.Event()
+        self._freed_at = -math.inf
         self._switch = asyncio.Lock()
+        self._switch_seconds = 0.0
+        """Time that it took to exchange the states on the devices when they were exchanged last."""
 
     def register(self, role: str, resident: Resident) -> None:
         """Register the states of a role. They are taken to be on the devices, as they are after a model was loaded."""
@@ -60,6 +64,24 @@ class DeviceLock:
         """Wait until a task waits for the lock."""
         await self._contended.wait()
 
+    async def quiet(self, role: str) -> None:
+        """Wait until no other role has used the devices for as long as it takes to exchange the states on them.
+
+        For a role that can wait for several others that use the devices one after the other, with short pauses: it
+        would otherwise take them in each pause. Returns at once if the states of ``role`` are on the devices and no
+        other role wants these.
+        """
+        with waiting(self.name, f"the devices, as {role}"):
+            while self.holder != role:
+                left = self._freed_at + self._switch_seconds - asyncio.get_running_loop().time()
+                if self.holder is not None:
+                    self._freed.clear()
+                    await self._freed.wait()
+                elif not self._waiting and (left <= 0 or role in self._loaded):
+                    return
+                else:
+                    await asyncio.sleep(max(0, left))
+
     @asynccontextmanager
     async def hold(self, role: str) -> AsyncIterator[None]:
         """Hold the devices as ``role``, with its states loaded."""
@@ -73,6 +95,7 @@ class DeviceLock:
             self._holders -= 1
             if self._holders == 0:
                 self.holder = None
+                self._freed_at = asyncio.get_running_loop().time()
                 self._freed.set()
 
     async def _acquire(self, role: str) -> None:
@@ -107,12 +130,16 @@ class DeviceLock:
             with waiting(f"{self.name}/states", "states that are being moved"):
                 await switched.enter_async_context(self._switch)
             switched.enter_context(holding(f"{self.name}/states", f"loading {role}"))
+            if self._loaded == {role} & self._residents.keys():
+                return
+            started = asyncio.get_running_loop().time()
             for other in sorted(self._loaded - {role}):
                 await self._residents[other].offload_states()
                 self._loaded.discard(other)
             if role in self._residents and role not in self._loaded:
                 await self._residents[role].load_states()
                 self._loaded.add(role)
+            self._switch_seconds = asyncio.get_running_loop().time() - started
 
 
 def build_device_locks(devices_of_role: Mapping[str, Iterable[int]]) -> dict[str, DeviceLock]:

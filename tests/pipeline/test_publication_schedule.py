@@ -20,9 +20,9 @@ from roll.configs.loader import config_from_tree
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.context import build_scheduler
 from roll.pipeline.main import build_stages, publish_initial
-from roll.pipeline.rollouts import ValidationResult
+from roll.pipeline.rollouts import EngineGate, ValidationResult
 from roll.pipeline.stage import StageGraph, StepCounter
-from roll.pipeline.stages import stage_chain
+from roll.pipeline.stages import ChainedStage, stage_chain
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
 from roll.tracking.timeline import Timeline
@@ -150,9 +150,11 @@ class Run:
         self.announced_to_chaos: list[int] = []
         self.validator = Validator(self)
         self.devices = {"actor_train": [0], "actor_infer": [1]}
+        self.colocated: dict[str, Resident] = {}
+        """States of the roles that share devices."""
 
     async def rollout(self, asked) -> Group:
-        completion = await self.pool.generate(
+        completion = await self.gate.generate(
             request(f"{asked.group_id}-{asked.attempt}"), min_version=asked.start_version
         )
         tokens = np.concatenate([[7], completion.token_ids]).astype(np.int32)
@@ -170,6 +172,10 @@ class Run:
         self.scheduler = build_scheduler(config, side, self.rollout)
         self.scheduler.pause_admission()
         locks = self.locks = build_device_locks(self.devices)
+        self.gate = EngineGate(pool, locks["actor_infer"], "actor_infer")
+        locks["actor_infer"].register("actor_infer", pool)
+        for role, resident in self.colocated.items():
+            locks[role].register(role, resident)
 
         async def undisturbed(version):
             self.announced_to_chaos.append(version)
@@ -183,11 +189,13 @@ class Run:
             side=side,
             validator=self.validator,
             locks=locks,
+            holder=lambda role: role,
             hold=lambda role: lambda: locks[role].hold(role),
             recorder=self.recorder,
             objective=SimpleNamespace(token_fields=()),
             needs_proximal=False,
             steps=StepCounter(),
+            published=StepCounter(),
             parity_check=OneSequence(),
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,
@@ -196,14 +204,28 @@ class Run:
             first_step=0,
         )
 
+    def chain(self) -> list[ChainedStage]:
+        """The stages: those without which nothing happens, and those of the roles that share the devices."""
+
+        async def compute(run, batch):
+            await asyncio.sleep(2)
+            return batch
+
+        others = [
+            replace(stage, function=compute)
+            for stage in stage_chain({})
+            if stage.role in self.colocated.keys() - {"actor_train"} or (stage.name == "advantage" and self.colocated)
+        ]
+        first, *last = [stage for stage in stage_chain({}) if stage.name in ("rollout", "train", "param_update")]
+        return [first, *others, *last]
+
     def run(self) -> Run:
         async def main():
             local = self.engines = self.local()
             await local.pool.start()
             context = self.context(local.pool)
-            chain = [stage for stage in stage_chain({}) if stage.name in ("rollout", "train", "param_update")]
-            graph = StageGraph(build_stages(chain, context))
-            background = {"scheduler": self.scheduler.run, "engine": local.pool.run}
+            graph = StageGraph(build_stages(self.chain(), context))
+            background = {"scheduler": self.scheduler.run, "engine": local.pool.run, "gate": self.gate.run}
             async with asyncio.timeout(10_000):
                 await graph.run(background, lambda: publish_initial(context))
             self.held_at_the_end = [handle.engine.version for handle in local.handles]
@@ -328,3 +350,33 @@ def test_a_trainer_that_waits_for_memory_of_a_publication_is_idle(run):
     settings = {"mode": "overlap", "data_args": {"file_name": "val.jsonl"}}
     done = run(async_generation_ratio=2, validation=settings, **VALIDATING)
     assert done.recorder.busy_seconds["actor_train"] == pytest.approx(6 * 10)
+
+
+class Resident:
+    """States that take three seconds to move."""
+
+    def __init__(self) -> None:
+        self.moves = 0
+
+    async def load_states(self):
+        await asyncio.sleep(3)
+        self.moves += 1
+
+    offload_states = load_states
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_roles_that_share_devices_hand_them_over_once_each_way_in_a_step(run, monkeypatch, ratio):
+    residents = {"actor_train": Resident(), "reference": Resident(), "critic": Resident()}
+
+    def colocate(made):
+        monkeypatch.setattr(derived, "present_roles", lambda config: dict.fromkeys(made.devices, config.actor_train))
+        made.devices = dict.fromkeys(["actor_infer", *residents], [0])
+        made.colocated = residents
+
+    steps = 8
+    done = run(colocate, async_generation_ratio=ratio, max_steps=steps)
+    for role, resident in residents.items():
+        assert 2 * steps - 1 <= resident.moves <= 2 * steps + 2, role
+    for handle in done.engines.handles:
+        assert Counter(handle.engine.moves) == {"sleep": steps + 1, "wake": steps + 1}

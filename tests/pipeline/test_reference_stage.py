@@ -22,12 +22,13 @@ def test_the_base_of_the_trainer_waits_until_the_step_before_is_over_and_takes_t
     async def scenario():
         changes = {"reference": reference, "actor_train__model_args": {"lora_target": "q_proj"}}
         held_by: list[str] = []
-        lock = SimpleNamespace(hold=held_by.append)
+        lock, own = SimpleNamespace(hold=held_by.append), SimpleNamespace(hold=held_by.append)
         run = SimpleNamespace(
             config=config_from_tree(tiny_config(tmp_path, use_kl_loss=True, **changes)),
-            locks={"actor_train": lock, "reference": lock},
+            locks={"actor_train": lock, "reference": own, "actor_infer": None},
             steps=StepCounter(1),
         )
+        run.holder = lambda role: RunContext.holder(run, role)
         (stage,) = (each for each in BUILT_IN if each.name == "reference")
         RunContext.hold(run, stage.role)()
         assert held_by == ["actor_train" if waits else "reference"]
