@@ -164,8 +164,8 @@ class Checkpointer:
     source: str
     on_oldest: Callable[[RolloutProgress], None]
     """Called with the progress of the oldest checkpoint each time a checkpoint is completed."""
-    _copied_at: int | None = field(default=None, init=False)
-    _copied: set[str] = field(default_factory=set, init=False)
+    _copied: dict[int, set[str]] = field(default_factory=dict, init=False)
+    """Roles whose state was copied, by step."""
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)
     _queue: asyncio.Queue[_Pending] = field(default_factory=asyncio.Queue, init=False)
     _synced: int = field(default=0, init=False)
@@ -187,14 +187,12 @@ class Checkpointer:
         """Copy the training state of a role into the checkpoint of this step.
 
         Call it while holding the role's devices, after its last update of the step. Roles that share devices are never
-        all loaded at once, so each is copied on its own.
+        all loaded at once, and others take their steps at other times, so each is copied on its own.
         """
-        if step != self._copied_at:
-            await self._written()  # of the previous checkpoint: at most one is in memory
-            self._copied_at, self._copied = step, set()
+        await self.trainers[role].written()  # of the previous checkpoint: at most one is in memory
         if self.save_steps:
             await self.trainers[role].snapshot(str(self._partial(step) / STATE / role))
-        self._copied.add(role)
+        self._copied.setdefault(step, set()).add(role)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step-{step}.partial"
@@ -202,8 +200,8 @@ class Checkpointer:
     async def take(self, step: int, progress: RolloutProgress, advantage_state: Mapping[str, Any]) -> None:
         """Copy the state and the model of the first role and queue the checkpoint for completion.
 
-        Call it while holding the devices of the first role, while it does not train, and after the other roles were
-        copied. Raises `RuntimeError` if one of them was not.
+        Call it while holding the devices of the first role, while it does not train. The other roles are copied before
+        the step is recorded.
         """
         exported, *_ = self.trainers
         await self.copy_state(step, exported)
@@ -211,9 +209,6 @@ class Checkpointer:
         await self.trainers[exported].export(str(partial))
         facts = None
         if self.save_steps:
-            missing = self.trainers.keys() - self._copied
-            if missing:
-                raise RuntimeError(f"the states of {', '.join(sorted(missing))} were not copied at step {step}")
             facts = {
                 "format": FORMAT,
                 "progress": asdict(progress),
@@ -232,10 +227,16 @@ class Checkpointer:
                     await self._queue.join()
 
     async def run(self) -> None:
-        """Complete one checkpoint after another. Raises `OSError` or `WorkerFailed` if one cannot be written."""
+        """Complete one checkpoint after another.
+
+        Raises `OSError` or `WorkerFailed` if one cannot be written, and `RuntimeError` if a role was not copied.
+        """
         while True:
             pending = await self._queue.get()
             await pending.recorded.wait()
+            missing = self.trainers.keys() - self._copied.pop(pending.step)
+            if missing:
+                raise RuntimeError(f"the states of {', '.join(sorted(missing))} were not copied at step {pending.step}")
             await self._written()
             final = checkpoint_folder(self.folder, pending.step)
             with waiting(f"disk/{final}", "a checkpoint to be on the disk"):

@@ -79,6 +79,8 @@ class RunContext:
         """Number of training steps that were done when this process began."""
         self.steps = StepCounter(self.first_step)
         """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
+        self.critic_steps = StepCounter(self.first_step)
+        """Counter of the steps that the critic has learned from."""
         self.published = StepCounter(self.first_step)
         """Counter of the training steps whose weights the engines have, if they get them."""
         self.checkpoints = Checkpointer(

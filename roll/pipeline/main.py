@@ -96,27 +96,32 @@ async def publish_initial(context: RunContext) -> None:
 
 
 def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
-    """Build the stages, joined by channels of one batch each. Stages of absent roles are left out."""
+    """Build the stages, joined by channels of one batch each. Stages of absent roles are left out.
+
+    The critic learns beside the others, from the batches that the stage before it passes on.
+    """
     present = derived.present_roles(run.config).keys() | ({"reference"} if run.reference is not None else set())
     chain = [each for each in chain if each.role is None or each.role in present]
     stages: list[Stage] = []
     source: Any = groups_of_steps(run)
     for each in chain:
-        last = each is chain[-1]
-        outbox = None if last else Channel(f"after {each.name}")
+        beside, last = each.finish is not None, each is chain[-1]
+        outbox = None if beside or last else Channel(f"after {each.name}")
+        if beside:
+            stages[-1].side = Channel(f"to {each.name}")
         stages.append(
             Stage(
                 each.name,
                 partial(each.function, run),
-                source,
+                stages[-1].side if beside else source,
                 run.recorder.timeline,
                 outbox=outbox,
                 before=None if each.before is None else partial(each.before, run),
                 hold=None if each.role is None else run.hold(each.role),
-                finish=partial(record, run) if last else None,
+                finish=partial(each.finish or record, run) if beside or last else None,
             )
         )
-        source = outbox
+        source = source if beside else outbox
     return stages
 
 

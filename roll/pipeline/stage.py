@@ -94,6 +94,8 @@ class Stage:
     source: AsyncIterator[Any]
     timeline: Timeline
     outbox: Channel | None = None
+    side: Channel | None = None
+    """A second channel that gets each item, before the first one does."""
     before: Callable[[Any], Awaitable[None]] | None = None
     """Waits, before the devices are taken, for events that happen only while other roles have them."""
     hold: Callable[[], Any] | None = None
@@ -121,12 +123,12 @@ class Stage:
                 result = await self._worked(item)
                 if self.finish is not None:
                     await self.finish(result)
-                if self.outbox is not None:
+                for channel in self._outlets():
                     self._enter(StageState.WAITING_OUTPUT)
-                    await self.outbox.put(result)
+                    await channel.put(result)
                 self._enter(StageState.WAITING_INPUT)
-            if self.outbox is not None:
-                await self.outbox.close()
+            for channel in self._outlets():
+                await channel.close()
         except asyncio.CancelledError:
             self._enter(StageState.DONE, cancelled=True)
             raise
@@ -134,6 +136,9 @@ class Stage:
             self._enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
             raise
         self._enter(StageState.DONE)
+
+    def _outlets(self) -> list[Channel]:
+        return [channel for channel in (self.side, self.outbox) if channel is not None]
 
     async def _worked(self, item: Any) -> Any:
         if self.hold is not None:

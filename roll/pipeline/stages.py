@@ -1,6 +1,7 @@
 """The stages of a training step, in the order a batch passes through them.
 
-    rollout -> reference -> value -> advantage -> critic -> train -> param_update
+    rollout -> reference -> value -> advantage -> train -> param_update
+                                               -> critic
 
 A stage is a function of the run and a batch that returns the batch. The scheduler, the workers and the algorithms do
 the work. The first stage gets the scheduler's groups. The last one publishes the new weights, which lets the scheduler
@@ -80,10 +81,11 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Take the optimizer steps of the critic, on the returns of this batch."""
+    """Take the optimizer steps of the critic, on the returns of this batch, while the policy takes its own."""
     with run.recorder.busy("critic"):
         plan = train_plan(run.config, "critic", batch)
-        metrics = await run.require_critic().train(batch.data, run.value_objective, plan)
+        data = replace(batch.data, tokens=dict(batch.data.tokens))  # the policy's stage adds to them meanwhile
+        metrics = await run.require_critic().train(data, run.value_objective, plan)
         if run.checkpoints.due(batch.step + 1):
             await run.checkpoints.copy_state(batch.step + 1, "critic")
     batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
@@ -140,9 +142,16 @@ async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     return batch
 
 
+async def critic_learned(run: RunContext, batch: TrainingBatch) -> None:
+    """Count a step of the critic."""
+    run.critic_steps.advance(batch.step + 1)
+
+
 async def record(run: RunContext, batch: TrainingBatch) -> None:
     """Record a step that has passed all stages. Then its checkpoint may be completed."""
     step = batch.step + 1
+    if run.critic is not None:
+        await run.critic_steps.reached(step)
     await run.recorder.step(batch, run.scheduler, run.pool, run.side.workers)
     if run.checkpoints.due(step):
         await run.recorder.sync()
@@ -219,23 +228,27 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
     return result.metrics
 
 
-async def reference_is_next(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait for the roles that work on the previous batch, if the reference computes on their devices.
+async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
+    """Wait until the critic has learned from every earlier batch, and for roles that need its devices for these."""
+    await run.critic_steps.reached(batch.step)
+    await shared_devices_free(run, "critic", batch)
+
+
+async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) -> None:
+    """Wait for the roles that work on the previous batch on the devices of ``role``.
 
     Any earlier, it would take the devices from them, and they would take them back.
     """
-    lock = run.locks[run.holder("reference")]
+    lock = run.locks[run.holder(role)]
     if lock is run.locks["actor_train"]:
         await run.steps.reached(batch.step)
     if lock is run.locks["actor_infer"]:
         await run.published.reached(batch.step)
 
 
-async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait until the critic has learned from every earlier batch, and for an engine that needs its devices."""
-    await run.steps.reached(batch.step)
-    if run.locks["critic"] is run.locks["actor_infer"]:
-        await run.published.reached(batch.step)
+async def reference_is_next(run: RunContext, batch: TrainingBatch) -> None:
+    """Wait for the roles that need the devices of the reference for earlier batches."""
+    await shared_devices_free(run, "reference", batch)
 
 
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
@@ -262,6 +275,8 @@ class ChainedStage:
     """The role whose devices it holds, and without which it is left out; None: it needs none."""
     before: Callable[[RunContext, Any], Awaitable[None]] | None = None
     """Waits, before the devices are taken, for events that happen only while other roles have them."""
+    finish: Callable[[RunContext, Any], Awaitable[None]] | None = None
+    """Called with each batch; the stage then works beside those that follow."""
 
 
 BUILT_IN = (
@@ -269,7 +284,7 @@ BUILT_IN = (
     ChainedStage("reference", reference, "reference", before=reference_is_next),
     ChainedStage("value", value, "critic", before=critic_is_next),
     ChainedStage("advantage", advantage),
-    ChainedStage("critic", critic, "critic"),
+    ChainedStage("critic", critic, "critic", finish=critic_learned),
     ChainedStage("train", train, "actor_train", before=room_for_weights),
     ChainedStage("param_update", param_update),
 )

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +88,7 @@ class Recorder:
         self.timeline = Timeline(folder / "timeline.json")
         self.steps: dict[int, dict[str, float]] = {}
         self.validated: list[int] = []
+        self.ends: dict[int, float] = {}
         self.busy_seconds: Counter[str] = Counter()
 
     @contextmanager
@@ -112,6 +114,7 @@ class Recorder:
 
     async def step(self, batch, scheduler, pool, workers):
         self.steps[batch.step + 1] = batch.metrics
+        self.ends[batch.step + 1] = asyncio.get_running_loop().time()
         self.events.append(("written", batch.step + 1))
 
     async def sync(self):
@@ -150,6 +153,8 @@ class Run:
         self.announced_to_chaos: list[int] = []
         self.validator = Validator(self)
         self.devices = {"actor_train": [0], "actor_infer": [1]}
+        self.seconds: dict[str, float] = {}
+        """Time that stages take."""
         self.colocated: dict[str, Resident] = {}
         """States of the roles that share devices."""
 
@@ -196,6 +201,8 @@ class Run:
             needs_proximal=False,
             steps=StepCounter(),
             published=StepCounter(),
+            critic_steps=StepCounter(),
+            critic=self.colocated.get("critic"),
             parity_check=OneSequence(),
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,
@@ -207,12 +214,12 @@ class Run:
     def chain(self) -> list[ChainedStage]:
         """The stages: those without which nothing happens, and those of the roles that share the devices."""
 
-        async def compute(run, batch):
-            await asyncio.sleep(2)
+        async def compute(seconds, run, batch):
+            await asyncio.sleep(seconds)
             return batch
 
         others = [
-            replace(stage, function=compute)
+            replace(stage, function=partial(compute, self.seconds.get(stage.name, 2)))
             for stage in stage_chain({})
             if stage.role in self.colocated.keys() - {"actor_train"} or (stage.name == "advantage" and self.colocated)
         ]
@@ -380,3 +387,18 @@ def test_roles_that_share_devices_hand_them_over_once_each_way_in_a_step(run, mo
         assert 2 * steps - 1 <= resident.moves <= 2 * steps + 2, role
     for handle in done.engines.handles:
         assert Counter(handle.engine.moves) == {"sleep": steps + 1, "wake": steps + 1}
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_a_critic_and_the_policy_learn_at_the_same_time(run, monkeypatch, ratio):
+    def apart(made):
+        monkeypatch.setattr(derived, "present_roles", lambda config: dict.fromkeys(made.devices, config.actor_train))
+        made.devices["critic"] = [2]
+        made.colocated = {"critic": Resident()}
+        made.seconds = {"value": 4, "advantage": 1, "critic": 12}  # and the policy 10, a response 4, a load 2
+
+    done = run(apart, async_generation_ratio=ratio, max_steps=10, rollout_batch_size=1)
+    ends = done.recorder.ends
+    seconds = (ends[10] - ends[4]) / 6
+    # At ratio 0 one after the other: response, value, advantage, the slower of critic and policy with its update.
+    assert seconds <= 1.1 * ((4 + 4 + 1 + 12) if ratio == 0 else (4 + 12))
