@@ -121,7 +121,8 @@ def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
     publisher = waits.PUBLISHER if any(stage.name == waits.PUBLISHER for stage in status.stages) else waits.START
     if node == waits.PUBLICATION_MEMORY:
         holders = status.memory_holders
-        publishing = [Wait(node, publisher, "to publish what lies there", since)] if waits.PUBLISHING in holders else []
+        work = {waits.PUBLISHING: "to publish what lies there", waits.VALIDATION: "to measure what lies there"}
+        publishing = [Wait(node, publisher, what, since) for holder, what in work.items() if holder in holders]
         taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(waits.WORKER)]
         return publishing + taking
     if node == waits.REPLICAS:

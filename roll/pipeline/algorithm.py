@@ -456,6 +456,10 @@ class TrainingBatch:
         trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
         self.data.tokens["loss_mask"] = trained & kept
 
+    def beside(self) -> TrainingBatch:
+        """Return the batch as it is now, for a stage that works beside the next ones. Metrics are shared."""
+        return replace(self, data=replace(self.data, tokens=dict(self.data.tokens)))
+
     def note_time(self, stage: str, seconds: float) -> None:
         """Add the seconds for which a stage has worked on this batch (waiting not counted)."""
         self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds

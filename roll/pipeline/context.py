@@ -27,7 +27,7 @@ from roll.pipeline.rollouts import EngineGate, RolloutSide, has_score_variance
 from roll.pipeline.stage import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
-from roll.tracking.waits import GROUP, acting
+from roll.tracking.waits import CRITIC, GROUP, PUBLISHER, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
 
@@ -79,9 +79,9 @@ class RunContext:
         """Number of training steps that were done when this process began."""
         self.steps = StepCounter(self.first_step)
         """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
-        self.critic_steps = StepCounter(self.first_step)
+        self.critic_steps = StepCounter(self.first_step, CRITIC)
         """Counter of the steps that the critic has learned from."""
-        self.published = StepCounter(self.first_step)
+        self.published = StepCounter(self.first_step, PUBLISHER)
         """Counter of the training steps whose weights the engines have, if they get them."""
         self.checkpoints = Checkpointer(
             recorder.run.checkpoints,

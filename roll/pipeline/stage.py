@@ -95,7 +95,7 @@ class Stage:
     timeline: Timeline
     outbox: Channel | None = None
     side: Channel | None = None
-    """A second channel that gets each item, before the first one does."""
+    """A second channel, which gets each item as it is now (its `beside`), before the first one does."""
     before: Callable[[Any], Awaitable[None]] | None = None
     """Waits, before the devices are taken, for events that happen only while other roles have them."""
     hold: Callable[[], Any] | None = None
@@ -123,12 +123,16 @@ class Stage:
                 result = await self._worked(item)
                 if self.finish is not None:
                     await self.finish(result)
-                for channel in self._outlets():
+                if self.side is not None:
                     self._enter(StageState.WAITING_OUTPUT)
-                    await channel.put(result)
+                    await self.side.put(result.beside())
+                if self.outbox is not None:
+                    self._enter(StageState.WAITING_OUTPUT)
+                    await self.outbox.put(result)
                 self._enter(StageState.WAITING_INPUT)
-            for channel in self._outlets():
-                await channel.close()
+            for channel in (self.side, self.outbox):
+                if channel is not None:
+                    await channel.close()
         except asyncio.CancelledError:
             self._enter(StageState.DONE, cancelled=True)
             raise
@@ -136,9 +140,6 @@ class Stage:
             self._enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
             raise
         self._enter(StageState.DONE)
-
-    def _outlets(self) -> list[Channel]:
-        return [channel for channel in (self.side, self.outbox) if channel is not None]
 
     async def _worked(self, item: Any) -> Any:
         if self.hold is not None:
@@ -211,8 +212,10 @@ class StageGraph:
 class StepCounter:
     """Counter that stages can wait on. Belongs to one event loop."""
 
-    def __init__(self, done: int = 0) -> None:
+    def __init__(self, done: int = 0, stage: str = TRAIN) -> None:
+        """Count from ``done``. ``stage`` is the actor that counts, which waiting stages wait for."""
         self.done = done
+        self._stage = stage
         self._advanced = asyncio.Event()
 
     def advance(self, done: int) -> None:
@@ -226,5 +229,5 @@ class StepCounter:
     async def reached(self, steps: int) -> None:
         """Wait until ``steps`` steps are over."""
         while self.done < steps:
-            with waiting(TRAIN, f"the end of training step {steps}"):
+            with waiting(self._stage, f"the end of training step {steps}"):
                 await self._advanced.wait()

@@ -84,8 +84,7 @@ async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Take the optimizer steps of the critic, on the returns of this batch, while the policy takes its own."""
     with run.recorder.busy("critic"):
         plan = train_plan(run.config, "critic", batch)
-        data = replace(batch.data, tokens=dict(batch.data.tokens))  # the policy's stage adds to them meanwhile
-        metrics = await run.require_critic().train(data, run.value_objective, plan)
+        metrics = await run.require_critic().train(batch.data, run.value_objective, plan)
         if run.checkpoints.due(batch.step + 1):
             await run.checkpoints.copy_state(batch.step + 1, "critic")
     batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})

@@ -203,9 +203,9 @@ def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
 
 
 def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:
-    for producer, consumer in itertools.pairwise(stages):
-        channel = producer.outbox
-        if channel is not None and channel is consumer.inbox:
+    for producer, consumer in itertools.combinations(stages, 2):
+        channel = consumer.inbox
+        if channel is not None and channel in (producer.side, producer.outbox):
             yield ChannelStatus(
                 channel.name, f"stage/{producer.name}", f"stage/{consumer.name}", len(channel), channel.capacity
             )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 START = "start"  # the code that starts the roles and publishes the first version
 TRAIN = "stage/train"
+CRITIC = "stage/critic"
 PUBLISHER = "stage/param_update"  # the stage that brings weights to the engines
 ENGINE = "engine"  # the task that looks after the engine's replicas
 GROUP = "group/"  # prefix of a group's number: its rollout
@@ -24,6 +25,7 @@ SCHEDULER = "scheduler"  # the wait for a batch
 REPLICAS = "replicas"  # any engine that may take a request
 REWARD_MODEL = "rewards."  # prefix of the name of a reward that has processes on devices: any of these
 PUBLICATION_MEMORY = "publication memory"
+VALIDATION = "a validation"  # holder of publication memory while the version in it is measured
 PUBLISHING = "the publication under way"  # holder of publication memory while a weight update is under way
 
 

@@ -15,12 +15,10 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, waiting
+from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, VALIDATION, waiting
 
 NEWEST = "replicas that may restart"
 """Holder of the newest published version."""
-KEPT = "a validation"
-"""Holder of a version that is kept for as long as it is measured."""
 
 
 class WeightBuffers:
@@ -90,11 +88,11 @@ class WeightBuffers:
     @contextmanager
     def kept(self, version: int) -> Iterator[None]:
         """Keep a published version during a block for replicas that restart, with a single buffer as well."""
-        self.hold(version, KEPT)
+        self.hold(version, VALIDATION)
         try:
             yield
         finally:
-            self.release(version, KEPT)
+            self.release(version, VALIDATION)
 
     def publishing(self, version: int) -> None:
         """Record that this version is complete and the newest: a restarting replica loads it."""
