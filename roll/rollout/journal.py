@@ -47,7 +47,10 @@ class JournalRecord:
     kind: RecordKind
     group_id: int
     version: int
-    """Newest policy version that a finished group depends on; with which a group in a dropped one's slot may start."""
+    """Newest policy version that a finished group depends on; for a drop, the version at which its slot was free again.
+
+    A group in the slot of a dropped one starts with that version or a later one.
+    """
     payload: bytes = b""
     """The group in the owner's own format, if it finished; the drop reason, if it was dropped."""
 
