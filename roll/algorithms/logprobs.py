@@ -27,8 +27,8 @@ weight.
 """
 
 
-_Entropy = Literal["none", "metric", "loss"]
-"""The part of entropies: not computed, computed without a gradient, or with one."""
+_EntropyUse = Literal["none", "metric", "loss"]
+"""The use of entropies: not computed, computed without a gradient, or with one."""
 
 
 def token_logprobs(
@@ -54,8 +54,8 @@ def token_logprobs_and_entropy(
 
     The entropy carries a gradient only if ``entropy_gradient`` is true; as a metric it costs no memory.
     """
-    part: _Entropy = "loss" if entropy_gradient else "metric"
-    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, part)
+    entropy_use: _EntropyUse = "loss" if entropy_gradient else "metric"
+    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, entropy_use)
     return logprobs, entropy
 
 
@@ -89,38 +89,38 @@ def linear_logprobs_and_entropy(
     chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of ``linear_logprobs``, and the entropy as ``token_logprobs_and_entropy`` does."""
-    part: _Entropy = "loss" if entropy_gradient else "metric"
-    logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, part)
+    entropy_use: _EntropyUse = "loss" if entropy_gradient else "metric"
+    logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, entropy_use)
     return logprobs, entropy
 
 
 def _in_chunks(
-    logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, entropy: _Entropy
+    logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, entropy_use: _EntropyUse
 ) -> list[Tensor]:
     _check_temperature(temperature)
     vocabulary = logits.shape[-1]
     rows = _rows_of(vocabulary, chunk_elements)
     flat_logits, flat_targets = logits.reshape(-1, vocabulary), targets.reshape(-1)
     if len(flat_targets) <= rows:
-        pieces = [_chunk(flat_logits, flat_targets, temperature, entropy)]
+        pieces = [_chunk(flat_logits, flat_targets, temperature, entropy_use)]
     else:
         # Recomputing a chunk in the backward pass keeps its float32 copy from being stored until then.
         pieces = [
-            checkpoint(_chunk, chunk, chunk_targets, temperature, entropy, use_reentrant=False)
+            checkpoint(_chunk, chunk, chunk_targets, temperature, entropy_use, use_reentrant=False)
             for chunk, chunk_targets in zip(flat_logits.split(rows), flat_targets.split(rows), strict=True)
         ]
     return [torch.cat(results).reshape(targets.shape) for results in zip(*pieces, strict=True)]
 
 
-def _chunk(logits: Tensor, targets: Tensor, temperature: float, entropy: _Entropy) -> tuple[Tensor, ...]:
+def _chunk(logits: Tensor, targets: Tensor, temperature: float, entropy_use: _EntropyUse) -> tuple[Tensor, ...]:
     scaled = _scaled(logits, temperature)
     log_normalizer = scaled.logsumexp(-1)
     logprobs = _chosen(scaled, targets) - log_normalizer
-    if entropy == "none":
+    if entropy_use == "none":
         return (logprobs,)
-    if entropy == "metric":
+    if entropy_use == "metric":
         scaled, log_normalizer = scaled.detach(), log_normalizer.detach()
-    return logprobs, _entropy(scaled, log_normalizer)
+    return logprobs, _entropy_of(scaled, log_normalizer)
 
 
 def _linear(
@@ -130,13 +130,13 @@ def _linear(
     targets: Tensor,
     temperature: float,
     chunk_elements: int,
-    entropy: _Entropy,
+    entropy_use: _EntropyUse,
 ) -> list[Tensor]:
     _check_temperature(temperature)
     if targets.numel() <= _rows_of(len(weight), chunk_elements):
-        return _in_chunks(functional.linear(hidden, weight, bias), targets, temperature, chunk_elements, entropy)
+        return _in_chunks(functional.linear(hidden, weight, bias), targets, temperature, chunk_elements, entropy_use)
     flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    results = _ChunkedHead.apply(flat_hidden, weight, bias, flat_targets, temperature, chunk_elements, entropy)
+    results = _ChunkedHead.apply(flat_hidden, weight, bias, flat_targets, temperature, chunk_elements, entropy_use)
     return [values.reshape(targets.shape) for values in results]
 
 
@@ -158,7 +158,7 @@ def _chosen(scaled: Tensor, targets: Tensor) -> Tensor:
     return scaled.gather(-1, targets.long()[:, None])[:, 0]
 
 
-def _entropy(scaled: Tensor, log_normalizer: Tensor) -> Tensor:
+def _entropy_of(scaled: Tensor, log_normalizer: Tensor) -> Tensor:
     """Return H = log Z - sum p x for p = exp(x - log Z)."""
     probabilities = (scaled - log_normalizer[:, None]).exp()
     return log_normalizer - (probabilities * scaled).sum(-1)
@@ -182,7 +182,7 @@ class _ChunkedHead(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_elements: int,
-        part: _Entropy,
+        entropy_use: _EntropyUse,
     ) -> tuple[Tensor, ...]:
         rows = _rows_of(len(weight), chunk_elements)
         # Filled in place: keeping an intermediate of each chunk would scatter small blocks among the large ones.
@@ -193,13 +193,13 @@ class _ChunkedHead(torch.autograd.Function):
             scaled = _scaled(functional.linear(hidden[here], weight, bias), temperature)
             log_normalizer[here] = scaled.logsumexp(-1)
             logprobs[here] = _chosen(scaled, targets[here]) - log_normalizer[here]
-            if part != "none":
-                entropy[here] = _entropy(scaled, log_normalizer[here])
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy if part == "loss" else None)
+            if entropy_use != "none":
+                entropy[here] = _entropy_of(scaled, log_normalizer[here])
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy if entropy_use == "loss" else None)
         ctx.temperature, ctx.chunk_elements = temperature, chunk_elements
-        if part == "none":
+        if entropy_use == "none":
             return (logprobs,)
-        if part == "metric":
+        if entropy_use == "metric":
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 

@@ -43,6 +43,12 @@ class LengthPenalty:
     correct_above: float = 0.0
     """The raw score above which a response is correct; `relative` only."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("overlong", "relative"):
+            raise ValueError(f"unknown length penalty {self.kind!r}; valid: overlong, relative")
+        if self.kind == "overlong" and not (self.max_length and self.buffer):
+            raise ValueError("the overlong penalty needs max_length and buffer")
+
 
 @dataclass
 class RunningMoments:

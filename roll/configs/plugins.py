@@ -263,9 +263,9 @@ def made(
 
 
 def help_text(annotation: Any) -> str:
-    """Return the description in the `Field` of an annotation; empty if there is none."""
+    """Return the last description in the `Field`s of an annotation, the outermost; empty if there is none."""
     notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((note.description or "" for note in notes if isinstance(note, FieldInfo)), "")
+    return next((note.description for note in reversed(notes) if isinstance(note, FieldInfo) and note.description), "")
 
 
 def _misfit(path: str, key: str, value: Any, annotation: Any, cause: ValidationError) -> ConfigProblem:

@@ -63,9 +63,7 @@ def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> li
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
     rows = [row for name in file_names for row in read_jsonl(name, f"{path}.file_name", problems)]
     for position, source in enumerate(data_args.reasoning_gym):
-        tasks, wrong = read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}")
-        rows += tasks
-        problems.found += wrong
+        rows += read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}", problems)
     if not file_names and not data_args.reasoning_gym:
         problems.add(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")
     origins: dict[str, str] = {}
@@ -93,6 +91,7 @@ def _render(
     problems: Problems,
 ) -> list[Prompt]:
     rendered: list[tuple[PromptRow, list[Message], str]] = []
+    bad = 0
     for row in rows:
         messages = _conversation(row, data_args.system_prompt)
         try:
@@ -100,7 +99,8 @@ def _render(
         except _BadRow as cause:
             remedy = "correct the row, or choose the other `template`"
             problems.add(f"{path}.template", f"{row.origin}: {cause}", remedy)
-            if len(problems.found) == SHOWN_OFFENDERS:
+            bad += 1
+            if bad == SHOWN_OFFENDERS:
                 break
     token_ids = tokenise([text for _, _, text in rendered], tokenizer)
     prompts = [
@@ -296,16 +296,16 @@ def _take_domain(row: dict[str, Any]) -> str:
     return domain
 
 
-def read_reasoning_gym(
-    source: ReasoningGymSource, position: int, path: str
-) -> tuple[list[PromptRow], list[ConfigProblem]]:
-    """Return the tasks of the data set at ``position``, each entry as its own ground truth, and the problems."""
+def read_reasoning_gym(source: ReasoningGymSource, position: int, path: str, problems: Problems) -> list[PromptRow]:
+    """Return the tasks of the data set at ``position``, each entry as its own ground truth; note the problems."""
+    dataset = problems.attempt(reasoning_gym_dataset, source, f"{path}.")
+    if dataset is None:
+        return []
     try:
-        entries = list(reasoning_gym_dataset(source, f"{path}."))
-    except ConfigError as error:
-        return [], error.problems
-    except Exception as cause:
-        return [], _refused_arguments(source, f"{path}.", cause).problems
+        entries = list(dataset)
+    except Exception as cause:  # some data sets notice wrong arguments only when they make a task
+        problems.found.append(_refused_arguments(source, f"{path}.", cause))
+        return []
     task_set = {"dataset": source.dataset, "config": dict(source.config)}
     return [
         PromptRow(
@@ -318,7 +318,7 @@ def read_reasoning_gym(
             metadata={REASONING_GYM_KEY: task_set},
         )
         for index, entry in enumerate(entries)
-    ], []
+    ]
 
 
 def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralDataset:
@@ -335,19 +335,19 @@ def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralData
     known = {each.name for each in dataclasses.fields(DATASETS[name][1])} - {"size", "seed"}
     for key in source.config:
         if key in ("size", "seed"):
-            problems.add(f"{at}config.{key}", "is set in two places", "leave it out of `config`")
+            problems.add(f"{at}config.{key}", "is set in two places", f"use `{at}{key}`")
         elif key not in known:
             problems.add(f"{at}config.{key}", f"`{name}` has no argument `{key}`", nearest_name_hint(key, known))
     problems.raise_any()
     try:
         return create_dataset(name, size=source.size, seed=source.seed, **source.config)
     except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions
-        raise _refused_arguments(source, at, cause) from cause
+        raise ConfigError([_refused_arguments(source, at, cause)]) from cause
 
 
-def _refused_arguments(source: ReasoningGymSource, at: str, cause: Exception) -> ConfigError:
+def _refused_arguments(source: ReasoningGymSource, at: str, cause: Exception) -> ConfigProblem:
     message = f"`{source.dataset}` refuses its arguments ({type(cause).__name__}: {cause})"
-    return problem(f"{at}config", message, "use values that this data set accepts")
+    return ConfigProblem(f"{at}config", message, "use values that this data set accepts")
 
 
 def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:

@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from roll.algorithms.correction import Correction
+from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.configs import derived
 from roll.configs.errors import count
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, SampleBatch
+from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.faults import Chaos
@@ -23,10 +26,11 @@ from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import EngineGate, RolloutSide, has_score_variance
+from roll.pipeline.rollouts import EngineGate, RolloutSide, Validator, has_score_variance
 from roll.pipeline.stage import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
+from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import CRITIC, GROUP, PUBLISHER, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
@@ -36,6 +40,40 @@ MOST_KEYS_NAMED = 5
 
 class RunContext:
     """Everything a stage may need."""
+
+    config: PipelineConfig
+    scheduler: RolloutScheduler[Any, Group]
+    trainer: TrainerGroup
+    reference: TrainerGroup | BaseOfTrainer | None
+    """The reference policy, which may be the trainer without its adapters; None if the run has none."""
+    critic: TrainerGroup | None
+    pool: InferencePool
+    gate: EngineGate
+    side: RolloutSide
+    validator: Validator | None
+    locks: Mapping[str, DeviceLock]
+    """Lock of the devices of each role."""
+    recorder: RunRecorder
+    objective: PolicyObjective
+    value_objective: ValueObjective
+    advantages: AdvantageSettings
+    correction: Correction | None
+    needs_proximal: bool
+    """True if the trainer computes log-probabilities before its first update on a batch."""
+    parity_check: ParityCheck
+    max_staleness: int
+    train_temperature: float
+    """Temperature at which the trainer computes log-probabilities: that of the rollouts."""
+    checkpoints: Checkpointer
+    chaos: Chaos
+    first_step: int
+    """Number of training steps that were done when this process began."""
+    steps: StepCounter
+    """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
+    critic_steps: StepCounter
+    """Counter of the training steps that the critic has learned from."""
+    published: StepCounter
+    """Counter of the training steps whose weights the engines have, if they get them."""
 
     def __init__(
         self,
@@ -51,12 +89,10 @@ class RunContext:
         self.config = config = prepared.config
         self.side, self.recorder, self.chaos = side, recorder, chaos
         self.locks, self.pool, self.trainer, self.critic = roles.locks, roles.pool, roles.trainer, roles.critic
-        base = BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else None
-        self.reference: TrainerGroup | BaseOfTrainer | None = base or roles.reference
+        self.reference = BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
         self.advantages, self.correction = prepared.advantages, prepared.correction
         self.needs_proximal = self.correction is not None or "proximal_logprobs" in self.objective.token_fields
-        """True if the trainer computes log-probabilities before its first update on a batch."""
         self.max_staleness = derived.resolved_max_staleness(config)
         self.train_temperature = config.actor_infer.generating_args.temperature
         self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
@@ -76,13 +112,9 @@ class RunContext:
         if journal is not None:
             journal.made_with(settings)
         self.first_step = 0 if point is None else point.step
-        """Number of training steps that were done when this process began."""
         self.steps = StepCounter(self.first_step)
-        """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
         self.critic_steps = StepCounter(self.first_step, CRITIC)
-        """Counter of the steps that the critic has learned from."""
         self.published = StepCounter(self.first_step, PUBLISHER)
-        """Counter of the training steps whose weights the engines have, if they get them."""
         self.checkpoints = Checkpointer(
             recorder.run.checkpoints,
             roles.trained(),

@@ -1,9 +1,11 @@
 """A log of what became of each group, so that a killed run does not repeat finished rollouts.
 
-Records are appended, never changed. Each record carries the newest policy version it depends on. The log also says
-where earlier runs went back to a checkpoint. Together they tell which records still count: those that depend on a
-version made after the checkpoint do not. A group whose record is torn is generated again, so a crash costs time and
-nothing else. Segments that mention only ended groups are deleted, oldest first.
+Records are appended, never changed. The record of a finished group carries the newest policy version it depends on,
+that of a dropped one the version with which a group in its slot may start. The log also says where earlier runs went
+back to a checkpoint. Together they tell which records still count: those whose version was made after the checkpoint do
+not. A drop may thus count although it rests on weights that were lost. It must: a group in its slot may be kept, and
+without the drop one group too many would be issued. A group whose record is torn is generated again, so a crash costs
+time and nothing else. Segments that mention only ended groups are deleted, oldest first.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class RecordKind(IntEnum):
     FINISHED = 1
     DROPPED = 2
     WENT_BACK = 3
-    """A restart after training step ``version``. Earlier records that depend on a later version no longer count."""
+    """A restart after training step ``version``. Earlier records of a later version no longer count."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class JournalRecord:
     kind: RecordKind
     group_id: int
     version: int
-    """Newest policy version that the entry depends on."""
+    """Newest policy version that a finished group depends on; for a drop, the version at which its slot was free again.
+
+    A group in the slot of a dropped one starts with that version or a later one.
+    """
     payload: bytes = b""
     """The group in the owner's own format, if it finished; the drop reason, if it was dropped."""
 

@@ -162,6 +162,12 @@ def test_a_task_that_cannot_work_is_named(options, option):
         ReasoningGymEnv(**options)
 
 
+@pytest.mark.parametrize(("key", "remedy"), [("seed", "leave it out of `config`"), ("size", "use `size`")])
+def test_what_a_task_set_may_not_set_has_its_remedy(key, remedy):
+    (problem,) = problems_of(lambda: make_env("reasoning_gym", {"dataset": "chain_sum", "config": {key: 2}}))
+    assert (problem.path, problem.remedy) == (f"env_config.config.{key}", remedy)
+
+
 # TextArena
 
 textarena_is_here = pytest.mark.needs("textarena")

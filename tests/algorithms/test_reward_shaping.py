@@ -284,7 +284,8 @@ def test_an_empty_batch_is_an_empty_batch():
     assert shaped.metrics == {"clipped_share": 0.0, "length_penalty": 0.0, "kept_share": 0.0}
 
 
-def test_an_overlong_penalty_must_be_complete():
-    shaping = RewardShaping(length_penalty=LengthPenalty("overlong", max_length=10))
-    with pytest.raises(ValueError, match="the buffer must lie in"):
-        shape_rewards(torch.zeros(1), [0], torch.tensor([5]), torch.tensor([False]), shaping)
+def test_a_length_penalty_must_be_complete():
+    with pytest.raises(ValueError, match="max_length and buffer"):
+        LengthPenalty("overlong", max_length=10)
+    with pytest.raises(ValueError, match="unknown length penalty 'cosine'"):
+        LengthPenalty("cosine")

@@ -196,16 +196,17 @@ def test_procedural_tasks_are_prompts_with_their_entry_as_ground_truth(tokenizer
 
 
 @pytest.mark.parametrize(
-    ("config", "path", "words"),
+    ("config", "path", "words", "remedy"),
     [
-        ({"min_term": 2}, ".config.min_term", "no argument `min_term`"),
-        ({"seed": 2}, ".config.seed", "two places"),
-        ({"min_terms": 5, "max_terms": 2}, ".config", "max_terms must be >= min_terms"),
-        ({"min_terms": "many"}, ".config", "refuses its arguments"),
+        ({"min_term": 2}, ".config.min_term", "no argument `min_term`", "`min_terms`"),
+        ({"seed": 2}, ".config.seed", "two places", "use `train.data_args.reasoning_gym.0.seed`"),
+        ({"size": 2}, ".config.size", "two places", "use `train.data_args.reasoning_gym.0.size`"),
+        ({"min_terms": 5, "max_terms": 2}, ".config", "max_terms must be >= min_terms", "values"),
+        ({"min_terms": "many"}, ".config", "refuses its arguments", "values"),
     ],
 )
-def test_wrong_arguments_of_procedural_tasks_are_problems(tokenizer, config, path, words):
+def test_wrong_arguments_of_procedural_tasks_are_problems(tokenizer, config, path, words, remedy):
     args = DataArguments(reasoning_gym=[ReasoningGymSource("basic_arithmetic", size=2, config=config)])
     (problem,) = problems_of(tokenizer, args)
     assert problem.path == f"train.data_args.reasoning_gym.0{path}"
-    assert words in problem.message
+    assert words in problem.message and remedy in problem.remedy

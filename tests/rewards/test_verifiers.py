@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.configs.errors import Problems
 from roll.configs.roles import ReasoningGymSource
 from roll.data.prompts import read_reasoning_gym
 from roll.rewards.verifiers import exact, last_number, math_answer, numeric, reasoning_gym_task
@@ -166,7 +167,7 @@ def test_no_response_breaks_the_mathematics_verifier(response):
 
 
 def test_reasoning_gym_scores_its_own_answers():
-    (rows, _) = read_reasoning_gym(ReasoningGymSource("basic_arithmetic", size=5, seed=1), 0, "data")
+    rows = read_reasoning_gym(ReasoningGymSource("basic_arithmetic", size=5, seed=1), 0, "data", Problems())
     for row in rows:
         entry = row.ground_truth
         assert reasoning_gym_task(f" {entry['answer']}\n", entry, row.metadata) == 1.0

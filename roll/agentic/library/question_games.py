@@ -126,7 +126,9 @@ class ReasoningGymEnv(TextGame):
         action_format: ActionFormat = "answer_tag",
         render_mode: str | None = "ansi",
     ) -> None:
-        """Load the data set. docs/environments.md explains the options. Raises `ConfigError`."""
+        """Load the data set. docs/environments.md explains the options. Raises `BadOption` and `ConfigError`."""
+        if config is not None and "seed" in config:
+            raise BadOption("config.seed", "the seed of each episode chooses its task", "leave it out of `config`")
         super().__init__(render_mode)
         self._tasks = reasoning_gym_dataset(ReasoningGymSource(dataset, size, config=dict(config or {})), "")
         self._size = size

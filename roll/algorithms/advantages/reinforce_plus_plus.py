@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator, whiten
-from roll.algorithms.advantages.shared import Eps, TokenDiscount, token_returns
+from roll.algorithms.advantages.shared import BatchEps, TokenDiscount, token_returns
 
 
 def _requirements(gamma: float, **others: Any) -> AdvantageRequirements:
@@ -27,6 +27,6 @@ def _requirements(gamma: float, **others: Any) -> AdvantageRequirements:
     "`add_token_level_kl: true`.",
     requirements=_requirements,
 )
-def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: TokenDiscount = 1.0, eps: Eps = 1e-8) -> Tensor:
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: TokenDiscount = 1.0, eps: BatchEps = 1e-8) -> Tensor:
     """Return discounted returns of the token rewards, whitened over the batch, ``[batch, seq]`` (arXiv 2501.03262)."""
     return whiten(token_returns(inputs.token_rewards, inputs.response_mask, gamma), inputs.response_mask, eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator, whiten
-from roll.algorithms.advantages.shared import Eps, compared, group_mean
+from roll.algorithms.advantages.shared import BatchEps, compared, group_mean
 
 
 @advantage_estimator(
@@ -16,7 +16,7 @@ from roll.algorithms.advantages.shared import Eps, compared, group_mean
     "the deviation. The paper adds the KL (k2) to the loss: `use_kl_loss: true`.",
     requirements=AdvantageRequirements(group_relative=True, whitens=True, shifts_cancel="group", scales_cancel="batch"),
 )
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, eps: Eps = 1e-8) -> Tensor:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, eps: BatchEps = 1e-8) -> Tensor:
     """Return group-centred rewards, whitened over the tokens of the batch, ``[batch, seq]`` (arXiv 2501.03262).
 
     Every token has the same weight, so the mean that whitening subtracts need not be 0 if lengths differ.

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 TokenDiscount = Annotated[float, Field(ge=0, le=1, description="Discount per response token.")]
 """A setting of estimators of returns per token."""
-Eps = Annotated[float, Field(gt=0, description="Added to the deviation, in units of the reward.")]
-"""A setting of estimators that divide by a deviation."""
+Eps = Annotated[float, Field(gt=0, description="Added to the standard deviation, in units of the reward.")]
+"""A setting of estimators that divide by the deviation of a group."""
+BatchEps = Annotated[float, Field(gt=0, description="Added to the deviation of the batch, in units of the reward.")]
+"""A setting of estimators that divide by the deviation of all response tokens of a batch."""
 
 Groups = Tensor | np.ndarray | Sequence[int]
 """Group number of each sample ``[batch]``; any integers, in any order."""

@@ -27,8 +27,12 @@ from roll.algorithms.losses.ppo import ClipHigh, ClipLow, DualClip, clipped_surr
 def decoupled_ppo(
     inputs: PolicyInputs,
     *,
-    clip_low: ClipLow = 0.2,
-    clip_high: ClipHigh = 0.2,
+    clip_low: Annotated[
+        ClipLow, Field(description="The ratio to the proximal policy is clipped from below at 1 − `clip_low`.")
+    ] = 0.2,
+    clip_high: Annotated[
+        ClipHigh, Field(description="The ratio to the proximal policy is clipped from above at 1 + `clip_high`.")
+    ] = 0.2,
     dual_clip: DualClip = None,
     behaviour_weight_cap: Annotated[
         float | None,

@@ -6,6 +6,9 @@ before any rejection. Rows are whole sequences, so a split between rows is harml
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, clip_fraction, policy_loss
@@ -19,7 +22,14 @@ from roll.algorithms.losses.ppo import ClipHigh, ClipLow, clipped_surrogate
     "`seq-mean-token-mean`. Its bounds are tight: with tokens of another engine or version, widen them.",
 )
 def gspo(
-    inputs: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4
+    inputs: PolicyInputs,
+    *,
+    clip_low: Annotated[
+        ClipLow, Field(description="The ratio of the response is clipped from below at 1 − `clip_low`.")
+    ] = 3e-4,
+    clip_high: Annotated[
+        ClipHigh, Field(description="The ratio of the response is clipped from above at 1 + `clip_high`.")
+    ] = 4e-4,
 ) -> tuple[Tensor, TokenMetrics]:
     """Return `clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
 
