@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import gymnasium
 import numpy as np
@@ -85,6 +85,10 @@ def action_reader(
     default_names: Sequence[str], action_names: Sequence[str] | None, action_format: ActionFormat
 ) -> ActionReader:
     """Return a reader of the default names, or of those a user chose. Raises `BadOption`."""
+    formats = get_args(ActionFormat)
+    if action_format not in formats:
+        listed = ", ".join(f"`{each}`" for each in formats)
+        raise BadOption("action_format", f"there is no format `{action_format}`", f"use one of {listed}")
     names = tuple(str(name) for name in (default_names if action_names is None else action_names))
     if len(names) != len(default_names):
         message = f"{len(names)} names for {len(default_names)} actions"

@@ -132,7 +132,7 @@ class BuiltInManager:
 
     settings: ManagerSettings
     template: TurnTemplate
-    tokenizer: PreTrainedTokenizerBase
+    decoder: PreTrainedTokenizerBase
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
         """Run one episode and close the session, whatever happens.
@@ -166,7 +166,7 @@ class BuiltInManager:
             where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
             prompt.flags.writeable = False  # it is part of the record and of later prompts
             sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
-            text = self.tokenizer.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
+            text = self.decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
             answer = await session.step(text)
             penalty = 0.0 if answer.action_is_valid else settings.format_penalty
             turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
@@ -220,7 +220,7 @@ class TrajectoryManager(BuiltInManager):
         """Return the whole episode as one sample. Its text is everything after the first prompt, special tokens too."""
         last = played.turns[-1]
         after_prompt = np.concatenate([last.prompt, last.sampled.token_ids])[len(played.turns[0].prompt) :]
-        text = self.tokenizer.decode(after_prompt.tolist(), skip_special_tokens=False)
+        text = self.decoder.decode(after_prompt.tolist(), skip_special_tokens=False)
         return [_sample_of(played, played.turns, text)]
 
 

@@ -193,6 +193,11 @@ class EnvPool:
         if lease.alone:
             self._turn.release()
 
+    def may_stay(self, lease: Lease, key: EpisodeKey) -> bool:
+        """Return True if a session may begin its next episode, with this key, in the same process."""
+        takes_sessions = lease.process.lost_because is None and not lease.process.retiring
+        return takes_sessions and not lease.alone and not self._suspects.must_be_alone(key)
+
     def check_open(self) -> None:
         """Raise `EnvPoolClosed` once the pool is closed."""
         if self._closed_because is not None:
@@ -366,17 +371,19 @@ class EnvPoolSession:
         self._closed = False
 
     async def reset(self, seed: int) -> Observation:
-        """Give back the last episode's slot, if there is one, wait for a slot, and begin an episode.
+        """Wait for a slot, unless the session has one and may keep it, and begin an episode.
 
         Raises `EnvironmentFailed` (as `SessionFailed`, unless no slot became free in time) and `EnvPoolClosed`.
         """
         self._seed, self._turn, self._closed = seed, None, False
         with self._one_call():
-            self._release("whole")
-            self._lease = await self._pool.take(self._key)
-            if self._closed:
-                self._release("interrupted")
-                raise EnvironmentFailed(f"{self._key}: closed while it waited for a place")
+            if self._lease is not None and not self._pool.may_stay(self._lease, self._key):
+                self._release("whole")
+            if self._lease is None:
+                self._lease = await self._pool.take(self._key)
+                if self._closed:
+                    self._release("interrupted")
+                    raise EnvironmentFailed(f"{self._key}: closed while it waited for a place")
             self._pool.count("resets")
             return await self._ask(self._lease, Reset(self._lease.session, self._tag, seed, self._frames))
 

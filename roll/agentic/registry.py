@@ -38,6 +38,8 @@ from roll.configs.plugins import (
 
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+NOTHING = object()
+"""Stands for a game's observation before its first reset; the game's own may be None."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         self._reader = action_reader(names, action_names, action_format)
         self._first_action = int(space.start)
         self._instructions = instructions
-        self._seen: Any = None
-        """The game's last observation; None before the first reset."""
+        self._seen: Any = NOTHING
+        """The game's last observation."""
         self._is_over = True
         self.observation_space = AnyText()
         self.action_space = AnyText()
@@ -124,7 +126,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     def render(self) -> str:
         """Return the state as text. Coloured parts are put in brackets, since colours often mark the player."""
-        if self._seen is None:
+        if self._seen is NOTHING:
             raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
         if self._game is not None:
             return self._game.describe(self.env.unwrapped, self._seen)
@@ -297,9 +299,9 @@ class _Source:
             raise problem(f"{self.at}env_config.{bad.option}", bad.message, bad.remedy) from bad
 
     def _bare(self, options: dict[str, Any]) -> Any:
-        if self.spec is not None:
-            return gymnasium.make(self.spec, disable_env_checker=True, **options)
         try:
+            if self.spec is not None:
+                return gymnasium.make(self.spec, disable_env_checker=True, **options)
             return self.create(**options)
         except ConfigError as error:  # of a part that has options of its own, such as tools
             inside = [replace(each, path=f"{self.at}env_config.{each.path}") for each in error.problems]
@@ -317,7 +319,8 @@ class _Source:
             except TypeError as cause:
                 remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
                 raise problem(path, str(cause), remedy) from cause
-        if type(space).__module__.startswith("gymnasium.") and not isinstance(space, gymnasium.spaces.Text):
+        takes_text = isinstance(space, gymnasium.spaces.Text) or type(space) is gymnasium.Space  # plain: unspecified
+        if type(space).__module__.startswith("gymnasium.") and not takes_text:
             message = f"`{self.env_type}` takes actions of {space}, which are no texts"
             raise problem(path, message, "wrap it into an environment that takes and gives text")
         if adapter_options:

@@ -492,7 +492,9 @@ class EnvWorker:
         for command in commands:
             match command:
                 case Reset():
-                    session = self._sessions[command.session] = self._host.open(command.tag, command.frames)
+                    if command.session not in self._sessions:
+                        self._sessions[command.session] = self._host.open(command.tag, command.frames)
+                    session = self._sessions[command.session]
                     self._calls.start(self._answer(command.session, session.reset(command.seed)))
                 case Step():
                     session = self._sessions[command.session]

@@ -185,6 +185,8 @@ class ScorePool:
         if self._failure is not None or self._closed:
             cause = f": {type(self._failure).__name__}: {self._failure}" if self._failure is not None else ""
             raise RewardFailed(f"{self._role} is no longer running{cause}") from self._failure
+        if not records:
+            return []  # no batch would be made for them
         request = _Request(records, asyncio.get_running_loop().create_future())
         self.counts.samples += len(records)
         self._queue.put(request)

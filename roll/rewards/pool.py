@@ -30,8 +30,8 @@ from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, checked_output, resolve_verifier
-from roll.runtime.actors import CALL_ERRORS, ProcessHandle, WorkerTimeout
-from roll.runtime.pool import Slot, Tasks, all_or_none
+from roll.runtime.actors import CALL_ERRORS, ProcessHandle, WorkerFailed, WorkerTimeout
+from roll.runtime.pool import Slot, Tasks, all_or_none, ignore_failure
 from roll.runtime.process import DriverFolders, driver_folders
 from roll.tracking.timeline import BusySpans
 
@@ -176,7 +176,7 @@ class RewardPool:
         self._free_calls = asyncio.Semaphore(calls)  # first come, first served
         self._quarantine = self._slot("quarantine")
         self._one_suspect = asyncio.Lock()
-        self._tasks = Tasks()
+        self._tasks = Tasks(on_failure=ignore_failure)
         self._closed = False
 
     async def start(self) -> None:
@@ -257,11 +257,18 @@ class RewardPool:
             return Verdict("error", cause=str(lost))
 
     async def _judge(self, records: list[RewardInput], *, in_quarantine: bool = False) -> list[Verdict]:
-        """Make a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken."""
+        """Make a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken.
+
+        Raises one of `CALL_ERRORS` once the process is gone, and `RewardFailed` once the pool is closed.
+        """
+        self._check_open()
         return await asyncio.shield(self._tasks.start(self._call(records, in_quarantine)))
 
     async def _call(self, records: list[RewardInput], in_quarantine: bool) -> list[Verdict]:
-        """Make one call within its deadline. Raises one of `CALL_ERRORS` once the process is gone."""
+        """Make one call within its deadline. Raises one of `CALL_ERRORS` once the process is gone.
+
+        An error inside a living process is the verdict on each response of this call; the process keeps its others.
+        """
         async with self._one_suspect if in_quarantine else self._free_calls:
             slot = self._quarantine if in_quarantine else min(self._slots, key=lambda each: each.calls)
             slot.calls += 1
@@ -274,18 +281,24 @@ class RewardPool:
                 try:
                     with self.busy.working():
                         return await process.call("judge", records, timeout=deadline)
-                except CALL_ERRORS:
-                    self.counts.restarts += await slot.lose(process)
+                except CALL_ERRORS as error:
+                    if isinstance(error, WorkerFailed) and not error.answer_lost:
+                        return [Verdict("error", cause=error.cause) for _ in records]
+                    was_there = await slot.lose(process)  # before the sum, since others lose processes meanwhile
+                    self.counts.restarts += was_there
                     raise
             finally:
                 slot.calls -= 1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RewardFailed(f"reward `{self._name}` has been shut down")
 
     def _slot(self, name: str) -> Slot[ProcessHandle]:
         return Slot(partial(self._process, f"{self._path}/{name}"), self._started)
 
     def _process(self, name: str) -> ProcessHandle:
-        if self._closed:
-            raise RewardFailed(f"reward `{self._name}` has been shut down")
+        self._check_open()
         body = AsyncRewardWorker if self._verifier.is_async else RewardWorker
         secrets = {name: os.environ[name] for name in self._verifier.secrets if name in os.environ}
         actor = ray.remote(body).options(**{"num_cpus": 0, **self._actor_options})

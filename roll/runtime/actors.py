@@ -58,15 +58,16 @@ class WorkerFailed(RuntimeError):
     """A call raised inside a worker.
 
     The message carries the original error; the traceback is in the worker's log. ``error_type`` is the name of the
-    original error's class.
+    original error's class. ``answer_lost`` is true if the call raised nothing, but Ray lost its answer.
     """
 
-    def __init__(self, worker: str, method: str, cause: str, error_type: str) -> None:
+    def __init__(self, worker: str, method: str, cause: str, error_type: str, *, answer_lost: bool = False) -> None:
         super().__init__(f"{worker}.{method} failed: {cause}")
         self.worker = worker
         self.method = method
         self.cause = cause
         self.error_type = error_type
+        self.answer_lost = answer_lost
 
 
 class WritingStuck(TimeoutError):
@@ -118,11 +119,18 @@ def death_cause(error: BaseException) -> str:
         _, traceback, rest = text.rpartition('  File "')
         lines = dropwhile(lambda line: line[:1].isspace(), rest.splitlines()[1:]) if traceback else rest.splitlines()
         return " ".join(line.strip() for line in lines) or "no cause given"
-    if exit_code := re.search(r"exit code (-?\d+)", ends[-1]):
+    reason, _, detail = ends[-1].split("The actor is dead because ")[1].partition("Worker exit detail: ")
+    what = reason.split(". ")[0].rstrip(".")
+    detail = detail.rstrip(". ")
+    if "its worker process" not in what:  # a detail is about another process, such as the owner
+        return f"{what}: {detail.split('. ')[0]}" if detail else what
+    if "SIGTERM" in detail:
+        return "it was ended by a SIGTERM"
+    if exit_code := re.search(r"exit code:? (-?\d+)", detail, re.IGNORECASE):
         return f"it ended with exit code {exit_code[1]}"
-    if "connection error" in ends[-1]:
+    if "connection error" in detail:
         return "it ended without a word, by an exit or a signal such as that of the system's memory killer"
-    return ends[-1].split("The actor is dead because ")[1].split(". ")[0].rstrip(".")
+    return detail or what
 
 
 class StoppableDeadlines:
@@ -210,13 +218,15 @@ class ProcessHandle:
                 raise WorkerTimeout(self.name, method, timeout or 0.0)
             return answer.result()
         except ray.exceptions.RayError as error:
-            cause: Exception = error  # the answer was lost, for example with its node
+            cause: Exception = error
+            # Ray makes the error of a living actor an instance of its cause's class too, such as a death's.
+            raised_inside = isinstance(error, ray.exceptions.RayTaskError)
             if isinstance(error, ray.exceptions.RayTaskError):
-                # Ray makes the error an instance of its cause's class too, such as a death's.
                 cause = error.cause or error
             elif isinstance(error, ACTOR_GONE):
                 raise self.died(error) from error
-            raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
+            kind = type(cause).__name__
+            raise WorkerFailed(self.name, method, f"{kind}: {cause}", kind, answer_lost=not raised_inside) from error
         finally:
             answer.cancel()
 

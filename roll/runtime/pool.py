@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from roll.runtime.actors import ProcessHandle
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Handle = TypeVar("Handle", bound="ProcessHandle")
@@ -63,10 +66,19 @@ class Slot(Generic[Handle]):
             await process.end()
 
 
+def log_failure(error: BaseException) -> None:
+    """Log what a task raised, for tasks for which nobody waits."""
+    logger.error("a background task failed", exc_info=error)
+
+
+def ignore_failure(error: BaseException) -> None:
+    """Ignore what a task raised, for tasks whose callers wait for them and so see the error."""
+
+
 class Tasks:
     """Tasks that run beside their callers, until they end or are cancelled together."""
 
-    def __init__(self, on_failure: Callable[[BaseException], None] = lambda error: None) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None] = log_failure) -> None:
         """Begin without tasks. ``on_failure`` gets what a task raises besides its cancellation."""
         self._on_failure = on_failure
         self._running: set[asyncio.Task[Any]] = set()
@@ -87,10 +99,11 @@ class Tasks:
             await asyncio.wait(self._running)
 
     async def cancel(self) -> None:
-        """Cancel all, and wait until they have ended."""
-        for task in self._running:
-            task.cancel()
-        await self.wait()
+        """Cancel all, also those that start meanwhile, and wait until they have ended."""
+        while self._running:
+            for task in self._running:
+                task.cancel()
+            await asyncio.wait(self._running)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)

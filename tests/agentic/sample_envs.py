@@ -54,6 +54,10 @@ class GoodEnv(gymnasium.Env[str, str]):
         return f"{self.steps}"
 
 
+class AnyActions(GoodEnv):
+    action_space = gymnasium.Space()
+
+
 class RaisesOnOddText(GoodEnv):
     def step(self, action: str) -> tuple[Any, Any, Any, Any, Any]:
         int(action)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gymnasium
 import pytest
 
+from roll.agentic.base import BadOption
 from roll.agentic.registry import KNOWN_GAMES, TextAdapter, make_env, without_colours
 from tests.agentic.sample_envs import Walk
 
@@ -36,6 +37,28 @@ def test_a_text_without_an_action_does_not_reach_the_game(text):
     assert answer.startswith("That was no action.") and answer.endswith("[@]....")
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert info == {"action_is_valid": False, "state": "[@]...."}
+
+
+def test_a_game_that_observes_nothing_is_told_by_its_rendering():
+    env = TextAdapter(WithoutObservation(render_mode="ansi"), action_format="plain")
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.render()
+    assert env.reset(seed=0)[0] == "[@]...."
+    assert env.step("4")[0] == ".[@]..."
+
+
+class WithoutObservation(Walk):
+    def reset(self, **options):
+        return None, super().reset(**options)[1]
+
+    def step(self, action):
+        return None, *super().step(action)[1:]
+
+
+def test_an_unknown_action_format_is_refused_with_the_known_ones():
+    with pytest.raises(BadOption, match="no format `xml`; use one of `answer_tag`, `plain`") as caught:
+        walk(action_format="xml")
+    assert caught.value.option == "action_format"
 
 
 def test_without_instructions_only_the_game_speaks():

@@ -509,6 +509,22 @@ def test_episodes_beyond_the_places_wait_their_turn():
     assert sorted(order) == list(range(10))
 
 
+def test_a_second_reset_keeps_the_place_while_others_wait():
+    async def use(pool: EnvPool) -> list[str]:
+        session = pool.session("a")
+        texts = [(await session.reset(1)).messages[0]["content"]]
+        other = asyncio.create_task(episode(pool, 3))
+        await until(lambda: pool.counts()["waiting"] == 1)
+        texts.append((await session.reset(2)).messages[0]["content"])
+        assert pool.counts()["waiting"] == 1
+        await session.close()
+        return texts + await other
+
+    pool = pool_of(max_sessions=1)
+    assert run(pool, use) == [f"seed {number}, episode {number}" for number in (1, 2, 3)]
+    assert pool.counts()["sessions"] == 0
+
+
 def test_waiting_for_a_place_has_a_limit():
     async def use(pool: EnvPool) -> None:
         holder = pool.session("a")

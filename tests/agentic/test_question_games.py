@@ -232,6 +232,19 @@ def test_games_of_textarena_that_cannot_be_played_are_named():
 
 
 @textarena_is_here
+@pytest.mark.parametrize(("where", "error"), [("reset", TypeError), ("__init__", AssertionError)])
+def test_a_fault_of_textarena_is_not_blamed_on_an_option(where, error, monkeypatch):
+    from textarena.envs.GuessTheNumber.env import GuessTheNumberEnv
+
+    def fail(self, *args, **options):
+        raise error("a slip")
+
+    monkeypatch.setattr(GuessTheNumberEnv, where, fail)
+    with pytest.raises(error, match="a slip"):
+        textarena_env()
+
+
+@textarena_is_here
 def test_a_game_whose_words_are_not_on_this_machine_says_how_to_get_them(monkeypatch):
     import nltk
 

@@ -139,6 +139,28 @@ def test_a_wrong_name_or_option_is_named_with_its_path(env_type, env_config, pat
     assert remedy in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("env_type", "env_config", "path"),
+    [
+        ("roll/MathTools-v0", {"tools": ["calculatro"]}, "env_config.tools[0]"),
+        pytest.param(
+            "roll/ReasoningGym-v0",
+            {"dataset": "chain_smu"},
+            "env_config.dataset",
+            marks=pytest.mark.needs("reasoning_gym"),
+        ),
+    ],
+)
+def test_what_gymnasium_makes_names_the_path_too(env_type, env_config, path):
+    assert problem_of(env_type, **env_config).path == path
+
+
+def test_an_action_space_that_says_nothing_may_take_text():
+    env = make_env(SAMPLES + "AnyActions", {"length": 2})
+    env.reset(seed=0)
+    assert env.step("1")[4]["action_is_valid"] is True
+
+
 def test_all_wrong_options_are_named_at_once_and_nothing_is_made():
     with pytest.raises(ConfigError) as caught:
         make_env(SAMPLES + "SlowToMake", {"a": 1, "b": 2})

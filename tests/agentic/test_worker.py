@@ -76,6 +76,15 @@ def test_a_session_closed_in_the_call_that_opened_it_keeps_no_environment():
     assert run(use) == [0, 1, 0], "a report has what is new"
 
 
+def test_a_second_reset_of_a_session_keeps_its_environment():
+    async def use(worker: EnvWorker) -> list[str]:
+        texts = [(await answered(worker, Reset(0, "a", seed, False)))[0] for seed in (1, 2)]
+        await worker.submit([Close(0)])
+        return [*texts, (await answered(worker, Reset(1, "a", 3, False)))[1]]
+
+    assert run(use) == ["seed 1, episode 1", "seed 2, episode 2", "seed 3, episode 3"]
+
+
 def test_closing_frees_the_environment_for_the_next_command_of_the_same_batch():
     async def use(worker: EnvWorker) -> dict[int, str]:
         await answered(worker, Reset(0, "a", 0, False))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayTaskError
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
@@ -24,6 +24,10 @@ class SimulatedRay:
         self.death = death
         self.deadly: list[str] = []
         """Responses, each of which kills once."""
+        self.odd: list[str] = []
+        """Responses, each of which makes the call raise once; the actor lives on."""
+        self.first_unanswered: int | None = None
+        """Number of an actor's call, from 1, that never gets an answer."""
         self.actors: list[SimpleNamespace] = []
 
     def remote(self, body: type) -> SimulatedRay:
@@ -48,12 +52,20 @@ class SimulatedRay:
             if record.response_text in self.deadly:
                 self.deadly.remove(record.response_text)
                 actor.is_dead = True
+            if record.response_text in self.odd:
+                self.odd.remove(record.response_text)
+                error = RayTaskError("judge", "traceback", OSError("no space left"))
+                return self._answer(actor, error.as_instanceof_cause())
+        if actor.calls == self.first_unanswered:
+            return Reference(asyncio.get_running_loop().create_future())
         return self._answer(actor, [Verdict("judged", RewardOutput(1.0, {})) for _ in records])
 
     def _answer(self, actor: SimpleNamespace, answer: object) -> Reference:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         if actor.is_dead:
             future.set_exception(self.death)
+        elif isinstance(answer, Exception):
+            future.set_exception(answer)
         else:
             future.set_result(answer)
         return Reference(future)
@@ -70,9 +82,9 @@ def judged(response: str) -> RewardInput:
     return RewardInput("train.jsonl:1", "prompt", response, None, "test")
 
 
-def run(use):
+def run(use, **settings):
     async def main():
-        pool = RewardPool("test", RewardConfig(verifier="exact", num_workers=2, max_retries=1))
+        pool = RewardPool("test", RewardConfig(**{"verifier": "exact", "num_workers": 2, "max_retries": 1} | settings))
         async with asyncio.timeout(60):
             await pool.start()
             try:
@@ -115,3 +127,50 @@ def test_a_response_that_takes_all_memory_fails_alone_and_is_told_why(monkeypatc
         return str(failed.value)
 
     assert "ran low on memory (15.28GB used / 16.00GB)" in run(use)
+
+
+def test_processes_that_die_at_the_same_time_are_all_counted(monkeypatch):
+    simulated = simulated_ray(MEMORY, monkeypatch)
+    simulated.deadly = ["deadly 1", "deadly 2"]
+
+    async def use(pool: RewardPool) -> RewardCounts:
+        await asyncio.gather(*(pool.score([judged(each)]) for each in tuple(simulated.deadly)))
+        return pool.counts
+
+    counts = run(use)
+    assert (counts.restarts, counts.errors) == (2, 2)
+    assert len(simulated.actors) == 4
+
+
+@pytest.mark.parametrize("verifier", ["exact", "tests.rewards.sample_verifiers:async_answer"])
+def test_an_error_in_a_living_process_is_the_verdict_on_its_call_alone(verifier, monkeypatch):
+    simulated = simulated_ray(MEMORY, monkeypatch)
+    simulated.odd = ["odd", "very odd", "very odd"]
+
+    async def use(pool: RewardPool) -> RewardCounts:
+        calls = [pool.score([judged(each), judged("good")]) for each in ("odd", "very odd", "fine")]
+        odd, very_odd, fine = await asyncio.gather(*calls, return_exceptions=True)
+        assert [len(odd), len(fine)] == [2, 2]
+        assert isinstance(very_odd, RewardFailed) and "OSError: no space left" in str(very_odd)
+        return pool.counts
+
+    assert run(use, verifier=verifier).restarts == 0
+    assert len(simulated.actors) == 2
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_shutdown_waits_for_no_further_attempt(turns, monkeypatch):
+    simulated = simulated_ray(MEMORY, monkeypatch)
+    simulated.odd = ["odd"]
+    simulated.first_unanswered = 2
+
+    async def use(pool: RewardPool) -> None:
+        scoring = asyncio.create_task(pool.score([judged("odd")]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):  # a call may last longer
+            await pool.shutdown()
+            await asyncio.wait([scoring])
+        assert scoring.cancelled() or isinstance(scoring.exception(), RewardFailed)
+
+    run(use, num_workers=1)

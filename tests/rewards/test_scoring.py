@@ -155,6 +155,13 @@ def scores(outputs: list[RewardOutput]) -> list[float]:
     return [output.score for output in outputs]
 
 
+def test_a_group_without_responses_gets_no_scores_and_waits_for_nothing():
+    async def use(pool, machine, lock):
+        return await pool.score([]), machine.calls
+
+    assert run(use) == ([], [])
+
+
 def test_groups_share_a_batch_and_get_their_own_scores():
     async def use(pool, machine, lock):
         answers = await asyncio.gather(*(pool.score(group("a" * n, "b" * (n + 1))) for n in (1, 2, 3, 4)))

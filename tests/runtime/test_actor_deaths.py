@@ -68,6 +68,18 @@ def test_a_death_for_want_of_memory_is_said_in_a_few_words_with_the_figures():
             "it ended with exit code 4",
         ),
         (
+            f"{HEAD}{EXIT}Worker exits unexpectedly by a signal. SystemExit is raised (sys.exit is called). "
+            "Exit code: 1. The process receives a SIGTERM.",
+            "it was ended by a SIGTERM",
+        ),
+        (f"{HEAD}{EXIT}Worker exits. Exit code: -9.", "it ended with exit code -9"),
+        (f"{HEAD}{EXIT}The disk is full. Nothing works.", "The disk is full. Nothing works"),
+        (
+            f"{HEAD}The actor is dead because its owner has died. Owner Id: 0123 Owner Ip address: 10.0.0.1 Owner "
+            "worker exit type: SYSTEM_ERROR Worker exit detail: Owner's worker process has crashed.",
+            "its owner has died: Owner's worker process has crashed",
+        ),
+        (
             f"{HEAD}The actor is dead because it was killed by `ray.kill`.",
             "it was killed by `ray.kill`",
         ),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.pool import Slot, Tasks, all_or_none
+from roll.runtime.pool import Slot, Tasks, all_or_none, ignore_failure
 
 START_SECONDS = 5.0
 
@@ -93,6 +93,36 @@ def test_tasks_end_together_and_tell_of_their_failures():
         assert asyncio.get_running_loop().time() < 4.0
 
     run_virtual(use())
+
+
+def test_a_task_that_starts_during_the_cancellation_is_cancelled_too():
+    async def use():
+        tasks = Tasks()
+
+        async def cleaning_up_with_another() -> None:
+            try:
+                await asyncio.sleep(100.0)
+            finally:
+                tasks.start(asyncio.sleep(100.0))
+
+        tasks.start(cleaning_up_with_another())
+        await asyncio.sleep(0.1)
+        await tasks.cancel()
+        assert len(tasks) == 0 and asyncio.get_running_loop().time() < 1.0
+
+    run_virtual(use())
+
+
+def test_the_failure_of_a_task_is_logged_unless_its_caller_sees_it(caplog):
+    async def use():
+        for tasks in (Tasks(), Tasks(on_failure=ignore_failure)):
+            tasks.start(failing_in(1.0))
+            await tasks.wait()
+        await asyncio.sleep(0)
+
+    run_virtual(use())
+    (record,) = caplog.records
+    assert "after 1 s" in str(record.exc_info[1])
 
 
 async def failing_in(seconds: float) -> None:

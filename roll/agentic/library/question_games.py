@@ -249,16 +249,19 @@ class TextArenaEnv(TextGame):
         """Return the game after one reset: only then does it report that it needs more players or lacks something."""
         try:
             with self._random.in_place():
-                made = self._textarena.make(game, **game_args)
+                try:
+                    made = self._textarena.make(game, **game_args)
+                except TypeError as cause:
+                    remedy = "use what the game's class takes"
+                    raise BadOption("game_args", f"`{game}` refuses them ({cause})", remedy) from cause
                 while isinstance(made, self._textarena.Wrapper):
                     made = made.env
-                made.reset(num_players=1, seed=0)
+                try:
+                    made.reset(num_players=1, seed=0)
+                except AssertionError as cause:
+                    message = f"`{game}` is not for one player ({cause})"
+                    raise BadOption("game", message, "name a 1-player game") from cause
                 return made
-        except TypeError as cause:
-            remedy = "use what the game's class takes"
-            raise BadOption("game_args", f"`{game}` refuses them ({cause})", remedy) from cause
-        except AssertionError as cause:
-            raise BadOption("game", f"`{game}` is not for one player ({cause})", "name a 1-player game") from cause
         except LookupError as cause:
             # NLTK's word lists are not part of TextArena: a game that needs them downloads them when it is made.
             resource = re.search(r"nltk\.download\('([^']+)'\)", str(cause))

@@ -30,13 +30,14 @@ from roll.agentic.tools.base import (
     parse_calls,
 )
 from roll.configs.errors import nearest_name_hint
+from roll.configs.plugins import checked_arguments, parameters_of
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """Settings for offering and calling tools."""
+    """Settings for offering and calling tools. Raises `ConfigError` for a value that does not fit."""
 
     max_calls_per_turn: Count = 4
     call_timeout_seconds: Annotated[float, Field(gt=0)] = 15.0
@@ -53,6 +54,10 @@ class ToolSettings:
     """True if the tools are listed in the system message, for chat templates that do not support tools."""
     code_block_tool: str | None = None
     """Tool that receives fenced blocks of Python as calls."""
+
+    def __post_init__(self) -> None:
+        where = "tool_settings"
+        checked_arguments("ToolSettings", parameters_of(ToolSettings, "ToolSettings", where), vars(self), where)
 
 
 class ToolEnv(gymnasium.Wrapper[str, str, str, str]):

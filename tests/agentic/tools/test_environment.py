@@ -11,7 +11,7 @@ from roll.agentic.registry import make_env
 from roll.agentic.tools.base import Answer, Deadline, ToolUnavailable
 from roll.agentic.tools.calculator import Calculator
 from roll.agentic.tools.environment import ToolEnv, ToolSettings
-from roll.configs.errors import problems_of
+from roll.configs.errors import ConfigError, problems_of
 
 
 class Echo(gymnasium.Env):
@@ -79,6 +79,22 @@ def begun(*tools, **settings) -> ToolEnv:
     env = ToolEnv(Echo(), tools, ToolSettings(**settings))
     env.reset(seed=1)
     return env
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_calls_per_turn": 0},
+        {"call_timeout_seconds": 0.0},
+        {"turn_timeout_seconds": -1.0},
+        {"max_answer_characters": 0},
+        {"call_penalty": 0.1},
+        {"answer_role": "system"},
+    ],
+)
+def test_settings_out_of_range_are_refused(setting):
+    with pytest.raises(ConfigError, match=f"tool_settings.{next(iter(setting))}"):
+        ToolSettings(**setting)
 
 
 def test_tools_are_offered_at_reset_beside_the_environments_own():
