@@ -31,6 +31,7 @@ from roll.tracking.waits import GROUP, WORKER, Wait
 WELL, TROUBLE, NO_RUN = 0, 1, 2
 
 LAST_LINES = 6
+LAST_BYTES = 8 * 1024
 SILENT_SECONDS = 20.0
 """Seconds without a sign of life after which a worker or a driver is reported."""
 QUIET_SHARE = 0.5
@@ -130,7 +131,7 @@ def gather_evidence(run: RunDirectory) -> Evidence:
     if _live_status(evidence) is not None:
         return evidence
     log = run.logs / "driver.log"
-    last_words = last_lines(log, LAST_LINES) if log.exists() else ()
+    last_words = last_lines(log, LAST_LINES, LAST_BYTES) if log.exists() else ()
     checkpoint, damages = newest_whole(run.checkpoints)
     progress = RolloutProgress.at_start() if checkpoint is None else checkpoint.state.progress
     recovered = recover(read_journal(run.journal), progress)
