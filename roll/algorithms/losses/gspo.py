@@ -18,9 +18,7 @@ from roll.algorithms.losses.ppo import ClipHigh, ClipLow, clipped_surrogate
     use="Mixture-of-experts models and long responses, where single-token ratios are noise. The paper aggregates with "
     "`seq-mean-token-mean`. Its bounds are tight: with tokens of another engine or version, widen them.",
 )
-def gspo(
-    inputs: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4
-) -> tuple[Tensor, TokenMetrics]:
+def gspo(inputs: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> tuple[Tensor, TokenMetrics]:
     """Return `clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
 
     Each token has the ratio s of its row as its value, and its own log-probability gives the gradient.
