@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from roll.cli.main import main
-from roll.doctor.diagnosis import LAST_BYTES, LAST_LINES, Evidence, diagnose, gather_evidence, how_to_resume
-from roll.doctor.graph import NEEDED_GROUPS, wait_graph
+from roll.doctor.diagnosis import (
+    LAST_BYTES,
+    LAST_LINES,
+    NEEDED_GROUPS,
+    Evidence,
+    diagnose,
+    gather_evidence,
+    how_to_resume,
+    wait_graph,
+)
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import (
     ENDING_SECONDS,
