@@ -172,7 +172,7 @@ def synthetic(tmp_path: Path, place: str, source: str) -> list[str]:
         ("algorithms/a.py", "from roll.data.records import Sample", "algorithms must not import data"),
         ("runtime/a.py", "import roll.engines.hf.engine", "runtime must not import engines"),
         ("trainers/a.py", "from roll.engines.base import Engine", "trainers must not import engines"),
-        ("pipeline/a.py", "from roll.doctor.graph import WaitGraph", "pipeline must not import doctor"),
+        ("pipeline/a.py", "from roll.doctor.diagnosis import WaitGraph", "pipeline must not import doctor"),
         ("tracking/a.py", "from roll.configs.run import RLVRConfig", "tracking must not import configs"),
         ("sandbox/a.py", "from roll.configs.run import RLVRConfig", "sandbox must not import configs"),
         ("sandbox/a.py", "from roll.tracking.timeline import Timeline", "sandbox must not import tracking"),

@@ -3,8 +3,7 @@
 The command starts nothing and needs neither a GPU nor the model. Requirements that only the machine of the run must
 meet are listed as needs. With `--exact N` it runs N steps against a plain loop, on the machine of the run.
 
-`roll check-env`: is this environment fit to be trained in? Exit code 0: it passed every check. 1: it did not, and the
-report says why. 2: there is no such environment, or its options are wrong.
+`roll check-env`: is this environment fit to be trained in?
 """
 
 from __future__ import annotations
@@ -117,8 +116,10 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
             except KeyboardInterrupt:
                 for child in active_children():  # the executor would wait for it
                     child.terminate()
-                print("interrupted", file=sys.stderr)
-                return FAILED
+                raise
+    except KeyboardInterrupt:  # a second one may come while the executor shuts down
+        print("interrupted", file=sys.stderr)
+        return FAILED
     except Exception as error:
         print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
         return FAILED
@@ -141,6 +142,9 @@ examples:
   roll check-env frozen_lake size=8 is_slippery=true
   roll check-env my_package.games:Chess
   roll check-env --config run.yaml lake
+
+exit codes: 0 it passed every check; 1 it did not, and the report says why; 2 there is no such environment, or its
+options are wrong.
 """
 
 

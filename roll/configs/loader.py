@@ -272,10 +272,13 @@ def _apply(overrides: Sequence[str], config: DictConfig, references: _References
             continue
         try:
             value = references.vetted(parse_yaml(written, f"command line, {key}"), (key,))
-            if value is not _UNRESOLVED:
-                OmegaConf.update(config, key, value, merge=True, force_add=True)
         except ConfigError as error:
             problems += error.problems
+            continue
+        if value is _UNRESOLVED:
+            continue
+        try:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             message = f"the override {shown(value, key)} does not fit: {_first_line(error)}"
             remedy = "a list entry is named by the number of one that the file has; to change its length give the list"
@@ -471,10 +474,11 @@ def _too_large(source: str) -> ConfigProblem:
 
 def _node_problems(root: yaml.Node, source: str) -> list[ConfigProblem]:
     """Return each tag and key that is refused, or that the tree is too large once its aliases are expanded."""
-    found: dict[tuple[int, int], ConfigProblem] = {}  # by place, since an alias is met wherever it is used
+    # By place and message, since an alias is met wherever it is used.
+    found: dict[tuple[int, int, str], ConfigProblem] = {}
 
     def report(mark: yaml.Mark, message: str, remedy: str) -> None:
-        found[mark.line, mark.column] = ConfigProblem(_at(source, mark), message, remedy)
+        found[mark.line, mark.column, message] = ConfigProblem(_at(source, mark), message, remedy)
 
     seen, nodes = 0, [(root, 0)]
     while nodes:

@@ -3,6 +3,10 @@
 Collecting the evidence only reads and imports nothing heavy; the diagnosis is a pure function of it. The surest cause
 is reported first. The driver asks here too, when nothing has moved for too long (`explain_stall`).
 
+The wait-for graph has edges from each waiter to what it waits for, and on to its holder or maker. Nodes that cannot
+continue, whatever the others do, are deadlocked, and a cycle leads through them. Waits that have just begun do not
+count, because what they wait for may have happened a moment ago.
+
 Exit code 0: the run works, or has ended well. 1: something is wrong, and the report says what. 2: there is no such run,
 or its files cannot be read.
 """
@@ -14,23 +18,25 @@ import json
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from roll.doctor.graph import HOLDER, WaitGraph, wait_graph
 from roll.pipeline.checkpoints import newest_whole
 from roll.rollout.journal import RolloutProgress, read_journal, recover
+from roll.tracking import waits
 from roll.tracking.logs import last_lines
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import ENDING_SECONDS, ProcessFacts, RunStatus, WorkerStatus, look_at, read_status
 from roll.tracking.summary import read_summary
-from roll.tracking.waits import GROUP, WORKER, Wait
+from roll.tracking.waits import Wait
 
 WELL, TROUBLE, NO_RUN = 0, 1, 2
 
 LAST_LINES = 6
+LAST_BYTES = 8 * 1024
 SILENT_SECONDS = 20.0
 """Seconds without a sign of life after which a worker or a driver is reported."""
 QUIET_SHARE = 0.5
@@ -130,7 +136,7 @@ def gather_evidence(run: RunDirectory) -> Evidence:
     if _live_status(evidence) is not None:
         return evidence
     log = run.logs / "driver.log"
-    last_words = last_lines(log, LAST_LINES) if log.exists() else ()
+    last_words = last_lines(log, LAST_LINES, LAST_BYTES) if log.exists() else ()
     checkpoint, damages = newest_whole(run.checkpoints)
     progress = RolloutProgress.at_start() if checkpoint is None else checkpoint.state.progress
     recovered = recover(read_journal(run.journal), progress)
@@ -308,7 +314,7 @@ def _worker_trouble(
     status: RunStatus, graph: WaitGraph, processes: Mapping[int, ProcessFacts | None]
 ) -> Diagnosis | None:
     for worker, cause, advice in _troubled_workers(status, processes):
-        stuck = graph.waiting_for(f"{WORKER}{worker.name}")
+        stuck = graph.waiting_for(f"{waits.WORKER}{worker.name}")
         waiting = [who for who in graph.waiters() if who in stuck & _actors(status)]
         headline = f"{_listed(waiting)} cannot go on without {worker.name}" if waiting else f"{worker.name} is not well"
         return Diagnosis("worker in trouble", headline, f"worker {worker.name}: {cause}", advice)
@@ -349,7 +355,7 @@ def _end_of_chain(status: RunStatus, graph: WaitGraph) -> Diagnosis:
     chain = max((graph.chain(node) for node in graph.waiters()), key=len, default=[])
     if chain:
         last = chain[-1]
-        place = next((worker.place for worker in status.workers if f"{WORKER}{worker.name}" == last.on), None)
+        place = next((worker.place for worker in status.workers if f"{waits.WORKER}{worker.name}" == last.on), None)
         culprit = f"all wait in the end for {_spoken(last.on)} ({last.what}), since {_ago(status, last.since)}"
         culprit += f", which is at {place}" if place else ""
     else:
@@ -376,7 +382,7 @@ def _describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
         yield f"{stage.name:<20} {stage.state}, {_ago(status, stage.since)}{chain(stage.name)}"
     named = {stage.name for stage in status.stages}
     for who in dict.fromkeys(wait.who for wait in status.waits):
-        if who not in named and not who.startswith(GROUP):
+        if who not in named and not who.startswith(waits.GROUP):
             yield f"{who:<20}{chain(who) or ' goes on'}"
     for on, count in status.groups_by_wait.items():
         yield f"{count} groups in flight wait for {_spoken(on)}"
@@ -426,3 +432,135 @@ def _ago(status: RunStatus, since: float) -> str:
 def _listed(names: list[str]) -> str:
     """Join names: "a", "a and b", or "a, b and c"."""
     return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+YOUNG_SECONDS = 2.0
+NEEDED_GROUPS = "groups that the batch needs"
+OTHER_GROUPS = "other groups"
+"""Node for groups that a status does not list, or that wait for nothing: they continue."""
+_WHO_LIFTS = {"budget": waits.TRAIN, "version": waits.PUBLISHER, "paused": waits.PUBLISHER}
+"""The stage that must act, by the reason why no group starts."""
+HOLDER = "who has it"
+"""Beginning of the description of an edge from a thing to the actor that holds it."""
+
+
+@dataclass(frozen=True)
+class WaitGraph:
+    """All edges, by the node where they begin. An edge is a `Wait`: ``who`` cannot continue without ``on``."""
+
+    edges: Mapping[str, Sequence[Wait]]
+
+    def of(self, node: str) -> Sequence[Wait]:
+        """Return the edges of what a node waits for; none if the node waits for nothing."""
+        return self.edges.get(node, ())
+
+    def waiters(self) -> list[str]:
+        """Return the nodes that wait for something, the longest wait first."""
+        return sorted(self.edges, key=lambda node: min(edge.since for edge in self.edges[node]))
+
+    def deadlocked(self) -> set[str]:
+        """Return the nodes that cannot continue, whatever the others do."""
+        stuck = set(self.edges)
+        while free := {node for node in stuck if self._may_go_on(node, stuck)}:
+            stuck -= free
+        return stuck
+
+    def cycle(self) -> list[Wait]:
+        """Return a ring of deadlocked nodes; empty if there is none."""
+        deadlocked = self.deadlocked()
+        stuck = [node for node in self.waiters() if node in deadlocked]
+        if not stuck:
+            return []
+        among = WaitGraph({node: [edge for edge in self.of(node) if edge.on in deadlocked] for node in stuck})
+        path = among.chain(stuck[0])  # which ends in a ring: each of them waits for another
+        return path[[edge.who for edge in path].index(path[-1].on) :]
+
+    def chain(self, node: str) -> list[Wait]:
+        """Follow the longest wait from a node to the last node. A ring is followed once."""
+        path: dict[str, Wait] = {}
+        while node not in path and self.of(node):
+            path[node] = min(self.of(node), key=lambda edge: edge.since)
+            node = path[node].on
+        return list(path.values())
+
+    def waiting_for(self, node: str) -> set[str]:
+        """Return the nodes that wait for a node, directly or through others."""
+        found = {node}
+        while more := {edge.who for edges in self.edges.values() for edge in edges if edge.on in found} - found:
+            found |= more
+        return found - {node}
+
+    def _may_go_on(self, node: str, stuck: set[str]) -> bool:
+        open_ends = [edge.on not in stuck for edge in self.of(node)]
+        return any(open_ends) if _any_will_do(node) else all(open_ends)
+
+
+def _any_will_do(node: str) -> bool:
+    """Return True if a node continues as soon as one of the nodes it waits for does.
+
+    Processes of a reward model have a number after its name and need everything that they wait for.
+    """
+    return node in (waits.SCHEDULER, waits.REPLICAS) or (node.startswith(waits.REWARD_MODEL) and "/" not in node)
+
+
+def wait_graph(status: RunStatus) -> WaitGraph:
+    """Build the graph of a status."""
+    edges: dict[str, list[Wait]] = defaultdict(list)
+    for wait in status.waits:
+        if status.loop_beat - wait.since >= YOUNG_SECONDS:
+            edges[wait.who].append(wait)
+    ahead = {edge.on: edge.since for each in edges.values() for edge in each}
+    answered: set[str] = set()
+    while ahead:
+        node, since = ahead.popitem()
+        answered.add(node)
+        for edge in _answerable(status, node, since):
+            edges[node].append(edge)
+            if edge.on not in answered:
+                ahead.setdefault(edge.on, since)
+    return WaitGraph(dict(edges))
+
+
+def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
+    """Return the edges from a node that is waited for to its holders or makers."""
+    held = [wait for wait in status.holdings if wait.on == node]
+    if held and _any_will_do(node):
+        return [Wait(node, wait.who, wait.what, since) for wait in held]
+    if held:
+        return [Wait(node, wait.who, f"{HOLDER}, {wait.what}", wait.since) for wait in held]
+    for channel in status.channels:
+        if node == f"items/{channel.name}":
+            return [Wait(node, channel.producer, "to put an item", since)]
+        if node == f"room/{channel.name}":
+            return [Wait(node, channel.consumer, "to take an item", since)]
+    if node == waits.SCHEDULER:
+        return _scheduler_waits(status, since)
+    if node == NEEDED_GROUPS and status.scheduler is not None:
+        return [Wait(node, group, "to finish", since) for group in status.scheduler.holding_up]
+    # The stage publishes weights, or the start of the roles if the stages do not run yet.
+    publisher = waits.PUBLISHER if any(stage.name == waits.PUBLISHER for stage in status.stages) else waits.START
+    if node == waits.PUBLICATION_MEMORY:
+        holders = status.memory_holders
+        work = {waits.PUBLISHING: "to publish what lies there", waits.VALIDATION: "to measure what lies there"}
+        publishing = [Wait(node, publisher, what, since) for holder, what in work.items() if holder in holders]
+        taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(waits.WORKER)]
+        return publishing + taking
+    if node == waits.REPLICAS:
+        return [Wait(node, maker, "to bring weights", since) for maker in (publisher, waits.ENGINE)]
+    return []
+
+
+def _scheduler_waits(status: RunStatus, since: float) -> list[Wait]:
+    scheduler = status.scheduler
+    if scheduler is None:
+        return []
+    if scheduler.in_flight and scheduler.holding_up:
+        return [Wait(waits.SCHEDULER, NEEDED_GROUPS, "to finish", since)]
+    if scheduler.in_flight:
+        waiting = [wait.who for wait in status.waits if wait.who.startswith(waits.GROUP)]
+        groups = sorted(set(waiting))
+        if sum(status.groups_by_wait.values()) > len(waiting) or scheduler.in_flight > len(groups):
+            groups.append(OTHER_GROUPS)
+        return [Wait(waits.SCHEDULER, group, "to finish", since) for group in groups]
+    lifts = _WHO_LIFTS.get(scheduler.refusal)
+    return [Wait(waits.SCHEDULER, lifts, f"so that groups may start ({scheduler.refusal})", since)] if lifts else []

@@ -22,6 +22,7 @@ from roll.tracking.summary import read_summary
 from roll.tracking.trackers import read_metrics
 
 LOG_LINES = 60
+LOG_BYTES = 64 * 1024
 
 _Content = TypeVar("_Content")
 
@@ -52,14 +53,18 @@ class RunFiles:
         return [record for record in self.metrics if record["step"] > 0]
 
 
+class NoRun(FileNotFoundError):
+    """The folder holds no run."""
+
+
 def read_run(root: Path) -> RunFiles:
-    """Read the files that exist. Raises `FileNotFoundError` if the folder holds none of the files of a run."""
+    """Read the files that exist. Raises `NoRun` if the folder holds none of the files of a run."""
     run = RunDirectory(root)
     parts = (run.metrics, run.timeline, run.samples, run.summary, run.config)
     found = [(path.name, path.stat()) for path in parts if path.is_file()]
     if not found:
         wanted = ", ".join(path.name for path in parts)
-        raise FileNotFoundError(f"{root} holds no run: name a folder with {wanted} (or some of them)")
+        raise NoRun(f"{root} holds no run: name a folder with {wanted} (or some of them)")
     absent: dict[str, str] = {}
     config_text = _read(run.config, partial(Path.read_text, encoding="utf-8", errors="replace"), "", absent)
     return RunFiles(
@@ -70,7 +75,7 @@ def read_run(root: Path) -> RunFiles:
         summary=_read(run.summary, read_summary, {}, absent),
         config_text=config_text,
         config=_parse_config(config_text, absent),
-        log_tail="\n".join(_read(run.logs / "driver.log", partial(last_lines, count=LOG_LINES), [], absent)),
+        log_tail="\n".join(_read(run.logs / "driver.log", _read_tail, [], absent)),
         files=[{"name": name, "bytes": facts.st_size, "modified": facts.st_mtime} for name, facts in found],
         absent=absent,
         held=run.is_held(),
@@ -103,6 +108,10 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     if not samples:
         raise ValueError("no sample has been written (`num_logged_samples`, or no step has ended yet)")
     return samples
+
+
+def _read_tail(path: Path) -> list[str]:
+    return last_lines(path, LOG_LINES, LOG_BYTES)
 
 
 def _parse_config(text: str, absent: dict[str, str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roll.report.files import RunFiles, read_run
+from roll.report.files import NoRun, RunFiles, read_run
 from roll.report.findings import findings, idle_shares, ledger_of, settled
 from roll.report.lanes import drawn_lanes
 from roll.report.panels import sections_of, series_of
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     target: Path = options.output or root / "report.html"
     try:
         run = read_run(root)
-    except FileNotFoundError as error:
+    except NoRun as error:
         print(error, file=sys.stderr)
         return NO_RUN
     page = render_page(run)

@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -327,10 +326,13 @@ def configure_logging(log_dir: Path, role: str, console: bool = False) -> Path:
     return path
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return [line.rstrip("\n") for line in deque(file, maxlen=count)]
+def last_lines(path: Path, count: int, max_bytes: int) -> list[str]:
+    """Return the last lines of a log, as far as they lie in its last ``max_bytes``."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - max_bytes))
+        lines = file.read(max_bytes).splitlines()
+    return [line.decode("utf-8", errors="replace") for line in lines[-count:]]
 
 
 def role_file(log_dir: Path, role: str, suffix: str) -> Path:

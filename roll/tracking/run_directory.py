@@ -32,24 +32,38 @@ class RunDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / "config.yaml"  # the resolved configuration, secrets redacted
-        self.metrics = root / "metrics.jsonl"  # one JSON object per training step
-        self.timeline = root / "timeline.json"  # states of stages and workers over time; opens in Perfetto
-        self.samples = root / "samples.jsonl"  # readable rollouts
-        self.summary = root / "summary.json"  # end and results of the run
-        self.status = root / "status.json"  # present activity of the run
-        self.chaos = root / "chaos.jsonl"  # record of the injected faults
+        self.config = root / "config.yaml"
+        """The resolved configuration, secrets redacted."""
+        self.metrics = root / "metrics.jsonl"
+        """One JSON object per training step."""
+        self.timeline = root / "timeline.json"
+        """States of stages and workers over time; opens in Perfetto."""
+        self.samples = root / "samples.jsonl"
+        """Readable rollouts."""
+        self.summary = root / "summary.json"
+        """End and results of the run."""
+        self.status = root / "status.json"
+        """Present activity of the run."""
+        self.chaos = root / "chaos.jsonl"
+        """Record of the injected faults."""
         self.checkpoints = root / "checkpoints"
-        self.journal = root / "journal"  # journal of the rollouts
-        self.weights = root / "weights"  # published weights on their way to the engines, if they travel as files
-        self.weights_note = root / "weights.json"  # names the other folder of published weights, if one is set
-        self.tensorboard = root / "tensorboard"  # TensorBoard's events
-        self.trackers = root / "trackers"  # one folder per plug-in tracker
-        self.tracker_ids = self.trackers / "ids.json"  # the run's id in each plug-in tracker
-        self.episodes = root / "episodes"  # validation episodes to look at
-        self.logs = root / "logs"  # logs of driver and workers
+        self.journal = root / "journal"
+        """Journal of the rollouts."""
+        self.weights = root / "weights"
+        """Published weights on their way to the engines, if they travel as files."""
+        self.weights_note = root / "weights.json"
+        """Names the other folder of published weights, if one is set."""
+        self.tensorboard = root / "tensorboard"
+        """TensorBoard's events."""
+        self.trackers = root / "trackers"
+        """One folder per plug-in tracker."""
+        self.tracker_ids = self.trackers / "ids.json"
+        """The run's id in each plug-in tracker."""
+        self.episodes = root / "episodes"
+        """Validation episodes to look at."""
+        self.logs = root / "logs"
+        """Logs of driver and workers."""
         self._lock = root / ".lock"
-
 
     @classmethod
     def create(

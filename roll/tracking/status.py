@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from traceback import walk_stack
@@ -71,8 +71,9 @@ class DriverWatch:
     stall_timeout_seconds: float
     ending_seconds: float = ENDING_SECONDS
     stuck: float = 0.0
-    """Seconds since its event loop last came round, in phases in which it should; ``ending``: since the end began."""
+    """Seconds since its event loop last came round, in phases in which it should."""
     ending: float = 0.0
+    """Seconds for which the run has been ending."""
     interrupts: int = 0
 
     def look(self, phase: Phase, seconds: float, came_round: bool) -> Literal["go on", "interrupt", "end"]:
@@ -130,20 +131,22 @@ def thread_place(ident: int) -> str | None:
     return _place([frame for frame, _ in walk_stack(inner)])
 
 
-def _busy_places() -> Iterator[tuple[threading.Thread, str]]:
-    for thread in threading.enumerate():
+def _busy_places(threads: Iterable[threading.Thread]) -> Iterator[tuple[threading.Thread, str]]:
+    for thread in threads:
         if thread.ident is not None and (place := thread_place(thread.ident)) is not None:
             yield thread, place
 
 
 def busy_threads() -> list[str]:
     """Return each thread that is busy and that the process waits for at exit, with its line."""
-    return [f"{thread.name} in {place}" for thread, place in _busy_places() if not thread.daemon]
+    waited_for = (thread for thread in threading.enumerate() if not thread.daemon)
+    return [f"{thread.name} in {place}" for thread, place in _busy_places(waited_for)]
 
 
 def working_place(thread_name: str) -> str | None:
     """Return the source line that a thread named ``thread_name...`` is executing; None if all of them are idle."""
-    return next((place for thread, place in _busy_places() if thread.name.startswith(thread_name)), None)
+    named = (thread for thread in threading.enumerate() if thread.name.startswith(thread_name))
+    return next((place for _, place in _busy_places(named)), None)
 
 
 def task_place(task: asyncio.Task[object]) -> str | None:
@@ -355,17 +358,18 @@ class StatusFile:
         rounds = self._rounds
         while not self._closed.wait(WRITE_SECONDS):
             rounds, before = self._rounds, rounds
-            decision = self._watch.look(self._status.phase, attention.look(), rounds != before)
+            phase = self._status.phase  # read once: it may change meanwhile
+            decision = self._watch.look(phase, attention.look(), rounds != before)
             if decision == "interrupt":
-                self.stuck_because = self.stuck_because or self._reason()
+                self.stuck_because = self.stuck_because or self._reason(phase)
                 self._interrupt()
             elif decision == "end":
-                self._end(self._reason())
+                self._end(self._reason(phase))
 
-    def _reason(self) -> str:
-        """Return why the driver is interrupted or ended."""
+    def _reason(self, phase: Phase) -> str:
+        """Return why the driver is interrupted or ended in this phase."""
         watch = self._watch
-        if self._status.phase == "ending":
+        if phase == "ending":
             threads = "; ".join(busy_threads()) or "no thread of Python"
             return f"the run had not come to its end after {watch.ending:.0f} s; still at work: {threads}"
         return (

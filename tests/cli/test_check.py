@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from roll.check import plan
-from roll.cli.main import main
+from roll.cli.main import Ended, main
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
 from roll.engines import options as engine_options
 from roll.pipeline.preflight import look_up
 from roll.sandbox.sandbox import Sandbox
+from roll.tracking.run_directory import RunDirectory
 from tests.pipeline.tiny import make_task, tiny_config, write_config
 from tests.sandbox.sandboxes import needs_sandbox
 
@@ -48,6 +51,29 @@ def test_what_does_not_fit_is_exit_code_2(capsys):
     assert main(["check", GPUS, "--gpu-memory", "24"]) == 2
     said = capsys.readouterr()
     assert "will not fit: a device of actor_train needs" in said.out and "docs/memory.md" in said.err
+
+
+@pytest.mark.parametrize("when", ["computes", "ends"])
+def test_a_plain_loop_may_be_interrupted_while_it_computes_and_while_it_ends(run, tmp_path, monkeypatch, capsys, when):
+    terminated = []
+
+    def result():
+        if when == "computes":
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def executor(*_, **__):
+        yield SimpleNamespace(submit=lambda *_: SimpleNamespace(result=result))
+        raise KeyboardInterrupt
+
+    child = SimpleNamespace(terminate=lambda: terminated.append(when))
+    monkeypatch.setattr("roll.cli.check.attempt_run", lambda *_: Ended(0))
+    monkeypatch.setattr("roll.cli.check.RunDirectory.latest", lambda _: RunDirectory(tmp_path))
+    monkeypatch.setattr("roll.cli.check.ProcessPoolExecutor", executor)
+    monkeypatch.setattr("roll.cli.check.active_children", lambda: [child])
+    assert main(["check", run, "--exact", "1"]) == 1
+    assert capsys.readouterr().err == "interrupted\n"
+    assert terminated == (["computes"] if when == "computes" else [])
 
 
 @pytest.mark.parametrize(

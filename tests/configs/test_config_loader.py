@@ -209,6 +209,13 @@ def test_every_repeated_key_is_reported(write):
     assert set(problems_of(path)) == {f"{path}:2:1", f"{path}:4:1"}
 
 
+def test_all_that_is_wrong_at_one_place_is_reported_and_an_alias_once(write):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("a: &x !!binary aGk=\nb: [*x, *x]\n!!binary aGk=: 1\n"))
+    found = [problem.message for problem in caught.value.problems]
+    assert found == ["tag !!binary is refused", "tag !!binary is refused", "the key aGk= is not text"]
+
+
 def test_missing_file_and_folder_are_configuration_errors(tmp_path):
     assert "no such file" in problems_of(tmp_path / "no.yaml")[str(tmp_path / "no.yaml")].message
     assert "folder" in problems_of(tmp_path)[str(tmp_path)].message

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from roll.cli.main import main
-from roll.doctor.diagnosis import Evidence, diagnose, how_to_resume
-from roll.doctor.graph import NEEDED_GROUPS, wait_graph
+from roll.doctor.diagnosis import (
+    LAST_BYTES,
+    LAST_LINES,
+    NEEDED_GROUPS,
+    Evidence,
+    diagnose,
+    gather_evidence,
+    how_to_resume,
+    wait_graph,
+)
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import (
     ENDING_SECONDS,
@@ -226,6 +234,16 @@ def test_a_driver_that_is_gone_or_another_process_by_now_is_dead(process):
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_promised_to_go_on():
     advice = how_to_resume(None, ["step-6 is torn"], finished=3, in_flight=0)
     assert advice == "step-6 is torn; no checkpoint is whole: begin a new run in another folder"
+    assert diagnose(evidence(status(), processes={1: None}, resume=advice)).advice == advice
+
+
+def test_what_is_known_of_a_dead_run_comes_from_its_folder(tmp_path):
+    run = RunDirectory.create(str(tmp_path), "x")
+    (run.checkpoints / "step-6" / "state").mkdir(parents=True)
+    (run.logs / "driver.log").write_text("".join(f"line {number}\n" for number in range(LAST_BYTES)))
+    found = diagnose(gather_evidence(run))
+    assert "step-6 has no state/" in found.advice and "no checkpoint is whole" in found.advice
+    assert found.findings[-1] == f"line {LAST_BYTES - 1}" and len(found.findings) == LAST_LINES
 
 
 def test_what_a_run_said_at_its_end_is_the_culprit():

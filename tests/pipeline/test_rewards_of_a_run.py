@@ -8,7 +8,7 @@ import pytest
 
 from roll.configs.rewards import RewardConfig, RewardModelConfig
 from roll.configs.roles import ModelArguments
-from roll.doctor.graph import wait_graph
+from roll.doctor.diagnosis import wait_graph
 from roll.pipeline.rlvr import Rewards
 from roll.rewards.base import RewardInput
 from roll.rewards.model import ScorerSetup

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from roll.tracking.logs import configure_logging, redact
+from roll.tracking.logs import configure_logging, last_lines, redact
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,16 @@ def test_a_message_that_utf8_cannot_hold_is_logged(tmp_path, monkeypatch):
     path = configure_logging(tmp_path, "driver")
     logging.getLogger("roll").warning("half \ud83d")
     assert "half \\ud83d" in path.read_text()
+
+
+def test_the_last_lines_of_a_log_are_read_from_its_end_only(tmp_path):
+    path = tmp_path / "driver.log"
+    path.write_bytes(b"one\n" + "é".encode() * 50 + b"\r\nthree \xff\nfour")
+    assert last_lines(path, 2, max_bytes=1000) == ["three \ufffd", "four"]
+    assert last_lines(path, 9, max_bytes=1000)[0] == "one"
+    assert last_lines(path, 9, max_bytes=17) == ["\ufffdé", "three \ufffd", "four"]
+    path.write_bytes(b"")
+    assert last_lines(path, 2, max_bytes=1000) == []
 
 
 @pytest.mark.parametrize(

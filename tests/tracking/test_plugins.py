@@ -204,6 +204,7 @@ def test_each_tracker_of_a_run_has_an_id_and_keeps_it(run, monkeypatch):
     opened = []
     monkeypatch.setattr("roll.tracking.plugins.process.TrackerProcess", lambda *facts: opened.append(facts))
     open_plug_ins({"wandb": CLASSES["wandb"]}, {"wandb": {"mode": "offline"}}, run, "sums", CONFIG)
+    (run.trackers / "trackio").touch()  # in the way of a folder, which is the tracker's concern
     open_plug_ins({name: CLASSES[name] for name in ("wandb", "trackio")}, {}, run, "sums", CONFIG)
     names, runs = [facts[0] for facts in opened], [facts[2] for facts in opened]
     assert names == ["wandb", "wandb", "trackio"]

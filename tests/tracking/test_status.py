@@ -96,6 +96,22 @@ def test_an_end_that_takes_too_long_is_given_its_reason(tmp_path):
     assert "had not come to its end" in reasons[0] and "asyncio_0 in" in reasons[0]
 
 
+def test_the_reason_belongs_to_the_phase_that_was_looked_at(tmp_path):
+    """The end of a run may begin between the decision and its reason."""
+    interrupted = threading.Event()
+
+    class EndBegins(DriverWatch):
+        def look(self, *seen):
+            file.ending()
+            self.stuck = 11.0
+            return "interrupt" if seen[0] == "running" else "go on"
+
+    with StatusFile(tmp_path / "status.json", EndBegins(10.0), interrupted.set) as file:
+        while not interrupted.wait(0.05):
+            file.update(status())
+    assert "event loop was stuck for 11 s" in file.stuck_because
+
+
 def test_what_holds_up_the_end_is_in_the_file(tmp_path):
     watch = DriverWatch(100.0)
     with StatusFile(tmp_path / "status.json", watch) as file:

@@ -50,6 +50,7 @@ class WandbPlugIn(TrackerPlugIn):
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would report its own failures to its makers, offline too
         import wandb
 
+        Path(run.folder).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=options.project,
             name=options.name or run.name,
@@ -123,6 +124,7 @@ class SwanlabPlugIn(TrackerPlugIn):
     def __init__(self, run: TrackerRun, options: SwanlabOptions) -> None:
         import swanlab
 
+        Path(run.folder).mkdir(parents=True, exist_ok=True)
         settings = swanlab.Settings
         nothing = {"hardware": False, "runtime": False, "requirements": False, "git": False, "monitor": False}
         self._run: Any = swanlab.init(

@@ -41,6 +41,7 @@ class TrackerRun:
     id: str
     """21 lower-case letters and digits (as swanlab requires), drawn once for each tracker of a run."""
     folder: str
+    """Folder for the files of this tracker alone. A tracker that needs it makes it."""
     resumed: bool
     """True if the tracker has seen this run before, under this id."""
     config: dict[str, Any]
@@ -186,7 +187,6 @@ def open_plug_ins(
     for name, path in classes.items():
         file_name = name.replace(":", ".")  # a name may be an import path
         folder = (run.trackers / file_name).absolute()
-        folder.mkdir(exist_ok=True)
         identity = TrackerRun(exp_name, ids[name], str(folder), name in known, config)
         chosen = asdict(resolve_name(path).Options(**options.get(name, {})))
         trackers.append(TrackerProcess(name, path, identity, chosen, run.logs / f"tracker_{file_name}.out"))
