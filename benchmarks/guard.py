@@ -43,8 +43,8 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import StrategyArguments, TrainingArguments, WorkerConfig
 from roll.configs.run import ClusterConfig
 from roll.data.records import SampleBatch
-from roll.runtime.actors import start_group, start_worker
 from roll.runtime.placement import Placement, ray_session
+from roll.runtime.workers import start_group, start_worker
 from roll.trainers.base import TrainerSetup
 from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainPlan, TrainWorker
 from roll.weights.transports import TransportSpec

@@ -31,8 +31,8 @@ from roll.configs.run import ClusterConfig
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
-from roll.runtime.actors import start_group, start_worker
 from roll.runtime.placement import Placement, ray_session
+from roll.runtime.workers import start_group, start_worker
 from roll.trainers.base import TrainerSetup
 from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainWorker
 from roll.weights.transports import TransportSpec

@@ -40,9 +40,9 @@ from roll.agentic.worker import (
 )
 from roll.configs.errors import nearest_name_hint
 from roll.configs.run import CustomEnvConfig
-from roll.runtime.actors import CALL_ERRORS, ProcessHandle, WorkerDied, WorkerTimeout
 from roll.runtime.pool import Tasks, all_or_none
 from roll.runtime.process import driver_folders
+from roll.runtime.workers import CALL_ERRORS, ProcessHandle, WorkerDied, WorkerTimeout
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import WORKER, waiting
 

@@ -28,8 +28,8 @@ import numpy as np
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode, TokenChunk, no_tokens
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
-from roll.runtime.actors import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.runtime.pool import all_or_none
+from roll.runtime.workers import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers

@@ -18,7 +18,7 @@ import numpy as np
 
 from roll.configs.strategies import ENGINES, strategy_class
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, InferStrategy, PauseMode, TokenChunk
-from roll.runtime.actors import Worker
+from roll.runtime.workers import Worker
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, split_bucket
 from roll.weights.publisher import Publication, check_weights
 from roll.weights.transports import TRANSPORTS, WeightReceiver

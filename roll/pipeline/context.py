@@ -19,8 +19,8 @@ from roll.configs.run import PipelineConfig
 from roll.data.records import Group, SampleBatch
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
+from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
-from roll.pipeline.faults import Chaos
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder

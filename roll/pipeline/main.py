@@ -17,8 +17,8 @@ from typing import Any
 
 from roll.configs import derived
 from roll.configs.loader import dump_config
+from roll.pipeline.chaos import Chaos
 from roll.pipeline.context import RunContext
-from roll.pipeline.faults import Chaos
 from roll.pipeline.journal import forget_other_rollouts, journal_of
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
@@ -27,8 +27,8 @@ from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
 from roll.pipeline.stages import ChainedStage, announce, gather, groups_of_steps, publish, record
 from roll.pipeline.status import StatusKeeper, watch_for_stall
-from roll.runtime.actors import WorkerHandle
 from roll.runtime.placement import Placement
+from roll.runtime.workers import WorkerHandle
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import ENGINE, SCHEDULER, START, acting
 from roll.trainers.worker import TrainerGroup

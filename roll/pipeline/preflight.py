@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from roll.algorithms.objective import PolicyObjective, ValueObjective
     from roll.pipeline.algorithm import AdvantageSettings
     from roll.pipeline.stages import ChainedStage
-    from roll.runtime.actors import Worker
+    from roll.runtime.workers import Worker
 
 CLUSTER_PROBE_SECONDS = 3.0
 """Longest wait for a cluster to answer. Ray itself would try for minutes."""

@@ -38,9 +38,9 @@ from roll.rewards.model_pool import ScorePool, ScoreSettings, ScoreWorker
 from roll.rewards.pool import RewardPool
 from roll.rewards.registry import route_domains
 from roll.rollout.scheduler import GroupRequest
-from roll.runtime.actors import WorkerHandle, start_worker
 from roll.runtime.locks import DeviceLock
 from roll.runtime.placement import Placement
+from roll.runtime.workers import WorkerHandle, start_worker
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import REWARD_MODEL, part, waiting
 

@@ -23,9 +23,9 @@ from roll.pipeline.checkpoints import Checkpoint
 from roll.pipeline.preflight import AgenticPlan, Prepared
 from roll.pipeline.rlvr import RLVRSide, build_rewards
 from roll.pipeline.rollouts import RolloutSide, WorkerProcesses
-from roll.runtime.actors import Worker, WorkerGroup, WorkerHandle, split_devices, start_group, start_worker
 from roll.runtime.locks import DeviceLock, build_device_locks
 from roll.runtime.placement import Placement
+from roll.runtime.workers import Worker, WorkerGroup, WorkerHandle, split_devices, start_group, start_worker
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import part
 from roll.trainers.base import TrainerSetup

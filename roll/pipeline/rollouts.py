@@ -32,8 +32,8 @@ from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
     from roll.engines.pool import InferencePool
-    from roll.runtime.actors import WorkerHandle
     from roll.runtime.locks import DeviceLock
+    from roll.runtime.workers import WorkerHandle
 
 Made = TypeVar("Made")
 

@@ -20,7 +20,7 @@ from roll.doctor.diagnosis import explain_stall
 from roll.pipeline.context import RunContext
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.stage import Stage
-from roll.runtime.actors import Heartbeats, WorkerHandle
+from roll.runtime.workers import Heartbeats, WorkerHandle
 from roll.tracking.status import (
     WRITE_SECONDS,
     Attention,

@@ -22,9 +22,9 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.strategies import SCORERS, strategy_class
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.model import Conversation, Scored, ScorerSetup, ScoreStrategy
-from roll.runtime.actors import CALL_ERRORS, Worker, WorkerFailed, WorkerHandle
 from roll.runtime.locks import DeviceLock
 from roll.runtime.pool import Slot, Tasks
+from roll.runtime.workers import CALL_ERRORS, Worker, WorkerFailed, WorkerHandle
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import apart, holding
 

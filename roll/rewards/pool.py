@@ -30,9 +30,9 @@ from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, checked_output, resolve_verifier
-from roll.runtime.actors import CALL_ERRORS, ProcessHandle, WorkerFailed, WorkerTimeout
 from roll.runtime.pool import Slot, Tasks, all_or_none, ignore_failure
 from roll.runtime.process import DriverFolders, driver_folders
+from roll.runtime.workers import CALL_ERRORS, ProcessHandle, WorkerFailed, WorkerTimeout
 from roll.tracking.timeline import BusySpans
 
 ALARM_REPEAT_SECONDS = 1.0

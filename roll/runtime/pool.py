@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from roll.runtime.actors import ProcessHandle
+    from roll.runtime.workers import ProcessHandle
 
 logger = logging.getLogger(__name__)
 

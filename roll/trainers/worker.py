@@ -25,7 +25,7 @@ import torch
 from roll.algorithms.metrics import mean_over_updates
 from roll.check.memory_parts import GIB
 from roll.data.records import SampleBatch, derive_seed
-from roll.runtime.actors import Worker, WorkerGroup, WritingStuck
+from roll.runtime.workers import Worker, WorkerGroup, WritingStuck
 from roll.tracking.files import sync_file
 from roll.tracking.status import Attention
 from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer

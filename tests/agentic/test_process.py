@@ -10,7 +10,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError
 
 from roll.agentic.pool import EnvProcess, EpisodeKey, ProcessLost
 from roll.agentic.worker import Reset
-from roll.runtime.actors import WorkerDied
+from roll.runtime.workers import WorkerDied
 from tests.runtime.references import Reference
 
 

@@ -7,7 +7,7 @@ import pytest
 from roll.engines.base import EngineFailed
 from roll.engines.pool import RequestError
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import WorkerFailed
+from roll.runtime.workers import WorkerFailed
 from tests.runtime import local_engines
 from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 

@@ -8,7 +8,7 @@ import pytest
 from roll.engines.base import EngineFailed, TokenChunk
 from roll.engines.pool import PROGRESS_SECONDS
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerTimeout
 from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from roll.configs.run import ChaosConfig, ChaosEvent
-from roll.pipeline.faults import Chaos
+from roll.pipeline.chaos import Chaos
 from roll.pipeline.stage import StepCounter
 from roll.rollout.clock import run_virtual
 from roll.tracking.run_directory import RunDirectory

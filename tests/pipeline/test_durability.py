@@ -19,8 +19,8 @@ from roll.pipeline.checkpoints import (
     saved_steps,
 )
 from roll.rollout.journal import Journal, RolloutProgress, finished_record, read_journal
-from roll.runtime.actors import WorkerIdentity
 from roll.runtime.placement import WorkerPlace
+from roll.runtime.workers import WorkerIdentity
 from roll.tracking.files import write_atomically
 from roll.tracking.trackers import MetricsLog
 from roll.trainers.state import SavedState, StateSnapshot, whole, write_state

@@ -21,7 +21,7 @@ from roll.pipeline.resume import ResumePoint
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, read_journal
 from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
-from roll.runtime.actors import WorkerDied
+from roll.runtime.workers import WorkerDied
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
 

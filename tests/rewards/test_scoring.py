@@ -14,8 +14,8 @@ from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.model import Scored, ScorerSetup
 from roll.rewards.model_pool import ScorePool, ScoreSettings
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.runtime.locks import DeviceLock
+from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.tracking.waits import WaitBoard, acting
 
 ROLE = "rewards.chat"

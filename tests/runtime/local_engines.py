@@ -20,8 +20,8 @@ from roll.engines.base import (
 )
 from roll.engines.pool import InferencePool, Loaded, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
-from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerIdentity, WorkerTimeout
 from roll.runtime.placement import WorkerPlace
+from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerIdentity, WorkerTimeout
 from roll.weights.buckets import HeldWeights
 from roll.weights.publisher import Publication
 from roll.weights.transports import TRANSPORTS, WeightTransport

@@ -15,8 +15,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerGroup, WorkerHandle, WorkerIdentity
 from roll.runtime.placement import WorkerPlace
+from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerGroup, WorkerHandle, WorkerIdentity
 from tests.runtime.references import Reference
 
 MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice, exit code 1")

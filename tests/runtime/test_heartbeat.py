@@ -4,7 +4,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import BEAT_SECONDS, Beat, Heartbeats
+from roll.runtime.workers import BEAT_SECONDS, Beat, Heartbeats
 
 
 class Handle:

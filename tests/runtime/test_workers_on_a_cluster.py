@@ -13,7 +13,8 @@ from ray.cluster_utils import Cluster
 
 from roll.configs.run import ClusterConfig
 from roll.runtime import actors as distributed_group
-from roll.runtime.actors import (
+from roll.runtime.placement import Placement, PlacementError, link_to_logs, ray_session
+from roll.runtime.workers import (
     Worker,
     WorkerDied,
     WorkerFailed,
@@ -23,7 +24,6 @@ from roll.runtime.actors import (
     start_group,
     start_worker,
 )
-from roll.runtime.placement import Placement, PlacementError, link_to_logs, ray_session
 
 pytestmark = pytest.mark.tier("all")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import WorkerFailed, WorkerIdentity, WritingStuck
+from roll.runtime.workers import WorkerFailed, WorkerIdentity, WritingStuck
 from roll.tracking import files
 from roll.tracking.files import sync_file
 from roll.trainers.state import SavedState, StateSnapshot, whole

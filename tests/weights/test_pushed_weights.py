@@ -10,7 +10,7 @@ import pytest
 from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, publication, request
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import WorkerFailed
+from roll.runtime.workers import WorkerFailed
 
 
 class Trainer:

@@ -27,8 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.worker import EngineSpec, InferWorker
-from roll.runtime.actors import WorkerIdentity
 from roll.runtime.placement import WorkerPlace
+from roll.runtime.workers import WorkerIdentity
 from roll.weights.buckets import WeightMismatch, manifest, pack_buckets, tensor_checksum, views
 from roll.weights.publisher import Publication, WeightsDiffer
 from roll.weights.transports import TRANSPORTS, Segment, TransportSpec, WeightSender

@@ -15,7 +15,7 @@ from ray.exceptions import (
 )
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import (
+from roll.runtime.workers import (
     ACTOR_GONE,
     EXIT_SECONDS,
     ProcessHandle,

@@ -13,8 +13,8 @@ from typing import cast
 
 from roll.configs.run import PUBLICATION_CHAOS, ChaosConfig, ChaosEvent
 from roll.pipeline.stage import StepCounter
-from roll.runtime.actors import WorkerHandle
 from roll.runtime.process import Fault, inject_fault
+from roll.runtime.workers import WorkerHandle
 from roll.tracking.files import JsonLines, read_json_lines
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import unobserved, waiting

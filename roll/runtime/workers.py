@@ -268,7 +268,7 @@ class WorkerHandle(ProcessHandle):
             return await self._answer(self.actor.invoke.remote(method, *args), method, timeout)
 
     async def beat(self) -> Beat:
-        """Wait for a sign of life, as long as the process is silent; see `roll.runtime.actors`."""
+        """Wait for a sign of life, as long as the process is silent; see `roll.runtime.workers`."""
         return await self.actor.beat.remote()
 
     def inject(self, fault: Fault, seconds: float | None) -> None:
