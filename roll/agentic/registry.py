@@ -4,9 +4,9 @@ The signature is checked before an environment is made. Importing this module re
 (`gymnasium.make("roll/FrozenLake-v0")`).
 
 `TextAdapter` turns an environment with discrete actions and a text rendering into a text environment. Gymnasium's own
-small games need more than that: names of actions, a text where there is no rendering, a criterion of success. Each has
-one entry in `KNOWN_GAMES`. A text without an action does not reach the game: the policy is told so, and the reward is
-0.
+small games need more than that, namely names of actions, a text where there is no rendering, and a criterion of
+success. Each game has one entry in `KNOWN_GAMES`. A text without an action does not reach the game: the policy is told
+so, and the reward is 0.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Game:
 
 
 class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
-    """A text environment around one with discrete actions. Rewards are the game's own."""
+    """A text environment around a game with discrete actions. Rewards are the game's own."""
 
     def __init__(
         self,
@@ -227,11 +227,11 @@ ENVIRONMENTS = Kind(
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
-    """Make a text environment. One with discrete actions is wrapped (`TextAdapter`).
+    """Make a text environment; wrap an environment with discrete actions in a `TextAdapter`.
 
     Raises `ConfigError` with the paths `env_type` and `env_config.<key>`. Names and signatures are checked before any
-    code of the environment runs, except its module's. The environment may still refuse a value or turn out not to be a
-    text environment.
+    code of the environment runs, except the import of its module. The environment may still refuse a value or turn out
+    not to be a text environment.
     """
     source = _find(env_type, "")
     return source.made(*source.checked(env_config))
@@ -263,7 +263,7 @@ class _Source:
     create: Callable[..., Any]
     """The class or factory whose signature is checked."""
     spec: registration.EnvSpec | None = None
-    """Its registration with gymnasium, if it is made by that."""
+    """Registration of the environment, if gymnasium makes it."""
 
     @property
     def is_small(self) -> bool:
@@ -272,7 +272,7 @@ class _Source:
         return is_gymnasiums_own or self.env_type in ENVIRONMENTS.built_in
 
     def checked(self, env_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the checked options of the environment, and those of an adapter. Raises `ConfigError`."""
+        """Return the checked options of the environment, and those of its adapter. Raises `ConfigError`."""
         parameters = parameters_of(self.create, self.env_type, f"{self.at}env_type")
         named = by_name(parameters)
         of_adapter: dict[str, inspect.Parameter] = {}
@@ -292,7 +292,7 @@ class _Source:
         return options, {key: value for key, value in values.items() if key in of_adapter}
 
     def made(self, options: dict[str, Any], adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
-        """Make the environment as one of text. Raises `ConfigError`."""
+        """Make the environment, in a `TextAdapter` if its actions are discrete. Raises `ConfigError`."""
         try:
             return self._as_text(self._bare(options), adapter_options)
         except BadOption as bad:

@@ -147,8 +147,8 @@ def correct(
     ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool) and ``lags``
     (int) are ``[batch, seq]``. A row is a whole sequence; entries outside the mask are never read. Computed in float64;
     the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens
-    that are trained on, before rejection; the mean weight is taken over those that also stay. ``lags``, ``max_lag`` and
-    ``capped`` are those of `lag_buckets`.
+    that are trained on, before rejection; the mean weight is taken over the trained tokens that also stay. ``lags``,
+    ``max_lag`` and ``capped`` are those of `lag_buckets`.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that

@@ -19,7 +19,7 @@ from roll.algorithms.aggregation import keep
 
 
 def k1(difference: Tensor) -> Tensor:
-    """Return d: unbiased, and of either sign. It is useless as a loss: its gradient has expectation 0."""
+    """Return d: unbiased, and of either sign. It is useless as a loss, because its gradient has expectation 0."""
     return difference
 
 
@@ -114,7 +114,7 @@ class KLController:
         """Report that the divergence was ``kl`` nats per response, over ``samples`` responses."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must keep, as plain values. Of a constant, the configuration decides."""
+        """Return what a checkpoint must keep, as plain values; nothing for a constant, which the configuration sets."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

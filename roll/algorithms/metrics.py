@@ -6,10 +6,10 @@ order. The sums are float64: a ratio of e^40 is exact enough. A ratio of e^2000 
 sample size 0. Nothing becomes NaN unless a log-probability was NaN.
 
 Two implementations of the same model differ by rounding, or by a mistake. Neither is off-policy data, and no correction
-is meant for it; `mismatch` measures it on tokens of equal weights. Its quantiles come from counts in fixed logarithmic
-bins of the absolute difference, 20 a decade from 1e-8 to 100 nats: a quantile is reported as the geometric middle of
-its bin, at most 6 % off. Less than 1e-8 is reported as 0 (float32 does not resolve it), more than 100 as the largest
-difference.
+is meant for it; `mismatch` measures the difference on tokens of equal weights. Its quantiles come from counts in fixed
+logarithmic bins of the absolute difference, 20 a decade from 1e-8 to 100 nats: a quantile is reported as the geometric
+middle of its bin, at most 6 % off. Less than 1e-8 is reported as 0 (float32 does not resolve it), more than 100 as the
+largest difference.
 """
 
 from __future__ import annotations
@@ -67,17 +67,18 @@ def policy_metrics(
     buckets: Mapping[str, Tensor],
     mismatch_mask: Tensor | None = None,
 ) -> PartMetrics:
-    """Return the metrics of one part of a batch.
+    """Return the metrics of a policy for one part of a batch.
 
-    ``totals`` are 0-d contributions, already normalised over the whole batch. ``token_metrics`` by name, the
-    log-probabilities of the current and the behaviour policy and the ``buckets`` (`lag_buckets` of the response mask)
-    are ``[batch, seq]``, with at least one entry. ``mismatch_mask`` (bool) marks the response tokens that were sampled
-    with the very weights of ``logprobs``; None: the mismatch is not measured. Entries outside the masks are never read.
-    The ratio is not clamped: an overflow must be visible.
+    ``totals`` are 0-d contributions by name, already normalised over the whole batch. All other tensors are
+    ``[batch, seq]`` with at least one entry. ``token_metrics`` are values per token by name. ``logprobs`` are of the
+    current policy, ``behaviour_logprobs`` of the policy that sampled. ``buckets`` are the `lag_buckets` of the response
+    mask. ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights behind ``logprobs``;
+    without it, the mismatch is not measured. Entries outside the masks are never read. The ratio is not clamped,
+    because an overflow must be visible.
 
-    The metrics of the batch: the totals, the means of the token metrics, ``ratio_max``, ``ratio_mean``, ``ess``, ``kl``
-    (k3), ``k1``, ``chi2``, and per lag ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in
-    `mismatch_metrics` if it was measured.
+    The whole batch has these metrics: the totals; the means of the token metrics; ``ratio_max`` and ``ratio_mean``;
+    ``ess``, ``kl`` (k3), ``k1`` and ``chi2``, and per lag ``lag_<n>/...``, as in `off_policy_metrics`; and
+    ``mismatch/...``, as in `mismatch_metrics`, if it was measured.
     """
     response_mask = buckets[""]
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
@@ -114,8 +115,8 @@ def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float
     """Combine the metrics of several optimizer steps into those of one training step.
 
     Values are means over the steps; ``ratio_max`` and ``error_max`` are the largest. Metrics of one lag are weighted by
-    the share of that lag, which a step may not have. ``mismatch/...`` is that of the first step: only before it can the
-    trainer have the same weights as the engine.
+    the share of that lag, which a step may not have. ``mismatch/...`` is that of the first step, because only before
+    that step can the trainer have the same weights as the engine.
     """
     names = dict.fromkeys(name for update in updates for name in update if not name.startswith("mismatch/"))
     first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
@@ -198,9 +199,9 @@ def lag_buckets(
     """Return ``mask`` (bool ``[batch, seq]``) under the empty name, and with ``max_lag`` its parts by lag.
 
     ``lags`` int ``[batch, seq]`` is the training step minus the version of the token. ``lag_<n>/`` has the tokens of
-    lag n, from 0 to ``max_lag``; the last also takes all older tokens. Set ``capped`` if older tokens may occur: it is
-    then called ``lag_<n>+/``. The names depend only on ``max_lag`` and ``capped``, never on the tokens. ``ValueError``
-    if ``max_lag`` is negative, or given without ``lags``.
+    lag n, from 0 to ``max_lag``; the last also takes all older tokens. With ``capped``, set if older tokens may occur,
+    the last is called ``lag_<n>+/``. The names depend only on ``max_lag`` and ``capped``, never on the tokens.
+    ``ValueError`` if ``max_lag`` is negative, or given without ``lags``.
     """
     if max_lag is None:
         return {"": mask}
@@ -269,7 +270,7 @@ def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float
 
 @torch.no_grad()
 def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> PartMetrics:
-    """Return the metrics of one part of a batch of a critic.
+    """Return the metrics of a critic for one part of a batch.
 
     ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``. Entries
     outside the mask are never read.

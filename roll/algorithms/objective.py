@@ -1,9 +1,10 @@
 """The loss of one optimizer step, as a picklable description that a trainer can apply to any part of the batch.
 
-Of a policy: policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the same
-way with the normalisers of the whole batch. Of a value model: its squared error. Contributions of disjoint rows add up
-to the whole, in value, gradient and metrics. Losses see all response tokens, so that a sequence ratio covers the whole
-sequence. The aggregate counts the tokens of the loss mask: the response tokens that remain after rejection.
+For a policy it is policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the
+same way with the normalisers of the whole batch. For a value model it is the squared error. Contributions of disjoint
+rows add up to the whole, in value, gradient and metrics. Losses see all response tokens, so that a sequence ratio
+covers the whole sequence. The aggregate counts the tokens of the loss mask: the response tokens that remain after
+rejection.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PolicyObjective:
     max_lag: int | None = None
     """The largest lag with metrics of its own, from 0; None: no metrics per lag."""
     lags_capped: bool = False
-    """True if lags above ``max_lag`` occur; they are counted with it."""
+    """True if lags above ``max_lag`` occur; they are counted as ``max_lag``."""
     monitored: bool = False
     """True if the mismatch with the engine is measured, over the tokens marked ``same_weights``. Meaningful only before
     an update, and only if the engine recorded log-probabilities of the whole distribution."""

@@ -1,7 +1,7 @@
-"""Losses and advantage estimators by name: the description of one, and how it is made with its arguments.
+"""Losses and advantage estimators by name: their descriptions, and how they are made with their arguments.
 
 The function's keyword arguments are its settings. A decorator adds the text of the reference page, the requirements,
-and the check of relations between arguments; a function without one has the default requirements.
+and the check of relations between arguments; a function without a decorator has the default requirements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def settings_of(function: Callable[..., Any], name: str, where: str) -> dict[str
 
 
 def one_file_each(package: str) -> dict[str, PlugIn]:
-    """Return the built-in functions of a package. Each has a file named like it; `base` and `shared` are none."""
+    """Return the built-in functions of a package. Each has a file of its name; `base` and `shared` hold none."""
     names = [module.name for module in iter_modules(import_module(package).__path__)]
     return {name: PlugIn(f"{package}.{name}:{name}") for name in names if name not in ("base", "shared")}
 

@@ -35,7 +35,7 @@ class LengthPenalty:
     kind: Literal["overlong", "relative"]
     """`overlong_penalty` or `relative_length_reward`."""
     weight: float = 1.0
-    """Its size, in units of the reward."""
+    """Size of the length term, in units of the reward."""
     max_length: int = 0
     """Longest possible response, in tokens; `overlong` only."""
     buffer: int = 0

@@ -101,7 +101,7 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that prompts and responses fit into sequences."""
+    """Require room for a response after the longest prompt, and a `max_new_tokens` within `response_length`."""
     if config.sequence_length is not None and config.sequence_length <= config.prompt_length:
         message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
         remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
@@ -135,7 +135,7 @@ def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require a reference for a KL term, a KL term for a reference, and an adaptive controller that does not start at
-    0: it multiplies, so it would stay there."""
+    0, because it multiplies and would stay at 0."""
     if config.reference is None:
         for key, value in changes(config, "use_kl_loss", "add_token_level_kl"):
             message = f"{shown(value)}, but there is no `reference` to measure the divergence from"

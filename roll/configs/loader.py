@@ -197,7 +197,7 @@ def dump_config(config: PipelineConfig) -> str:
 
 
 def redacted_config(config: PipelineConfig) -> dict[str, Any]:
-    """Return the resolved configuration, redacted: secrets are masked by key name and inside texts."""
+    """Return the resolved configuration as a plain tree, with secrets masked by key name and inside strings."""
     redacted: dict[str, Any] = _with_texts(masked(asdict(config)), redact)
     return redacted
 

@@ -1,8 +1,9 @@
 """Plug-ins: from a name in a configuration to an object and its checked arguments, the same way for every kind.
 
 A name is built in, or an entry point of an installed package in the group of its kind, or an import path
-`package.module:object`. Importable are installed packages, `PYTHONPATH` and the working folder: a console command does
-not search the working folder by itself, but a user who writes a file beside the configuration expects it to be found.
+`package.module:object`. Modules are imported from installed packages, `PYTHONPATH` and the working folder. A console
+command does not search the working folder by itself, but a user who writes a file beside the configuration expects it
+to be found.
 
 The arguments are those of the object's signature. Their types are its annotations; a range and a help text are
 written as ``Annotated[float, Field(gt=0, description="...")]``.
@@ -43,15 +44,15 @@ Record = TypeVar("Record", bound=PlugIn)
 
 @dataclass(frozen=True)
 class Kind(Generic[Record]):
-    """One kind of plug-in. A new built-in one is a file, and a line in ``built_in``."""
+    """One kind of plug-in. A new built-in plug-in is a file, and a line in ``built_in``."""
 
     name: str
     """Singular noun for messages, for example ``policy loss``."""
     group: str
-    """Entry-point group in which packages name theirs, for example ``roll.policy_losses``."""
+    """Entry-point group in which packages name their plug-ins, for example ``roll.policy_losses``."""
     built_in: Mapping[str, Record]
     record: Callable[[str], Record]
-    """Makes the record of a plug-in from outside, from its import path."""
+    """Function that makes the record of a plug-in that is not built in, from its import path."""
     form: str = "package.module:function"
     """Form of an import path, for messages."""
 
@@ -153,7 +154,7 @@ def import_object(path: str) -> Any:
 
 
 def working_folder() -> str | None:
-    """Return this process's working folder, or None if it was deleted: only relative paths need it."""
+    """Return this process's working folder, or None if the folder was deleted. Only relative paths need it."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -161,7 +162,7 @@ def working_folder() -> str | None:
 
 
 def look_in_working_folder() -> None:
-    """Append the working folder to the import path of this process, so that it never hides what is installed."""
+    """Append the working folder to the import path of this process; at the end it never hides installed modules."""
     folder = working_folder()
     if folder is not None and folder not in sys.path:
         sys.path.append(folder)
@@ -200,10 +201,10 @@ def checked_arguments(
 ) -> dict[str, Any]:
     """Return a user's arguments, checked and converted to the types of the parameters.
 
-    ``name`` is the plug-in's in messages, ``where`` the configuration path of the arguments, ``filled`` the parameters
-    that the run fills itself. ``strict``: integers become floats, and nothing else is converted (by default a text
-    becomes a regular expression, for example). ``owners`` tells which other plug-ins have an argument. Raises
-    `ConfigError` with every name that is unknown or missing and every value that does not fit.
+    ``name`` is the name of the plug-in in messages. ``where`` is the configuration path of the arguments. ``filled``
+    holds the parameters that the run fills itself. With ``strict``, integers become floats and nothing else is
+    converted; without it, a string may become a regular expression, for example. ``owners`` returns the other plug-ins
+    that have an argument. Raises `ConfigError` with every unknown or missing name and every value that does not fit.
     """
     named = by_name(parameters, filled)
     anything = takes_anything(parameters)
@@ -250,9 +251,9 @@ def made(
     filled: Collection[str] = (),
     strict: bool = True,
 ) -> Made:
-    """Return what a class or function makes of a user's arguments, which are checked first (`checked_arguments`).
+    """Check a user's arguments (`checked_arguments`), and return the result of calling ``factory`` with them.
 
-    It checks relations between them itself: it raises ``ValueError``.
+    Raises `ConfigError`, also for a ``ValueError`` by which the factory itself refuses a combination of arguments.
     """
     parameters = parameters_of(factory, name, where)
     checked = checked_arguments(name, parameters, arguments, where, filled=filled, strict=strict, owners=owners)
@@ -277,7 +278,10 @@ def _misfit(path: str, key: str, value: Any, annotation: Any, cause: ValidationE
 
 
 def converted(value: Any, annotation: Any, strict: bool) -> Any:
-    """Return a value as the type; see `checked_arguments`. Raises pydantic's ``ValidationError`` if it does not fit."""
+    """Return a value converted to the annotated type, or raise pydantic's ``ValidationError``.
+
+    ``strict``: see `checked_arguments`.
+    """
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return value
     try:

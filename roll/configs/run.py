@@ -184,7 +184,7 @@ class WeightUpdateConfig:
 
 @dataclass
 class InsertedStage:
-    """A stage of one's own beside a built-in one. Its key is its name."""
+    """A user's own stage beside a built-in one. Its key is its name."""
 
     use: str = option("", "The stage: an import path `package.module:function`, or a name that a package gives.")
     after: str | None = option(None, "The stage whose batches it gets.")
@@ -448,7 +448,7 @@ class CustomEnvConfig:
 
 @dataclass
 class RawTurnsConfig:
-    """The text between the turns of a model without a chat template."""
+    """Text between the turns of an episode, for a model without a chat template."""
 
     message_separator: str = option("\n", "Text between messages that follow each other.")
     prompt_end: str = option("\n", "Text between an observation and the response.")

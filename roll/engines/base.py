@@ -113,7 +113,7 @@ class PreparedWeights:
     """A weight update that fits the engine's model, waiting to be loaded."""
 
     held: HeldWeights
-    """What the engine would hold."""
+    """Description of the weights as the engine would hold them."""
     content: Any
     """The tensors, in the form that the engine loads."""
 
@@ -139,7 +139,7 @@ class InferStrategy(ABC):
         strategy_config: dict[str, Any],
     ) -> None:
         """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
-        engine with ``shares_devices`` has to sleep at times. ``transport`` names the way that weights come."""
+        engine with ``shares_devices`` has to sleep at times. ``transport`` names the transport of weight updates."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._devices = devices_per_engine if device == "cuda" else 1
@@ -170,8 +170,8 @@ class InferStrategy(ABC):
         A request without new tokens may be left out, and so may one that has not begun. A chunk that ends its request
         carries the finish reason.
 
-        The answer is also the engine's sign of life: it comes from the decoding loop, between two steps, so an engine
-        that is stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`.
+        The answer also shows that the engine is alive, because it comes from the decoding loop between two steps. An
+        engine that is stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`.
         """
 
     @abstractmethod
@@ -193,9 +193,10 @@ class InferStrategy(ABC):
 
     @abstractmethod
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
-        """Take in a weight update while requests run, and return what the engine would hold.
+        """Receive a weight update while requests run, without changing the weights in use.
 
-        The weights in use do not change. An update that was prepared before is discarded. Raises `WeightMismatch`
+        Returns a description of the weights as `load_weights` will load them. An update that was prepared before is
+        discarded. Raises `WeightMismatch`
         naming the tensor if a name is unknown or missing, or a shape differs.
         """
 
@@ -234,7 +235,7 @@ class InferStrategy(ABC):
         """End all requests as aborted and free everything. Harmless to repeat."""
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Make one call of the weight transfer of the engine's library: the trainer pushes, by NCCL or CUDA IPC."""
+        """Run one step of the engine library's own transfer, in which the trainer pushes by NCCL or CUDA IPC."""
         raise RuntimeError(f"weights cannot be pushed into {type(self).__name__}")
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
@@ -283,7 +284,7 @@ class EngineFailed(RuntimeError):
 
 @dataclass
 class BusyClock:
-    """Total seconds of computing, and when they were."""
+    """Total seconds of computing, and the latest spans of computing."""
 
     total: float = 0.0
     since: float | None = None
@@ -338,7 +339,7 @@ def checked(
     """Yield the tensors of a weight update, each (name, dtype, shape, anything else).
 
     Raises ``WeightMismatch`` naming a tensor that does not fit the ``shapes`` of the model's parameters, comes twice,
-    or has not come by the end.
+    or is missing at the end.
     """
     missing = dict.fromkeys(shapes)
     for tensor in tensors:
@@ -383,7 +384,7 @@ def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, dict[str, tuple[int,
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
     """Return the end tokens of the generation configuration, else of the model configuration, else of the tokenizer.
-    Empty if none of them names one."""
+    Empty if none of them names an end token."""
     from transformers import GenerationConfig
 
     try:
@@ -426,7 +427,7 @@ class Decoder(Protocol):
 
 
 class StopStringMatcher:
-    """Watches one response for its stop strings, token by token and without decoding the whole text again.
+    """Matcher of one response's stop strings, token by token and without decoding the whole text again.
 
     A tokenizer decodes a token differently at the start of a text than inside it, and a character may be spread over
     several tokens, so a few earlier tokens are decoded along with the new ones.

@@ -152,7 +152,7 @@ class InferWorker(Worker):
         self._push_began = time.perf_counter()
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Run one call of the engine library's weight transfer, sent by the trainer."""
+        """Run one step of the engine library's own weight transfer, as the trainer orders it."""
         await self._strategy.transfer_step(step, payload)
 
     async def end_push(self, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:

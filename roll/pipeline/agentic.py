@@ -181,7 +181,7 @@ class EpisodeRollout:
     async def play(self, group_id: int, task: EpisodeTask, min_version: int | None = None) -> list[Episode]:
         """Return the episodes of a group.
 
-        Raises `EpisodesFailed`, the engine's own errors, and `FatalRolloutError` for what a retry cannot cure.
+        Raises `EpisodesFailed`, the engine's own errors, and `FatalRolloutError` for what retrying a group cannot cure.
         """
         async with self.at_once or nullcontext():
             return await self._play(group_id, task, min_version)
@@ -269,7 +269,7 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
 
 @dataclass(frozen=True)
 class EpisodeValidator(Validator):
-    """Plays the validation set."""
+    """Validator that plays the validation set of environments."""
 
     tasks: Sequence[EpisodeTask]
     rollout: EpisodeRollout
@@ -291,9 +291,10 @@ class EpisodeValidator(Validator):
 
 
 def validation_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Return the means of metrics and scores over all episodes that have them.
+    """Return the mean score, and the mean of each metric over the episodes that report it.
 
-    If the environments report success: also its share, and that of the groups with at least one.
+    If environments report success, add the share of successful episodes (``accuracy``) and of groups with a success
+    (``best_of_group``).
     """
     episodes = [episode for group in groups for episode in group]
     values: dict[str, list[float]] = defaultdict(list)

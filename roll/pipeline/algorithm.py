@@ -6,7 +6,7 @@ not from its name.
 
 The stages fill in a batch as it passes through them: scores become rewards and advantages, and before the first update
 the correction weighs or rejects tokens by the distance between the trainer's policy at that moment (proximal) and the
-one that sampled (behaviour).
+policy that sampled (behaviour).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AdvantageSettings:
     episode_weight: float = 1.0
     """Weight of an episode's (or a response's) shaped reward, at its last token."""
     turn_weight: float = 0.0
-    """Weight of the rewards of turns, at the last token of each."""
+    """Weight of the rewards of turns, at the last token of each turn."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must keep."""
@@ -452,7 +452,7 @@ class TrainingBatch:
         return self.data.tokens["lags"][self.data.tokens["response_mask"]].astype(np.int64)
 
     def leave_out(self, kept: np.ndarray) -> None:
-        """Take tokens (bool ``[total_tokens]``: false) out of the loss, in addition to those already left out."""
+        """Take tokens out of the loss where ``kept`` (bool ``[total_tokens]``) is false. Tokens left out stay so."""
         trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
         self.data.tokens["loss_mask"] = trained & kept
 
@@ -544,7 +544,7 @@ class MismatchTooLarge(RuntimeError):
 
 
 def check_mismatch(config: PipelineConfig, step: int, metrics: Mapping[str, float]) -> None:
-    """Compare the difference in training step ``step`` (from 1) with `mismatch_alarm`, in nats per token.
+    """Compare the mean mismatch in training step ``step`` (from 1) with `mismatch_alarm`, in nats per token.
 
     NaN is above every limit. A step without tokens of equal version measures nothing and raises no alarm; then only the
     parity check of the weight update is left. Warns, or raises `MismatchTooLarge` if the alarm stops the run.

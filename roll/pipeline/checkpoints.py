@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of training steps done when it was made."""
+        """Number of training steps done when the checkpoint was made."""
         return self.state.progress.steps_done
 
     def role(self, name: str) -> Path:
@@ -109,7 +109,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Return the newest checkpoint that a run can resume from, and the damages of those after it."""
+    """Return the newest checkpoint that a run can resume from, and the damages of newer checkpoints."""
     damages: list[DamagedCheckpoint] = []
     for step in reversed(saved_steps(checkpoints)):
         try:
@@ -147,10 +147,10 @@ class _Pending:
 
 @dataclass(eq=False)
 class Checkpointer:
-    """Takes, completes and prunes the checkpoints of a run. At most one state is being written at a time.
+    """Taking, completion and pruning of the checkpoints of a run. At most one state is being written at a time.
 
-    The caller of `take` holds the trainer's devices. `take` never waits for the record of an earlier step, because that
-    may need the same devices.
+    The caller of `take` holds the trainer's devices. `take` never waits for the record of an earlier step, because
+    recording may need the same devices.
     """
 
     folder: Path
@@ -187,7 +187,7 @@ class Checkpointer:
         """Copy the training state of a role into the checkpoint of this step.
 
         Call it while holding the role's devices, after its last update of the step. Roles that share devices are never
-        all loaded at once, and others take their steps at other times, so each is copied on its own.
+        all loaded at once, and others take their steps at other times, so each role is copied on its own.
         """
         await self.trainers[role].written()  # of the previous checkpoint: at most one is in memory
         if self.save_steps:
@@ -229,7 +229,8 @@ class Checkpointer:
     async def run(self) -> None:
         """Complete one checkpoint after another.
 
-        Raises `OSError` or `WorkerFailed` if one cannot be written, and `RuntimeError` if a role was not copied.
+        Raises `OSError` or `WorkerFailed` if a checkpoint cannot be written, and `RuntimeError` if a role was not
+        copied.
         """
         while True:
             pending = await self._queue.get()
@@ -283,7 +284,7 @@ def abandon(folder: Path, step: int) -> Path:
 
 
 def prune_abandoned(folder: Path, keep: int) -> None:
-    """Delete all abandoned checkpoints but the ``keep`` that were written last (0: delete none)."""
+    """Delete the abandoned checkpoints, except the ``keep`` that were written last. With ``keep`` 0, delete none."""
     abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
     for path in abandoned[:-keep] if keep else []:
         _delete(path)

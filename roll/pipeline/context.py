@@ -1,6 +1,6 @@
 """The services and settings that the stages of a run share, and how they are wired.
 
-One of them is the log-probability parity check. The trainer scores fixed sequences right after its weights are
+One service is the log-probability parity check. The trainer scores fixed sequences right after its weights are
 gathered, and the engines after they have loaded them (`InferencePool.publish`), so both score with the same version.
 """
 
@@ -149,9 +149,9 @@ def resume_rollouts(
     settings: Mapping[str, Any],
     on_event: Callable[[str], None],
 ) -> None:
-    """Take over the state of an earlier process, except for the trainer's.
+    """Restore the state of an earlier process, except for the trainer's.
 
-    Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are those in flight.
+    Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are groups in flight.
     """
     progress = point.state.progress
     recovered = recover(read_journal(point.run.journal), progress)

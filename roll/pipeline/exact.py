@@ -51,12 +51,12 @@ ORDER = (
     "returns", "proximal_logprobs", "correction_weights", "loss_mask", "critic/loss", "critic/grad_norm", "actor/loss",
     "actor/grad_norm",
 )  # fmt: skip
-"""What is compared of a training step, in the order in which it is computed."""
+"""Values of a training step that are compared, in the order in which they are computed."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor of a run that is not the one of the plain loop."""
+    """The first tensor in which a run and the plain loop differ."""
 
     where: str
     """``step 2``, or ``the model after step 3``."""
@@ -76,7 +76,7 @@ class Difference:
 def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
     """Return the configuration of a short run at ratio 0 that notes what it computes.
 
-    Raises `ConfigError` for what the plain loop does not have.
+    Raises `ConfigError` for settings that the plain loop does not support.
     """
     problems = Problems()
     if config.stages:
@@ -161,7 +161,7 @@ class PlainLoop:
         self._run = run
 
     async def start(self) -> None:
-        """Load all models, and start what judges or plays."""
+        """Load all models, and start the processes that judge or play."""
         config, prepared = self._config, self._prepared
         await self._placement.reserve()
         self._side = build_side(prepared, self._placement, role_locks(config), self._run, print)

@@ -4,9 +4,9 @@ Synchronous, one-step-off and fully asynchronous runs are this same code; they d
 ahead. Colocated and split runs differ in which roles share a device lock. RLVR and agentic runs differ in their rollout
 side.
 
-Two loops run beside each other and meet at the scheduler. Its own starts groups as far ahead as the staleness bound
-allows, and keeps the finished ones. The other is the chain of stages: take the groups of a step, add reference, values
-and advantages, train, publish the weights, which lets the scheduler start more groups.
+Two loops run beside each other and meet at the scheduler. The scheduler's own loop starts groups as far ahead as the
+staleness bound allows, and keeps the finished ones. The other is the chain of stages: take the groups of a step, add
+reference, values and advantages, train, publish the weights, which lets the scheduler start more groups.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def run_pipeline(
 async def publish_initial(context: RunContext) -> None:
     """Bring the first version to the engine and validate it before anything is generated.
 
-    A resumed run does not validate it again, since that is on record.
+    A resumed run does not validate it again, since the result is on record.
     """
     version = context.first_step
     async with context.locks["actor_train"].hold("actor_train"):

@@ -338,7 +338,7 @@ class RunRecorder:
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> bool:
         """Record how the run has ended, before everything is closed: closing may fail or hang.
 
-        Returns True if that is on the disk. Otherwise the console still shows the cause.
+        Returns True if the record is on the disk. Otherwise the console still shows the cause.
         """
         try:
             self.summary.finish(status, error, ledger=self.ledger)

@@ -4,7 +4,7 @@ The newest whole checkpoint counts; damaged ones are reported and passed over. R
 steps are moved aside, so that metrics, samples and checkpoints tell one history. They are not deleted: the run has yet
 to show that it can start, and the user may have named the wrong checkpoint. The headers of files tell whether a
 checkpoint is of the model that is to be trained before any model loads, if the model is a folder. For a model on a hub,
-the trainers find it out.
+the trainers check it.
 
 Each changed key is judged. Most keys say how a run is carried out and may change freely. Some say what is learned:
 changing them makes the rest of the run a different experiment, so the user must confirm it. A few fix the meaning of
@@ -226,7 +226,7 @@ class ResumePoint:
 
     run: RunDirectory
     checkpoint: Checkpoint | None
-    """None: there is none yet. The run restarts at step 0, with the groups already rolled out for it."""
+    """None if there is no checkpoint yet. The run restarts at step 0, with the groups already rolled out for it."""
     chosen: bool = False
     """True if the user named this checkpoint, whatever the run did after it."""
     notes: list[str] = field(default_factory=list)
@@ -244,7 +244,7 @@ class ResumePoint:
 
     @property
     def last_record(self) -> int:
-        """Last step whose recorded metrics are kept. -1: none are, and the initial version is measured again."""
+        """Last step whose recorded metrics are kept; -1 without a checkpoint, because step 0 is then recorded again."""
         return -1 if self.checkpoint is None else self.checkpoint.step
 
     def has_ended(self, max_steps: int) -> bool:
@@ -272,7 +272,7 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
 
 
 def look_again(point: ResumePoint, config: PipelineConfig, source: str) -> ResumePoint:
-    """Find the point again once this process holds the run. Another process may have continued it until then."""
+    """Find the point again once this process holds the run. Another process may have continued the run until then."""
     return _point(point.run, point.step if point.chosen else None, config, source)
 
 

@@ -69,7 +69,7 @@ class Rewards(WorkerProcesses):
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Judge responses to prompts of one domain, usually those of one group; return the outputs in the same order.
 
-        Raises `RewardFailed` if one of them cannot be judged.
+        Raises `RewardFailed` if a response cannot be judged.
         """
         name = self.routes[domain]
         pool = self.pools[name]
@@ -78,7 +78,7 @@ class Rewards(WorkerProcesses):
             return await pool.score(records)
 
     def handles(self) -> list[WorkerHandle]:
-        """Return the current processes of reward models. The pools of verifiers look after their own."""
+        """Return the current processes of reward models. Pools of verifiers replace their own processes."""
         return [handle for pool in self.pools.values() if isinstance(pool, ScorePool) for handle in pool.handles()]
 
     def metrics(self) -> dict[str, float]:

@@ -85,7 +85,7 @@ class Roles:
         return {"actor_train": self.trainer, **critic}
 
     async def start(self) -> None:
-        """Start every process and load every model. The last loaded of the roles that share devices stays there."""
+        """Start every process and load every model. Among roles that share devices, the last one loaded stays there."""
         async with asyncio.TaskGroup() as tasks:
             trainers = {
                 role: tasks.create_task(self._start_trainer(role))

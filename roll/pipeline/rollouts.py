@@ -1,4 +1,4 @@
-"""What the rollouts of both pipelines share: their interfaces, generation on shared devices, and validation.
+"""Common parts of the rollouts of both pipelines: interfaces, generation on shared devices, and validation.
 
 The rollout side (the source of groups and the rollout of one group) is the only part that RLVR and agentic runs do not
 share. A pipeline contributes a *plan*, which `preflight` finds and checks before anything starts, and which builds the
@@ -98,12 +98,12 @@ class RolloutSide(Protocol):
     def metrics(self) -> dict[str, float]:
         """Return totals of the worker processes for the record of a step.
 
-        They change while work is done: a run in which nothing changes counts as stalled.
+        The totals change while work is done, and a run in which nothing changes counts as stalled.
         """
 
 
 class EngineGate(Generator):
-    """The engine as rollouts and validation use it."""
+    """Generator that lets requests of rollouts and validation through while the engine holds its devices."""
 
     def __init__(self, pool: InferencePool, lock: DeviceLock, role: str) -> None:
         self._pool = pool
@@ -134,9 +134,10 @@ class EngineGate(Generator):
         self._pool.forget(sticky_key)
 
     async def run(self) -> None:
-        """Hold the devices whenever there are requests, until cancelled.
+        """Hold the engine's devices while there are requests, and release them when another role waits for them.
 
-        Roles that work on the same batch one after the other keep the devices until they are done.
+        If other roles use the devices one after the other for a batch, the gate waits until all of them are done. Runs
+        until cancelled.
         """
         while True:
             await self._demanded.wait()
@@ -177,7 +178,7 @@ class ValidationResult:
     metrics: dict[str, float]
     groups: list[Group]
     episodes: Sequence[Episode] = ()
-    """All episodes that were played, if the validation set is one of environments."""
+    """All episodes that were played, if the validation plays environments."""
 
 
 class MixedVersions(AssertionError):
@@ -217,10 +218,10 @@ class Validator(ABC):
         """Generate and judge the validation set, however long it takes."""
 
     async def made(self, count: int, make: Callable[[int], Awaitable[Made]]) -> dict[int, Made]:
-        """Return what ``make`` returns for each number below ``count``, without those for which it keeps failing.
+        """Return the result of ``make`` for each group number below ``count``, without the groups that keep failing.
 
-        A group is tried again as in training; those that fail each time are reported. Raises the first failure if no
-        group could be made, and a fatal one at once.
+        A failed group is tried again as in training; groups that fail each time are reported. Raises the first failure
+        if no group could be made, and a fatal error at once.
         """
         failures: list[Exception] = []
 

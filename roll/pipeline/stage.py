@@ -219,7 +219,7 @@ class StepCounter:
         self._advanced = asyncio.Event()
 
     def advance(self, done: int) -> None:
-        """Record that ``done`` steps are over. Raises `ValueError` if that is fewer than before."""
+        """Record that ``done`` steps are over. Raises `ValueError` if ``done`` is less than before."""
         if done < self.done:
             raise ValueError(f"{done} steps cannot be over after {self.done} were")
         self.done = done

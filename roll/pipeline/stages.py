@@ -5,7 +5,7 @@
 
 A stage is a function of the run and a batch that returns the batch. The scheduler, the workers and the algorithms do
 the work. The first stage gets the scheduler's groups. The last one publishes the new weights, which lets the scheduler
-start more groups. A stage of one's own replaces one of these, or is inserted before or after it.
+start more groups. A user's own stage replaces one of these, or is inserted before or after it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def train_plan(config: PipelineConfig, role: str, batch: TrainingBatch) -> Train
 def validation_due(config: PipelineConfig, version: int) -> bool:
     """Return True if this version is validated: every `eval_steps` versions, and the first and last one.
 
-    With `eval_steps: 0` none is.
+    With `eval_steps: 0` no version is.
     """
     steps = config.eval_steps
     return steps > 0 and (version % steps == 0 or version == config.max_steps)
@@ -228,7 +228,7 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
 
 
 async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait until the critic has learned from every earlier batch, and for roles that need its devices for these."""
+    """Wait until the critic has learned from all earlier batches, then for roles that share the critic's devices."""
     await run.critic_steps.reached(batch.step)
     await shared_devices_free(run, "critic", batch)
 
@@ -236,7 +236,7 @@ async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
 async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) -> None:
     """Wait for the roles that work on the previous batch on the devices of ``role``.
 
-    Any earlier, it would take the devices from them, and they would take them back.
+    A stage that did not wait would take the devices from these roles, and they would take the devices back.
     """
     lock = run.locks[run.holder(role)]
     if lock is run.locks["actor_train"]:
@@ -253,8 +253,9 @@ async def reference_is_next(run: RunContext, batch: TrainingBatch) -> None:
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
     """Wait for a free weight buffer before taking devices that other roles use, too.
 
-    Whoever frees a buffer may need these devices first: the engine to load newer weights, or a reward model to end the
-    validation that holds up their publication. A trainer with devices of its own need not wait, since `gather` does.
+    The role that frees a buffer may need these devices first: the engine to load newer weights, or a reward model to
+    end the validation that holds up their publication. A trainer with devices of its own need not wait, since `gather`
+    does.
     """
     version = batch.step + 1
     if len(run.locks["actor_train"].roles) > 1 and publication_due(run.config, version):
@@ -271,11 +272,11 @@ class ChainedStage:
     name: str
     function: StageFunction
     role: str | None = None
-    """The role whose devices it holds, and without which it is left out; None: it needs none."""
+    """The role whose devices the stage holds, and without which it is left out; None if it needs no role."""
     before: Callable[[RunContext, Any], Awaitable[None]] | None = None
     """Waits, before the devices are taken, for events that happen only while other roles have them."""
     finish: Callable[[RunContext, Any], Awaitable[None]] | None = None
-    """Called with each batch; the stage then works beside those that follow."""
+    """Called with each batch; the stage then works beside the stages that follow."""
 
 
 BUILT_IN = (

@@ -49,7 +49,7 @@ class RunStalled(RuntimeError):
 async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
     """Raise `RunStalled` if nothing has moved for ``limit`` seconds. Runs until cancelled.
 
-    A look counts for at most twice its interval, so time in which the whole process was stopped hardly counts.
+    A check counts for at most twice its interval, so time in which the whole process was stopped hardly counts.
     """
     interval = min(5.0, limit / 4)
     attention = Attention(2 * interval, asyncio.get_running_loop().time)

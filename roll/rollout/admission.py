@@ -110,7 +110,7 @@ class DropLimit:
         self._in_a_row: Counter[DropReason] = Counter()
 
     def accepted(self) -> None:
-        """Reset the count: a group was accepted."""
+        """Reset the count, because a group was accepted."""
         if self._in_a_row:
             self._in_a_row.clear()
 

@@ -202,7 +202,7 @@ class GroupBuffer(Generic[Item, Result]):
     def start(self, group_id: int, version: int) -> None:
         """Add a group that starts. Raises `ValueError` if it has no room before its deadline.
 
-        Admission rules that out.
+        Admission rules this error out.
         """
         deadline = version + self._max_staleness
         if not self.has_room(version):

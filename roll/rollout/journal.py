@@ -197,7 +197,8 @@ def dropped_record(group_id: int, version: int, reason: DropReason) -> JournalRe
 def went_back_record(step: int) -> JournalRecord:
     """Return the record of a run that restarts after training step ``step``.
 
-    After step -1 no earlier record counts, since no version is below 0: groups are made in another way from here on.
+    After step -1 no earlier record counts, since no version is below 0. Use step -1 when groups are made in another
+    way from here on.
     """
     return JournalRecord(RecordKind.WENT_BACK, -1, step)
 

@@ -34,11 +34,11 @@ class ReplicaState:
 
     live: bool = False
     version: int = -1
-    """Version of its weights; meaningful only while live."""
+    """Version of the replica's weights; meaningful only while live."""
     load: int = 0
     """Number of leases held on it."""
     draining: bool = False
-    """True while it finishes its requests before a change. It looks idle then, but begins no new request."""
+    """True while the replica finishes its requests before a change. It may be idle then, but begins no new request."""
     incarnation: int = 0
     """Number of times it has become live."""
     cause: str | None = None
@@ -86,7 +86,7 @@ class Router:
     def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
         """Close a replica that is gone or failed to start: its leases are void, and its episodes will move.
 
-        It may be reported several times; the first cause stays.
+        A replica may be reported several times; the first cause stays.
         """
         state = self.state(replica_id)
         if state.cause is not None:
@@ -110,7 +110,7 @@ class Router:
 
     @contextmanager
     def draining(self, replica_id: str) -> Iterator[None]:
-        """Send requests to other replicas during a block, even those of its episodes, if there are any to take them."""
+        """Send requests, even of this replica's episodes, to other replicas during a block, if there are any."""
         state = self.state(replica_id)
         incarnation = state.incarnation
         state.draining = True

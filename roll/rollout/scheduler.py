@@ -179,8 +179,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Continue where another scheduler with the same source and batch size stopped. Call it before `run`.
 
         ``restored`` rebuilds a finished group from its id, its item and its payload in the journal. Groups in flight
-        start again, with their own ids and items. Finished groups do too if this plan allows less staleness and has no
-        room for them. Raises `SourceExhausted` if the source does not reach as far as before.
+        start again, with their own ids and items. Finished groups also start again if this plan allows less staleness
+        and has no room for them. Raises `SourceExhausted` if the source does not reach as far as before.
         """
         if self._phase is not _Phase.NEW or self.ledger.issued:
             raise RuntimeError("a scheduler is resumed before it has done anything")
@@ -249,8 +249,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Wait for the next batch: exactly ``batch_size`` groups, sorted by group id.
 
         Handing it out counts as consumption. Raises `NoMoreBatches` after ``max_steps`` batches, `SchedulerStopped` if
-        `run` was cancelled, and whatever `run` raises if it failed. One consumer at a time: a second raises
-        `RuntimeError`.
+        `run` was cancelled, and whatever `run` raises if it failed. Only one consumer may wait; a second one
+        raises `RuntimeError`.
         """
         if self._batch_waiter is not None:
             raise RuntimeError("another task already waits for the next batch")
@@ -291,7 +291,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def holding_up(self) -> list[int]:
-        """Return the groups in flight that alone hold up the next batch: it is the last one that may take them."""
+        """Return the groups in flight that alone hold up the next batch, because no later batch has room for them."""
         return self._buffer.overdue() if self._in_flight else []
 
     def why_waiting(self) -> Refusal | Literal["source", "stopped"]:

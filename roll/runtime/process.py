@@ -1,7 +1,7 @@
 """Settings of a process of a run: its folders and its memory allocator; and the faults that tests inject into it.
 
 All processes of a run find the same modules, and relative paths mean the same to them, even if their Ray was started
-elsewhere: they take over the working folder and the import path of the driver.
+elsewhere: they use the working folder and the import path of the driver.
 
 Settings of glibc's allocator keep freed memory for the next tensor, or return it to the system. The system hands out
 new memory page by page, and filling a page takes some microseconds. A training step frees and takes its activations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DriverFolders:
-    """Working folder and import path of a driver, which its workers take over."""
+    """Working folder and import path of the driver process, which its workers use as well."""
 
     work: str | None = None
     """None if the folder does not exist any more, or if a worker stays in its own."""
     imports: tuple[str, ...] = ()
 
     def enter(self) -> None:
-        """Make them this process's own. Folders that only this process searches come last."""
+        """Give this process the working folder and import path. Folders that only this process searches come last."""
         sys.path[:] = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
         if self.work is not None:
             with suppress(OSError):  # the folder does not exist on another host

@@ -73,13 +73,13 @@ class Protections:
 
     level: Level
     network: bool
-    """True if it could open no socket, or none that leads anywhere."""
+    """True if the program could open no socket, or none that leads anywhere."""
     files: bool
-    """True if it saw only the interpreter's files and its own, and none of its files is left."""
+    """True if the program saw only its own files and the interpreter's, and none of its own is left."""
     processes: bool
-    """True if it could neither see nor affect other processes: memory, environment or signals."""
+    """True if the program could neither see nor affect other processes by memory, environment or signals."""
     system_calls: bool
-    """True if system calls that it has no use for were blocked."""
+    """True if system calls that the program has no use for were blocked."""
     process_limit: bool
     """True if the process limit counts exactly this program's processes; otherwise the supervisor watches the
     number."""
@@ -92,11 +92,11 @@ class SandboxResult:
     stdout: str
     stderr: str
     returncode: int
-    """Exit status; a negative number is the signal that ended it."""
+    """Exit status; a negative number is the signal that ended the program."""
     timed_out: bool
-    """True if it reached the limit of wall-clock time or of processor time."""
+    """True if the program reached the limit of wall-clock time or of processor time."""
     killed_because: KilledBecause | None
-    """The limit for which it was killed, if any."""
+    """The limit for which the program was killed, if any."""
     seconds: float
     protections: Protections
 
@@ -181,7 +181,7 @@ class Sandbox:
 
 @functools.cache
 def default_sandbox() -> Sandbox:
-    """Return the process-wide sandbox, so that the machine's level is found, and logged, once."""
+    """Return the sandbox that all callers in this process share, so that the machine's level is found only once."""
     return Sandbox()
 
 

@@ -47,7 +47,7 @@ _PEFT_PREFIX = "base_model.model."
 def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
     """Return what is wrong with the adapters that ``arguments`` ask for. Loads no weights.
 
-    ``path`` is that of ``arguments`` in the configuration.
+    ``path`` is the configuration path of ``arguments``.
     """
     if importlib.util.find_spec("peft") is None:
         return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
@@ -67,7 +67,7 @@ class Base:
     dtype: str
 
     def difference(self, other: Mapping[str, str]) -> str | None:
-        """Return why adapters made for ``other`` do not belong here; None if they do."""
+        """Return why adapters made for the base model ``other`` do not fit this one; None if they fit."""
         if other["dtype"] != self.dtype:
             return f"for base weights in {other['dtype']}, here they are in {self.dtype}: set `model_args.dtype` back"
         if other["checksum"] != self.checksum:
@@ -81,8 +81,9 @@ class Base:
 def resolve_targets(model: PreTrainedModel, wanted: list[str] | str, path: str = "model_args") -> list[str]:
     """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
 
-    ``wanted`` is a list of names, or names separated by commas; ``path`` is that of the model's arguments. Adapters go
-    to linear layers of the decoder layers. Raises `ConfigError` naming those that are not, and the nearest.
+    ``wanted`` is a list of names, or names separated by commas; ``path`` is the configuration path of the model's
+    arguments. Adapters go to linear layers of the decoder layers. Raises `ConfigError` naming each wanted module that
+    is not such a layer, and the nearest name.
     """
     names = [name.strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
     layers = {id(layer) for layer in decoder_layers(model)}
@@ -139,10 +140,10 @@ class Adapters:
     def merged(
         self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield float32 weights of base and adapters merged, in the names of the base, one at a time.
+        """Yield the weights with the adapters merged, as float32 under the names of the base model, one at a time.
 
-        ``parameters`` are the model's own, by name. ``full`` makes a whole float32 tensor of one. Collective if
-        ``full`` is.
+        ``parameters`` are the model's own, by name. ``full`` makes a whole float32 tensor of a parameter. Collective
+        if ``full`` is.
         """
         for name, parameter in parameters:
             if is_adapter(name):
@@ -156,9 +157,10 @@ class Adapters:
             yield plain, weight
 
     def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
-        """Copy the adapter's matrices and return a function that writes them into an export, in peft's format.
+        """Copy the adapters' matrices, and return a function that writes them below a folder in peft's format.
 
-        Returns None if the copies are not ``wanted``. Collective if ``full`` is.
+        ``full`` makes a whole tensor of a parameter. Returns None, without copies, if ``wanted`` is false. Collective
+        if ``full`` is.
         """
         tensors = {}
         for name, matrix in self._matrices_in_files():

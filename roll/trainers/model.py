@@ -53,7 +53,7 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class OutputHead(nn.Linear):
-    """A linear output head that shares the parameters of another. Returns logits, or within `computing` its results."""
+    """A linear output head that shares another head's parameters. Returns logits, or within `computing` its results."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
@@ -124,7 +124,7 @@ def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: tor
 
 
 class HfForward:
-    """Calls a model, which a trainer may have wrapped. ``head`` is the result of `install_output_head`."""
+    """Forward pass of a model, which a trainer may have wrapped. ``head`` is the result of `install_output_head`."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: M
 
     A value model made from another kind of model gets a new head that gives 0 everywhere, the best guess before the
     first return is known. If part of a head exists (a reward model's has no bias), only the rest is new. Raises
-    ``ValueError`` naming a tensor if any other one is missing: transformers would invent its values.
+    ``ValueError`` naming any other missing tensor, because transformers would invent its values.
     """
     options = {} if kind == "policy" else {"num_labels": 1}
     model, found = model_class(kind).from_pretrained(
@@ -301,7 +301,7 @@ class ModelExport:
 
 
 def save(trainer: TrainStrategy, path: str) -> None:
-    """Export and write at once; return when the model is in the folder ``path``. Collective."""
+    """Export the model and write it into the folder ``path``; return when it is there. Collective."""
     export = trainer.export()
     if export is not None:
         export.write(path)
@@ -311,7 +311,7 @@ def save(trainer: TrainStrategy, path: str) -> None:
 def build_export(like: PreTrainedModel, weights: Mapping[str, Tensor], setup: TrainerSetup) -> ModelExport:
     """Return ``weights`` (full tensors by name, tied ones once) as an export of a model like ``like``.
 
-    Raises ``RuntimeError`` if some are missing.
+    Raises ``RuntimeError`` if weights are missing.
     """
     trusted, kind = setup.model_args.trust_remote_code, setup.kind
     with torch.device("meta"):

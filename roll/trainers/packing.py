@@ -175,7 +175,7 @@ def packed_sdpa(
 def packed_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention by plain products within the samples of packed rows, with the soft cap that ``sdpa`` lacks."""
+    """Compute attention within each sample of packed rows by matrix products, with the soft cap that ``sdpa`` lacks."""
     _refuse_masks(attention_mask)
     scaling, softcap = settings.get("scaling"), settings.get("softcap")
 

@@ -56,12 +56,12 @@ class StateSnapshot:
 
 
 def whole(name: str, tensor: Tensor) -> Part:
-    """Return the part for a tensor that one rank has all of."""
+    """Return the part that covers a whole tensor."""
     return Part(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def own_share(part: Part, rank: int, ranks: int) -> Part:
-    """Return what one of ``ranks`` that all have ``part`` is to write: some of its rows, copied."""
+    """Return a CPU copy of the rows of ``part`` that ``rank`` writes if ``ranks`` ranks all hold the same part."""
     if not part.tensor.ndim:
         tensor = part.tensor if rank == 0 else part.tensor.new_empty(0)
         return Part(part.name, tensor.to("cpu", copy=True), part.whole_shape, part.offsets)
@@ -72,7 +72,7 @@ def own_share(part: Part, rank: int, ranks: int) -> Part:
 
 
 def common_updates(state: SavedState) -> int:
-    """Return how often the weights were updated, for a trainer that counts once for all.
+    """Return how often the weights were updated, for a trainer that keeps one count for all weights.
 
     Raises `UnfitState` if some were updated more often than others.
     """
@@ -134,11 +134,11 @@ class StoredTensors:
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor. Raises `UnfitState` for a name that is not there."""
+        """Return the shape of the whole tensor. Raises `UnfitState` for an unknown name."""
         return self._known(name)[0].whole_shape
 
     def read(self, name: str, offsets: Sequence[int] = (), shape: Sequence[int] | None = None) -> Tensor:
-        """Return a box of a tensor on the CPU; default: the whole tensor. Raises `UnfitState` if some is missing."""
+        """Return a box of a tensor on the CPU; default: the whole tensor. Raises `UnfitState` if values are missing."""
         if shape is None:
             shape = self.shape(name)
             offsets = (0,) * len(shape)
@@ -267,5 +267,5 @@ class CheckpointFiles(StoredTensors):
                 self._places[name] = [_Place(path, name, shape, (0,) * len(shape), shape)]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return those of ``names`` that the checkpoint lacks."""
+        """Return the ``names`` that the checkpoint lacks."""
         return [name for name in names if name not in self._places]

@@ -67,7 +67,7 @@ class TrainWorker(Worker):
     _setup: TrainerSetup
     _strategy: ForwardStrategy
     _trainer: TrainStrategy
-    """The same object as ``_strategy``; only set for a role that learns."""
+    """Trainer, which is also ``_strategy``; only set for a role that learns."""
     _writing: list[Writing]
     """Writes in progress, oldest first."""
 
@@ -175,7 +175,7 @@ class TrainWorker(Worker):
     async def written(self, folders: Collection[str], seconds: float) -> list[WritingProgress]:
         """Wait at most ``seconds`` until the exports and snapshots into these folders are on the disk.
 
-        Returns the progress of those that are not. Raises `OSError` if one could not be written.
+        Returns the progress of the unfinished ones. Raises `OSError` if a file could not be written.
         """
         asked_for = [writing for writing in self._writing if writing.folder in folders]
         if asked_for:
@@ -197,7 +197,7 @@ class TrainWorker(Worker):
 
 
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
-    """Return the rows of each optimizer step, for all epochs. One step per epoch keeps the order; several shuffle."""
+    """Return the rows of each optimizer step, for all epochs. Rows are shuffled if an epoch has several steps."""
     batches: list[np.ndarray] = []
     size = plan.optimizer_batch_size
     for epoch in range(plan.epochs):
@@ -214,7 +214,7 @@ Synced = Callable[[int], None]
 
 @dataclass(frozen=True)
 class WritingProgress:
-    """Progress of a write that is not complete. Two looks are equal if nothing moved between them."""
+    """Progress of an unfinished write. Two values are equal if no bytes moved between them."""
 
     path: str
     """A file, or a folder whose files are summed."""
@@ -233,7 +233,8 @@ class Writing:
     """A write in progress, in its own thread."""
 
     def __init__(self, folder: str, path: Path, work: Callable[[Synced], object]) -> None:
-        """Start ``work``, which writes to ``path`` and reports synced bytes. ``folder`` is the one the caller named."""
+        """Start ``work``, which writes to ``path`` and reports synced bytes. ``folder`` is the folder
+        that the caller named."""
         self.folder = folder
         self._path = path
         self._synced = 0

@@ -6,7 +6,7 @@ no holder. Holders are the running weight update, each replica that loads the ve
 given out, and waiters get free buffers in the order in which they asked.
 
 With a single buffer nothing is kept for restarts, so that the next version need not wait. The version stays until the
-buffer is given out again; a replica that restarts later waits for the next update (`has` tells it).
+buffer is given out again; a replica that restarts later waits for the next update (see `has`).
 """
 
 from __future__ import annotations

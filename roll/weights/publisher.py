@@ -82,7 +82,7 @@ class WeightPublisher:
         raise NotImplementedError
 
     def send(self, version: int) -> Publication:
-        """Take the checksums of a gathered version, hand it over, and return what engines need to know.
+        """Take the checksums of a gathered version, hand it over, and return the `Publication` for the engines.
 
         First rank only; runs while training continues.
         """
@@ -176,7 +176,7 @@ class PushPublisher(WeightPublisher):
         self._seconds[version] = time.perf_counter() - started
 
     def send(self, version: int) -> Publication:
-        """Take the checksums, and return what engines need to know. The bytes are pushed once each engine is paused."""
+        """Take the checksums, and return the `Publication`. The bytes are pushed once each engine is paused."""
         started = time.perf_counter()
         tensors = self.copies[self._buffers[version]]
         checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}

@@ -59,7 +59,7 @@ class TransportSpec:
     directory: Path
     """Folder for the transport's files, if it writes any."""
     bucket_bytes: int = 256 * 1024**2
-    """Bytes in transit at a time where the engine library sends them."""
+    """Bytes in transit at a time if the engine's library sends the weights."""
     timeout_seconds: float = 600.0
     """Longest wait for one call to an engine during a push."""
     corrupted_versions: frozenset[int] = frozenset()
@@ -67,7 +67,7 @@ class TransportSpec:
 
 
 class WeightSender:
-    """The trainer's end. It keeps buckets in the trainer's own memory, unless a transport has memory of its own."""
+    """The trainer's end of a transport. Buckets stay in the trainer's own memory, unless the transport has its own."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[int, int], np.ndarray] = {}
@@ -83,18 +83,18 @@ class WeightSender:
         return memory
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
-        """Hand over the buffer's buckets, and return what the receiver needs, bucket by bucket."""
+        """Make the buckets in a buffer available to receivers, and return one handle per bucket, in order."""
         raise NotImplementedError
 
     def release(self, version: int) -> None:
-        """Release a version that nothing will ask for again."""
+        """Release a version that no receiver will read again."""
 
 
 class WeightReceiver(Protocol):
-    """The engine's end. Lives as long as the engine's process."""
+    """The engine's end of a transport, which lives as long as the engine's process."""
 
     def receive(self, handles: Sequence[Any], version: int) -> Iterator[WeightBucket]:
-        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another one."""
+        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another version."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ _WRITTEN = ("version-*", ".version-*.unfinished")
 def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Path:
     """Return a folder for this process alone, which is not made yet, and delete what earlier processes left behind.
 
-    It is under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's. The caller must hold the run.
+    The folder lies under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's folder. The caller
+    must hold the run.
     """
     clear_weight_folder(run)
     own = uuid.uuid4().hex[:8]
@@ -279,7 +280,7 @@ class Segment:
     def extent(self, index: int, size: int) -> np.ndarray:
         """Return the memory of bucket ``index``, at least ``size`` bytes.
 
-        Raises ``RuntimeError`` for one that was smaller before (the model has another layout) or is out of order.
+        Raises ``RuntimeError`` if the bucket was smaller before (the model has another layout) or is out of order.
         """
         if index == len(self._extents):
             self._extents.append(self._reserve(size))
@@ -310,7 +311,7 @@ class Segment:
 
 
 class SharedMemorySender(WeightSender):
-    """A sender that gathers directly into shared memory; sending means telling engines where it is."""
+    """A sender that gathers directly into shared memory; so `send` copies no data."""
 
     def __init__(self, lasting: bool) -> None:
         super().__init__()

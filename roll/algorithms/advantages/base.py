@@ -1,4 +1,4 @@
-"""What an advantage estimator is, how one is found by its name, and what happens to advantages afterwards.
+"""Advantage estimators: their inputs, how one is found by its name, and how advantages are shaped afterwards.
 
 Rewards come per token (a sequence's reward sits on its last response token, KL penalties on their own tokens) and are
 never changed in place. Tokens that the policy did not choose have no advantage and do not cut a return: a reward after
@@ -104,8 +104,8 @@ class AdvantageEstimator:
         """Return the advantages ``[batch, seq]`` of a whole batch, without gradient.
 
         They are 0 outside the mask, whatever the inputs held there. Computed in float64; returned as float64 if the
-        rewards are float64, else float32. ``fields`` are the others of `AdvantageInputs`. ``ValueError`` names one that
-        is needed and missing, or that has the wrong shape.
+        rewards are float64, else float32. ``fields`` are the other fields of `AdvantageInputs`. ``ValueError`` names a
+        field that is needed and missing, or that has the wrong shape.
         """
         needs = self.requirements
         needed = {

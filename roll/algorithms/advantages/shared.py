@@ -1,4 +1,4 @@
-"""What several estimators use: the samples of a group compared, returns per token, returns per turn.
+"""Common parts of several estimators: the samples of a group compared, returns per token, returns per turn.
 
 The reward of a sample is the sum of its token rewards, and the reward of a turn the sum of those of its tokens.
 Deviations are unbiased (n - 1), and 0 for fewer than two values. Equal values have exactly themselves as mean and
@@ -81,11 +81,11 @@ def result_dtype(values: Tensor) -> torch.dtype:
 
 
 def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Return advantages ``[batch, seq]`` from ``compare(rewards, groups, lengths)`` over the samples that have tokens.
+    """Return ``[batch, seq]``: for all tokens of a sample, the advantage that ``compare`` computes for the sample.
 
-    All tokens of a sample get the same advantage. A sample without response tokens does not count as a member of its
-    group. ``rewards`` are float64, ``groups`` and ``lengths`` (response tokens) int64; they and the
-    result are ``[samples]``.
+    ``compare(rewards, groups, lengths)`` gets only the samples with response tokens, so the others do not count as
+    members of their groups; their advantage is 0. Its arguments and result are ``[samples]``: ``rewards`` are float64,
+    ``groups`` and ``lengths`` (in response tokens) int64.
     """
     lengths = inputs.response_mask.sum(-1)
     present = lengths > 0

@@ -36,7 +36,7 @@ Every loss reports ``clip_fraction``: 1 where a bound changed the gradient or th
 class PolicyInputs:
     """Inputs of a policy loss. ``[batch, seq]`` unless stated; entry t describes one token.
 
-    Whatever the entries outside the mask were, they are 0 once this is made, so ratios are 1 there.
+    Log-probabilities and advantages are set to 0 outside the mask, so ratios are 1 there.
     """
 
     logprobs: Tensor
@@ -101,8 +101,8 @@ class LossRequirements:
     """True if it needs ``proximal_logprobs`` whatever the old policy."""
     needs_scores: bool = False
     sequence_valued: bool = False
-    """True if the loss of a token is that of its whole response. A weight of one token then weighs all of them, and one
-    advantage per response is assumed."""
+    """True if the loss of a token is that of its whole response. A weight of one token then weighs the whole response,
+    and one advantage per response is assumed."""
 
     def reads_proximal(self, old_policy: OldPolicy) -> bool:
         """Return True if the loss needs ``proximal_logprobs`` with this old policy."""

@@ -1,8 +1,8 @@
 """Divergence PPO: a trust region in probabilities instead of ratios.
 
 A ratio of 100 means little for a token of probability 1e-5, and a ratio of 0.8 very much for one of 0.99. A token is
-therefore cut not by its ratio but by how far the distribution {this token, any other} has moved. That is all that the
-log-probability of one token tells about the whole distribution, and a lower bound of its divergence.
+therefore cut not by its ratio but by how far the distribution {this token, any other} has moved. This distance is all
+that the log-probability of one token tells about the whole distribution, and a lower bound of the whole divergence.
 """
 
 from __future__ import annotations

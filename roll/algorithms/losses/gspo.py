@@ -31,10 +31,11 @@ def gspo(
         ClipHigh, Field(description="The ratio of the response is clipped from above at 1 + `clip_high`.")
     ] = 4e-4,
 ) -> tuple[Tensor, TokenMetrics]:
-    """Return `clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
+    """Return `clipped_surrogate` of the row's ratio s, ``[batch, seq]``, in the token form of GSPO (arXiv 2507.18071).
 
-    Each token has the ratio s of its row as its value, and its own log-probability gives the gradient.
-    ``clip_fraction``: share of tokens with a cut gradient; tokens of a row with one advantage are cut together.
+    The ratio s of a row is the geometric mean of current / old over its tokens. All tokens of a row have the value s
+    as their ratio, and each has the gradient of its own log-probability. ``clip_fraction``: share of tokens with a cut
+    gradient; tokens of a row with equal advantages are cut together.
     """
     logprobs = inputs.logprobs
     log_ratio = inputs.sequence_log_ratio(mean=True).detach() + (logprobs - logprobs.detach())

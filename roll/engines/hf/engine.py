@@ -50,20 +50,20 @@ _ADMISSION_INTERVAL = 4
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request and what is not in its row of the table."""
+    """A request, with its data that are not in the table."""
 
     request: GenerateRequest
     matcher: StopStringMatcher | None = None
     streaming: bool = False
     """True if a chunk is reported after each step."""
     row: int = -1
-    """-1 while it waits for one."""
+    """Row of the table; -1 while the request waits for a row."""
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    """What has been reported to the caller, in its event loop: chunks, then the completion or an error."""
+    """Reports to the caller, in the caller's event loop: chunks, then the completion or an error."""
 
 
 class HFEngine:
-    """Runs many independent requests over one model."""
+    """Engine that runs many independent requests over one model."""
 
     def __init__(
         self, model: PreTrainedModel, max_length: int, options: HFInferConfig, end_tokens: tuple[int, ...]
@@ -112,7 +112,7 @@ class HFEngine:
         return self._cache.num_bytes
 
     def submit(self, active: ActiveRequest) -> None:
-        """Queue a checked request. No other one in the engine has its id."""
+        """Queue a checked request. No other request in the engine has its id."""
         self._waiting.append(active)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
@@ -142,7 +142,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """See `InferStrategy.score`. Each sequence has its own forward pass: memory for the logits of one is enough.
+        """See `InferStrategy.score`. Each sequence has its own forward pass, so only one sequence's logits need memory.
 
         Raises ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep.
         """
@@ -169,12 +169,11 @@ class HFEngine:
         self._caches_dropped = True
 
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
-        """Take in a weight update without touching the model. Any thread may call this while another one steps.
+        """Prepare a weight update without touching the model. Any thread may call this while another runs `step`.
 
-        Its content maps names to tensors on the host; if the model computes there too, they become its parameters. They
-        are cast to the model's precision. On a CPU, tensors that already have that precision and lie in lasting
-        memory are used in place; others are copied. Raises ``WeightMismatch`` naming the tensor, or whatever
-        ``buckets`` raises.
+        The prepared tensors are on the host, by name, in the model's precision. If the model computes on a CPU, a
+        tensor that already has this precision and lies in lasting memory is used in place, and any other is copied.
+        Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}

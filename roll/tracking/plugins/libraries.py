@@ -1,7 +1,7 @@
 """wandb, swanlab and trackio as plug-in trackers; each library is imported in its own process only.
 
-Their own recording of the machine, the sources and the console is turned off: only metrics and the configuration are
-reported.
+The libraries' own recording of the machine, the sources and the console is turned off, so only metrics and the
+configuration are reported.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class SwanlabOptions:
 
 
 class SwanlabPlugIn(TrackerPlugIn):
-    """SwanLab, in its cloud or into a folder that `swanlab sync` uploads.
+    """SwanLab, in its cloud or in a folder, for `swanlab sync` or SwanLab's own viewer.
 
-    It has no summary, so the end of the run goes to the configuration.
+    SwanLab has no summary, so the summary at the end of a run is added to the run's configuration.
     """
 
     Options: ClassVar[type] = SwanlabOptions
@@ -178,8 +178,8 @@ class TrackioOptions:
 class TrackioPlugIn(TrackerPlugIn):
     """Trackio: a database on this machine that `trackio show` opens, or a Hugging Face Space if one is named.
 
-    Its runs are found by name. The name therefore carries the first letters of the run's id, and a resumed run finds
-    its own. It has neither summary nor exit code, so the end of the run is an alert.
+    Trackio finds runs by name. The name therefore carries the first letters of the run's id, and a resumed run finds
+    its own record. Trackio has neither summary nor exit code, so the end of the run is an alert.
     """
 
     Options: ClassVar[type] = TrackioOptions

@@ -72,7 +72,7 @@ class Rule:
     is_vocabulary: bool = False
     """True if rows are padded to equal shares."""
     may_be_new: bool = False
-    """True if a checkpoint may lack it, as one of another kind of model does. It then begins with zeros."""
+    """True if a checkpoint of another kind of model may lack the parameter, which then begins with zeros."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -172,14 +172,14 @@ class OwnParameter:
 
     parameter: nn.Parameter
     number: int
-    """Number of its rule in the table."""
+    """Number of the parameter's rule in the table."""
     rule: Rule
     layer: int | None
     expert: int | None
 
     @property
     def names(self) -> list[str]:
-        """Names in a checkpoint of the tensors that it is fused from."""
+        """Names in a checkpoint of the tensors that the parameter is fused from."""
         return [name.format(layer=self.layer, expert=self.expert) for name in self.rule.hugging_face]
 
 
@@ -296,9 +296,9 @@ class ModelWeights:
         return self._joined(own, [piece if own.expert is None else piece[0] for piece in pieces])
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
+        """Yield each weight as a whole float32 tensor under its Hugging Face name, on every rank. Collective.
 
-        A tensor is valid until the next one is drawn.
+        Tied weights come once. A tensor is valid until the next one is drawn.
         """
         groups: dict[tuple[int, int | None], list[Tensor]] = {}
         for own in self.parameters_and_copies:
