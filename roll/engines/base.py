@@ -108,6 +108,10 @@ def no_tokens() -> TokenChunk:
     return TokenChunk(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
 
 
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""Hugging Face name of each tensor -> (dtype name, shape)."""
+
+
 @dataclass
 class PreparedWeights:
     """A weight update that fits the engine's model, waiting to be loaded."""
@@ -116,6 +120,8 @@ class PreparedWeights:
     """Description of the weights as the engine would hold them."""
     content: Any
     """The tensors, in the form that the engine loads."""
+    layout: Layout = field(default_factory=dict)
+    """Filled in by an engine that compares it with what it holds after the load."""
 
 
 class InferStrategy(ABC):
@@ -255,13 +261,16 @@ class InferStrategy(ABC):
         given = self._eos_token_ids
         self._end_tokens = eos_token_ids(self._spec, config) if given is None else tuple(given)
 
-    def _checked(self, request: GenerateRequest) -> StopStringMatcher | None:
-        """Check a request and return the matcher of its stop strings, which has seen the tokens of earlier attempts;
-        None if no stop string may end the response.
-
-        Raises ``ValueError`` for a request that cannot run. The tokenizer is loaded for the first one that needs it.
-        """
+    def _check_request(self, request: GenerateRequest) -> None:
+        """Raise ``ValueError`` for a request that cannot run."""
         check_request(request, self._spec.max_length, self._vocabulary)
+
+    def _matcher_for(self, request: GenerateRequest) -> StopStringMatcher | None:
+        """Return the matcher of a request's stop strings, which has seen the tokens of earlier attempts; None if no
+        stop string may end the response.
+
+        The tokenizer is loaded for the first request that needs it. Raises ``ValueError`` if that fails.
+        """
         if not request.sampling.watches_text:
             return None
         if self._tokenizer is None:

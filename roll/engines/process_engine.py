@@ -32,6 +32,7 @@ from roll.engines.base import (
     FinishReason,
     GenerateRequest,
     InferStrategy,
+    Layout,
     PauseMode,
     PreparedWeights,
     SamplingParams,
@@ -45,10 +46,6 @@ from roll.weights.buckets import HeldWeights, WeightBucket, manifest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Hugging Face name of each tensor -> (dtype name, shape)."""
 
 
 class AdmissionGate:
@@ -252,6 +249,8 @@ class Response:
         """
         if len(logprobs) != len(token_ids):
             raise EngineFailed(f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+        if is_greedy(self.request.sampling):
+            logprobs = [0.0] * len(token_ids)  # certain, whatever the engine says
         require_numbers(logprobs)
         self.token_ids += token_ids
         self.logprobs += logprobs
@@ -269,10 +268,9 @@ class Response:
 
     def chunk(self, known: int, finish_reason: FinishReason | None = None) -> TokenChunk:
         """Return the tokens beyond the first ``known``."""
-        logprobs = np.array(self.logprobs[known:], dtype=np.float32)
         return TokenChunk(
             np.array(self.token_ids[known:], dtype=np.int32),
-            np.zeros_like(logprobs) if is_greedy(self.request.sampling) else logprobs,
+            np.array(self.logprobs[known:], dtype=np.float32),
             np.array(self.versions[known:], dtype=np.int32),
             finish_reason,
         )
@@ -392,15 +390,15 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
 
     def _prepare(self, buckets: list[WeightBucket], version: int) -> PreparedWeights:
         entries = checked((entry for bucket in buckets for entry in bucket.tensors), self._shapes)
-        self._layout = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
-        return PreparedWeights(HeldWeights(version, *manifest(buckets)), self._stage(buckets))
+        layout = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
+        return PreparedWeights(HeldWeights(version, *manifest(buckets)), self._stage(buckets), layout)
 
     async def load_weights(self, version: int) -> HeldWeights:
         """See `InferStrategy.load_weights`. The checksums are those of the loaded bytes; for some tensors, which change
         with the version, of what the engine holds, as far as it can read them back. Raises ``WeightMismatch`` if the
         update did not reach the engine's weights. If it fails, the engine stays paused."""
         self._live_engine()
-        prepared, layout = self._prepared_for(version), self._layout
+        prepared = self._prepared_for(version)
         self._prepared = None
         self._require_still("load_weights")
         was_open = not self._paused
@@ -414,7 +412,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         except Exception as error:
             raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
         self._version = version
-        held_weights = await self._inspected(prepared.held, layout)
+        held_weights = await self._inspected(prepared.held, prepared.layout)
         if was_open:
             await self.resume()
         return held_weights
@@ -474,8 +472,9 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
         """Return the states of the request after each message; none if it was aborted before it began."""
         self._live_engine()
-        matcher = self._checked(request)
+        self._check_request(request)
         self._check_sampling(request)
+        matcher = self._matcher_for(request)
         return self._requests.run(request, matcher, self._updates)
 
     def _require_still(self, what: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,11 +37,13 @@ from roll.tracking.run_directory import RunDirectory
 from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
 from roll.trainers.model import save
 from roll.trainers.state import CheckpointFiles
-from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from roll.trainers.worker import optimizer_batches
 from roll.weights.buckets import pack_buckets
 
-Strategy = TypeVar("Strategy", bound=ForwardStrategy)
+if TYPE_CHECKING:
+    from roll.trainers.trainer import ForwardStrategy, TrainStrategy
+
+Strategy = TypeVar("Strategy", bound="ForwardStrategy")
 
 NOTES = "exact"
 """Folder of a run's notes, and name of the stage that writes them."""

@@ -37,6 +37,8 @@ ADAPTER = "default"
 """peft's name of the only adapter."""
 EVERYWHERE = "all-linear"
 INSTALL = "pip install 'roll[lora]'"
+OWNER = "actor_train.model_args"
+"""Arguments of the only model that may have adapters."""
 FOLDER = "adapter"
 """Folder of the adapter in an export, beside the merged model."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -78,7 +80,7 @@ class Base:
         return None
 
 
-def resolve_targets(model: PreTrainedModel, wanted: list[str] | str, path: str = "model_args") -> list[str]:
+def resolve_targets(model: PreTrainedModel, wanted: list[str] | str, path: str = OWNER) -> list[str]:
     """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
 
     ``wanted`` is a list of names, or names separated by commas; ``path`` is the configuration path of the model's

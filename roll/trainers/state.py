@@ -170,8 +170,12 @@ class StoredTensors:
         return box
 
     def _open(self, path: Path) -> Any:
+        """Return an open file. Raises `UnfitState` naming it if it is missing or damaged."""
         if path not in self._files:
-            self._files[path] = safe_open(path, "pt")
+            try:
+                self._files[path] = safe_open(path, "pt")
+            except (SafetensorError, OSError) as cause:
+                raise UnfitState(f"{path} is missing or damaged: {cause}") from cause
         return self._files[path]
 
     def _known(self, name: str) -> list[_Place]:
@@ -250,22 +254,32 @@ def checkpoint_folder(model_path: str) -> Path:
 
 
 class CheckpointFiles(StoredTensors):
-    """The weights of a Hugging Face model."""
+    """The weights of a Hugging Face model. Its methods raise `UnfitState` for a file that is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers only. Raises ``FileNotFoundError`` if the folder holds no weights as safetensors."""
+        """Read the index only. Raises ``FileNotFoundError`` if the folder holds no weights as safetensors."""
         super().__init__(folder)
         if (folder / INDEX).exists():
-            files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         elif (folder / SINGLE).exists():
-            files = {SINGLE}
+            files = dict.fromkeys(self._open(folder / SINGLE).keys(), SINGLE)
         else:
             raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}; other formats are not read")
-        for path in (folder / file for file in sorted(files)):
-            for name in self._open(path).keys():
-                shape = tuple(self._open(path).get_slice(name).get_shape())
-                self._places[name] = [_Place(path, name, shape, (0,) * len(shape), shape)]
+        self._file_of: dict[str, str] = files
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return the ``names`` that the checkpoint lacks."""
-        return [name for name in names if name not in self._places]
+        return [name for name in names if name not in self._file_of]
+
+    def _known(self, name: str) -> list[_Place]:
+        if name in self._file_of and name not in self._places:
+            path = self.folder / self._file_of[name]
+            try:
+                shape = tuple(self._open(path).get_slice(name).get_shape())
+            except SafetensorError as cause:
+                raise UnfitState(f"{path} is damaged: {cause}") from cause
+            self._places[name] = [_Place(path, name, shape, (0,) * len(shape), shape)]
+        return super()._known(name)

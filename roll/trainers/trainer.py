@@ -253,8 +253,7 @@ class TrainStrategy(ForwardStrategy):
         step = TrainingStep.of(batch, objective)
         metrics = self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
         learning_rate = self.learning_rate(self.optimizer_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._set_learning_rate(learning_rate)
         grad_norm, updated = self._update(nothing_to_learn=step.is_empty)
         self.optimizer_steps += 1
         return {
@@ -308,6 +307,11 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
         """Add up the gradients of the micro-batches ``rows``, and return the metrics of the batch. Collective."""
+
+    def _set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the next update. Overridden where `optimizer` is no optimizer of torch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     @abstractmethod
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:

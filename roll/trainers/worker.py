@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -31,9 +31,11 @@ from roll.tracking.status import Attention
 from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import Objective
-from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from roll.weights.publisher import Publication, PushTarget, build_publisher
 from roll.weights.transports import TransportSpec
+
+if TYPE_CHECKING:
+    from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 
 LOOK_SECONDS = 30.0
 """Longest interval between two progress checks of a write. Its completion is noticed at once."""

@@ -154,9 +154,12 @@ def test_the_length_limit_ends_a_response_with_reason_length(qwen_path):
 def test_a_request_that_cannot_run_is_refused_with_the_reason(qwen_path, prompt, sampling, words):
     strategy = make_strategy(qwen_path, max_length=32)
     strategy._read_facts(AutoConfig.from_pretrained(qwen_path))
+    wrong, right = make_request("wrong", list(prompt), **sampling), make_request("right", [5])
     with pytest.raises(ValueError, match=f"'wrong' cannot run.*{words}|'wrong' has stop strings.*{words}"):
-        strategy._checked(make_request("wrong", list(prompt), **sampling))
-    assert strategy._checked(make_request("right", [5])) is None
+        strategy._check_request(wrong)
+        strategy._matcher_for(wrong)
+    strategy._check_request(right)
+    assert strategy._matcher_for(right) is None
 
 
 def test_abort_returns_partial_tokens_and_leaves_the_others_alone(qwen_path):

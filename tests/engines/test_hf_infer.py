@@ -452,6 +452,25 @@ def test_stop_strings_end_a_response(qwen_path, tmp_path):
     assert ignored.token_ids.tolist() == free.token_ids.tolist()
 
 
+def test_a_tokenizer_is_loaded_beside_the_event_loop_and_only_requests_that_need_it_fail(qwen_path, monkeypatch):
+    threads = []
+
+    def broken(spec):
+        threads.append(threading.current_thread().name)
+        raise OSError("broken")
+
+    monkeypatch.setattr("roll.engines.base.load_tokenizer", broken)
+
+    async def scenario(strategy):
+        with pytest.raises(ValueError, match="'a' has stop strings.*broken"):
+            await strategy.generate(make_request("a", [5], stop_strings=("x",)))
+        assert strategy.stats()["waiting"] == 0
+        return await strategy.generate(make_request("a", [5], 3, ignore_eos=True))
+
+    assert len(run_with(make_strategy(qwen_path), scenario).token_ids) == 3
+    assert threads == ["hf_infer"]
+
+
 def test_end_tokens_default_to_those_of_the_model(qwen_path):
     async def scenario(strategy):
         requests = [make_request(str(i), [5], 127, seed=i) for i in range(20)]

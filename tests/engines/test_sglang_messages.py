@@ -112,8 +112,8 @@ def test_a_truncated_distribution_takes_the_masks_logprobs():
 
 def test_greedy_tokens_are_certain_whatever_sglang_says():
     response = response_to(temperature=0.0)
-    take_message(response, message([1, 2], 2))
-    assert not response.chunk(0).logprobs.any()
+    take_message(response, message([1, 2], 2, output_token_logprobs=[[-0.5, 1, None], [None, 2, None]]))
+    assert response.chunk(0).logprobs.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm")]
 
 
 def test_halves_are_cast_kept_apart_and_written_in_place_again():
-    buffers = {
-        0: copied([("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16, {}),
-        1: copied([("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16, {}),
-    }
+    publisher = PushPublisher(spec("nccl"), 0, "here")
+    buffers = publisher.copies
+    for version, buffer, value in ((1, 0, 1.5), (2, 1, 2.5)):
+        publisher.gather(version, buffer, [("a", torch.full((3,), value)), ("n", torch.tensor([7]))], torch.bfloat16, 1)
     place = buffers[0]["a"].data_ptr()
-    buffers[0] = copied([("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16, buffers[0])
+    assert buffers[1]["a"].data_ptr() != place
+    publisher.gather(3, 0, [("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16, 1)
     assert buffers[0]["a"].data_ptr() == place
     assert [buffers[buffer]["a"][0].item() for buffer in (0, 1)] == [3.5, 2.5]
     source = buffer_source(buffers)

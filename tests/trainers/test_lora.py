@@ -367,7 +367,7 @@ def test_targets_that_are_none_are_named_with_the_nearest(model_path, wanted, me
     with pytest.raises(ConfigError) as caught:
         resolve_targets(model, wanted)
     (problem,) = caught.value.problems
-    assert problem.path == "model_args.lora_target"
+    assert problem.path == "actor_train.model_args.lora_target"
     assert f"{problem.message}; {problem.remedy}".startswith(message)
 
 

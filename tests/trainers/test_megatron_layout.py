@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from roll.configs.roles import ReferenceConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
 from roll.trainers.megatron.facts import check_layout, layout_problems, read_facts
 from roll.trainers.options import MegatronOptions
+from tests.tiers import need
 from tests.trainers.megatron_models import MODELS
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -136,3 +139,18 @@ def test_an_unknown_family_is_refused_with_the_known_ones(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="knows llama, qwen2, qwen3, qwen3_moe; .* is a gpt2 model"):
         read_facts(str(tmp_path), trust_remote_code=False)
+
+
+def test_an_option_that_megatron_core_does_not_know_is_not_passed_over(tmp_path):
+    need("megatron.core")
+    from roll.trainers.megatron.model import transformer_config
+
+    @dataclass(frozen=True)
+    class Renamed(MegatronOptions):
+        recompute_granularities: str = "full"
+
+    facts = facts_of(tmp_path, "qwen3_moe")
+    options = (MegatronOptions(recompute_granularity="selective"), torch.float32, torch.device("cpu"))
+    assert transformer_config(facts, *options).recompute_granularity == "selective"
+    with pytest.raises(TypeError, match="recompute_granularities"):
+        transformer_config(facts, Renamed(), *options[1:])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from roll.configs.roles import TrainingArguments
-from roll.trainers.trainer import build_optimizer, clip_gradients, learning_rate_schedule
+from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients, learning_rate_schedule
 
 
 def factors(total, count, **arguments):
@@ -52,3 +53,29 @@ def test_gradients_are_clipped_to_the_global_norm(max_norm, expected):
     assert clip_gradients(parameters, max_norm).item() == pytest.approx(13.0)
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in parameters if p.grad is not None))
     assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_trainer_whose_optimizer_is_not_of_torch_sets_the_rate_itself(monkeypatch):
+    class OwnTrainer(TrainStrategy):
+        initialize = named_weights = load = snapshot = restore = None
+        rates = []
+
+        def _set_learning_rate(self, rate):
+            self.rates.append(rate)
+
+        def _accumulate(self, step, rows, temperature):
+            return {"loss": 0.5}
+
+        def _update(self, nothing_to_learn):
+            return 2.0, not nothing_to_learn
+
+    arguments = TrainingArguments(learning_rate=0.25, warmup_steps=2)
+    step = SimpleNamespace(is_empty=False)
+    monkeypatch.setattr("roll.trainers.trainer.TrainingStep.of", lambda batch, objective: step)
+    monkeypatch.setattr(OwnTrainer, "_rows", lambda self, batch, limits: [])
+    setup = SimpleNamespace(training_args=arguments, total_optimizer_steps=4, forward_only=False, train_limits=None)
+    trainer = OwnTrainer(setup)
+    trainer.start_schedule()
+    metrics = [trainer.train_step(None, None, 1.0) for _ in range(2)]
+    assert trainer.rates == [0.125, 0.25] == [each["learning_rate"] for each in metrics]
+    assert metrics[0] == {"loss": 0.5, "grad_norm": 2.0, "learning_rate": 0.125, "skipped_updates": 0.0}

@@ -1,5 +1,6 @@
 """State of any number of ranks is read by any number of ranks, and what does not fit is refused by name."""
 
+import json
 import math
 import subprocess
 import sys
@@ -9,8 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from roll.trainers.state import (
+    INDEX,
+    SINGLE,
+    CheckpointFiles,
     Part,
     SavedState,
     StateSnapshot,
@@ -181,3 +186,24 @@ def test_updates_that_differ_between_weights_are_refused_where_one_count_is_kept
             continue
         with pytest.raises(UnfitState, match="updated more often than others"):
             common_updates(SavedState(tmp_path))
+
+
+def test_a_model_is_read_by_its_index_and_each_file_once_it_is_needed(tmp_path):
+    save_file({"a": torch.arange(6.0).reshape(2, 3), "unlisted": torch.zeros(1)}, tmp_path / "1.safetensors")
+    files = {"a": "1.safetensors", "b": "2.safetensors", "c": "3.safetensors", "d": "1.safetensors"}
+    (tmp_path / "3.safetensors").write_bytes(b"no tensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    model = CheckpointFiles(tmp_path)
+    assert model.names() == list("abcd") and model.missing(["a", "unlisted"]) == ["unlisted"]
+    assert model.shape("a") == (2, 3) and model.read("a", (1, 0), (1, 3)).tolist() == [[3.0, 4.0, 5.0]]
+    for name, words in (("b", "2.safetensors is missing"), ("c", "3.safetensors is .*damaged"), ("d", "1.safetensors")):
+        with pytest.raises(UnfitState, match=words):
+            model.read(name)
+
+
+def test_a_model_in_one_damaged_file_is_refused_by_its_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=SINGLE):
+        CheckpointFiles(tmp_path)
+    (tmp_path / SINGLE).write_bytes(b"no tensors")
+    with pytest.raises(UnfitState, match=f"{SINGLE} is missing or damaged"):
+        CheckpointFiles(tmp_path)

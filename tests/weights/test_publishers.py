@@ -54,6 +54,8 @@ def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
     publisher, buffers = push_publisher()
     for version, buffer in ((1, 0), (2, 1)):
         publisher.gather(version, buffer, weights(version), torch.float32, 4096)
+    places = [{name: tensor.data_ptr() for name, tensor in buffers[buffer].items()} for buffer in (0, 1)]
+    assert not set(places[0].values()) & set(places[1].values()), "each half has memory of its own"
     first, second = publisher.send(1), publisher.send(2)
     assert first.checksums["layer.weight"] != second.checksums["layer.weight"]
     assert [buffers[buffer]["layer.weight"][0, 0].item() for buffer in (0, 1)] == [1.0, 2.0]
@@ -61,6 +63,8 @@ def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
     with pytest.raises(KeyError):
         publisher.send(1)
     assert publisher.send(3).checksums != first.checksums
+    assert {name: tensor.data_ptr() for name, tensor in buffers[0].items()} == places[0], "written over in place"
+    assert [buffers[buffer]["layer.weight"][0, 0].item() for buffer in (0, 1)] == [3.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,11 @@ class HFEngine:
         self._min_rows = _ROW_MULTIPLE * threads
         max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
         self._cache = SlotCache(max_rows, max_length)
-        self._table = RequestTable(options.max_running_requests, max_length)
+        self._table = RequestTable(max_length)
         self._waiting: deque[ActiveRequest] = deque()
         self._watched: set[ActiveRequest] = set()
         self._streaming: set[ActiveRequest] = set()
-        self._events: list[tuple[ActiveRequest, Completion | TokenChunk]] = []
+        self._events: list[tuple[ActiveRequest, Completion | TokenChunk | Exception]] = []
         self._caches_dropped = False
         self._steps_since_admission = 0
         self.asleep = False
@@ -115,6 +115,10 @@ class HFEngine:
         """Queue a checked request. No other request in the engine has its id."""
         self._waiting.append(active)
 
+    def refuse(self, active: ActiveRequest, error: Exception) -> None:
+        """End a request with an error, instead of `submit`."""
+        self._events.append((active, error))
+
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests (None: all) with the tokens they have. Unknown ids are ignored."""
         names = None if request_ids is None else set(request_ids)
@@ -127,8 +131,8 @@ class HFEngine:
             self._waiting.remove(active)
             self._events.append((active, no_tokens().completion(active.request.request_id, "abort")))
 
-    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk]]:
-        """Return the completions since the last call, and chunks of streaming requests before their last."""
+    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
+        """Return completions and refusals since the last call, and chunks of streaming requests before their last."""
         events, self._events = self._events, []
         return events
 
@@ -316,7 +320,7 @@ class HFEngine:
         self.generated_tokens += count
         self._finish_ended(tokens)
         for active in self._streaming:
-            self._events.append((active, self._table.chunk(active.row, -1)))
+            self._events.append((active, self._table.last_token(active.row)))
 
     def _next_logits(self) -> torch.Tensor:
         """Return the logits after the last token of every row, ``[padded rows, vocabulary]``. Rows beyond the running
@@ -392,15 +396,14 @@ _SEED_MASK = (1 << 64) - 1
 class RequestTable:
     """Tokens, log-probabilities, versions and parameters of the running requests."""
 
-    def __init__(self, rows: int, max_length: int) -> None:
-        """Reserve address space for ``rows`` requests; the system gives memory to what is written."""
+    def __init__(self, max_length: int) -> None:
         self._max_length = max_length
         self.requests: list[ActiveRequest] = []
-        self._parameters = np.zeros(rows, dtype=_PARAMETERS)
-        self._tokens = np.zeros((rows, max_length), dtype=np.int64)
-        self._logprobs = np.zeros((rows, max_length), dtype=np.float32)
-        self._versions = np.zeros((rows, max_length), dtype=np.int32)
-        self._stop_ids = np.zeros((rows, 0), dtype=np.int64)
+        self._parameters = np.zeros(0, dtype=_PARAMETERS)
+        self._tokens = np.zeros((0, max_length), dtype=np.int64)
+        self._logprobs = np.zeros((0, max_length), dtype=np.float32)
+        self._versions = np.zeros((0, max_length), dtype=np.int32)
+        self._stop_ids = np.zeros((0, 0), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -413,6 +416,8 @@ class RequestTable:
         """Append a row. ``stop_token_ids`` are all token ids that end this request."""
         prompt, sampling = active.request.prompt_token_ids, active.request.sampling
         row = len(self)
+        if row == len(self._parameters):
+            self._add_rows()
         self._parameters[row] = (
             len(prompt),
             len(prompt),
@@ -459,9 +464,15 @@ class RequestTable:
         return stopped, self.column("length") >= self.column("limit")
 
     def chunk(self, row: int, start: int) -> TokenChunk:
-        """Return the row's new tokens from number ``start`` on; -1 is the last one."""
-        first, end = int(self._parameters["prompt_length"][row]), int(self._parameters["length"][row])
-        new = slice(end - 1 if start < 0 else first + start, end)
+        """Return the row's new tokens from number ``start`` on."""
+        return self._from(row, int(self._parameters["prompt_length"][row]) + start)
+
+    def last_token(self, row: int) -> TokenChunk:
+        """Return the row's last token."""
+        return self._from(row, int(self._parameters["length"][row]) - 1)
+
+    def _from(self, row: int, position: int) -> TokenChunk:
+        new = slice(position, int(self._parameters["length"][row]))
         return TokenChunk(
             self._tokens[row, new].astype(np.int32), self._logprobs[row, new].copy(), self._versions[row, new].copy()
         )
@@ -484,3 +495,20 @@ class RequestTable:
             self.requests[target].row = int(target)
         del self.requests[remaining:]
         return sources, targets
+
+    def _add_rows(self) -> None:
+        """Double the number of rows, so that adding one is cheap however many there are."""
+        rows = max(2 * len(self._parameters), _ROW_MULTIPLE)
+        longest = int(self._parameters["length"].max(initial=0))
+        self._parameters = _enlarged(self._parameters, rows)
+        self._stop_ids = _enlarged(self._stop_ids, rows)
+        self._tokens, self._logprobs, self._versions = (
+            _enlarged(array, rows, longest) for array in (self._tokens, self._logprobs, self._versions)
+        )
+
+
+def _enlarged(array: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:
+    """Return the array with more rows, of zeros. Columns beyond the first ``columns`` (None: all) are not copied."""
+    grown = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
+    grown[: len(array)][..., :columns] = array[..., :columns]
+    return grown

@@ -30,7 +30,7 @@ _JOIN_TIMEOUT_SECONDS = 120.0
 """Longest wait for the thread to end after its last step."""
 
 
-Events = list[tuple[ActiveRequest, Completion | TokenChunk]]
+Events = list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]
 """Results of one turn of the thread, for the event loop."""
 
 
@@ -336,8 +336,9 @@ class HFInferStrategy(InferStrategy):
         engine = thread.engine
         if name in self._requests:
             raise ValueError(f"request {name!r} cannot run: another one with this id is running")
-        active = ActiveRequest(request, self._checked(request), streaming)
-        thread.order(engine.submit, active)
+        self._check_request(request)
+        active = ActiveRequest(request, streaming=streaming)
+        thread.order(self._submit, engine, active)
         self._requests[name] = active
         try:
             yield active
@@ -345,6 +346,15 @@ class HFInferStrategy(InferStrategy):
             if self._ended(active):
                 with suppress(EngineFailed):
                     thread.order(engine.abort, [name])
+
+    def _submit(self, engine: HFEngine, active: ActiveRequest) -> None:
+        """Queue a request. Runs in the engine's thread: the event loop must not wait for a tokenizer to load."""
+        try:
+            active.matcher = self._matcher_for(active.request)
+        except Exception as error:
+            engine.refuse(active, error)
+        else:
+            engine.submit(active)
 
     def _ended(self, active: ActiveRequest) -> bool:
         """Forget a request that has ended or whose caller has left. Return False if it was forgotten before."""
@@ -355,7 +365,7 @@ class HFInferStrategy(InferStrategy):
 
     def _receive(self, events: Events, failure: BaseException | None) -> None:
         for active, event in events:
-            if isinstance(event, Completion):
+            if not isinstance(event, TokenChunk):
                 self._ended(active)
             active.events.put_nowait(event)
         if failure is not None:

@@ -35,9 +35,17 @@ import numpy as np
 import torch
 
 from roll.data.records import derive_seed
-from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, PauseMode, PreparedWeights, SamplingParams
+from roll.engines.base import (
+    EngineFailed,
+    FinishReason,
+    GenerateRequest,
+    Layout,
+    PauseMode,
+    PreparedWeights,
+    SamplingParams,
+)
 from roll.engines.options import SGLANG_MASK_LIMIT, server_arguments, stream_interval
-from roll.engines.process_engine import Layout, ProcessEngine, Response, is_greedy, require_numbers
+from roll.engines.process_engine import ProcessEngine, Response, is_greedy, require_numbers
 from roll.engines.sglang.server import CallRefused, SGLangServer
 from roll.runtime.placement import free_port
 from roll.weights.buckets import (

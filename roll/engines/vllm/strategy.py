@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from roll.data.records import derive_seed
-from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, PauseMode, PreparedWeights, checked
+from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, Layout, PauseMode, PreparedWeights, checked
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE, engine_arguments, stream_interval
-from roll.engines.process_engine import Layout, ProcessEngine, Response
+from roll.engines.process_engine import ProcessEngine, Response
 from roll.weights.buckets import BucketLocation, HeldWeights, MemoryFile, TransferStep, WeightBucket, WeightMismatch
 from roll.weights.publisher import WEIGHT_BACKENDS
 

@@ -12,7 +12,6 @@ are exact in float32, whatever the precision of the logits.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -171,14 +170,22 @@ def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> b
     return chosen
 
 
+_USED_ELSEWHERE = {
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "transformer_impl",
+    "process_group_timeout_seconds",
+}
+"""Options that are not settings of `TransformerConfig` as they stand."""
+
+
 def transformer_config(
     facts: ModelFacts, options: MegatronOptions, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Return megatron-core's description of the model and of how it is split. Most options are its settings."""
-    known = {setting.name for setting in fields(TransformerConfig)} - {"transformer_impl"}
     return TransformerConfig(
         **facts.layers,
-        **{name: value for name, value in vars(options).items() if name in known},
+        **{name: value for name, value in vars(options).items() if name not in _USED_ELSEWHERE},
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=functional.silu,

@@ -258,9 +258,9 @@ class MegatronTrainStrategy(TrainStrategy):
         there = read_facts(path, self.setup.model_args.trust_remote_code, self.setup.kind)
         found, own = ({**vars(facts), **facts.layers, "layers": None} for facts in (there, self.facts))
         differences = [
-            f"{name} is {found.get(name)} there, {value} here"
-            for name, value in own.items()
-            if found.get(name) != value
+            f"{name} is {found.get(name)} there, {own.get(name)} here"
+            for name in own | found
+            if found.get(name) != own.get(name)
         ]
         if differences:
             raise ValueError(f"the model in {path} is another one: {'; '.join(differences)}")
