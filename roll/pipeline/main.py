@@ -107,13 +107,14 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
     for each in chain:
         beside, last = each.finish is not None, each is chain[-1]
         outbox = None if beside or last else Channel(f"after {each.name}")
+        inbox = source
         if beside:
-            stages[-1].side = Channel(f"to {each.name}")
+            inbox = stages[-1].side = Channel(f"to {each.name}")
         stages.append(
             Stage(
                 each.name,
                 partial(each.function, run),
-                stages[-1].side if beside else source,
+                inbox,
                 run.recorder.timeline,
                 outbox=outbox,
                 before=None if each.before is None else partial(each.before, run),
