@@ -46,6 +46,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             f"{WEIGHTS}/test_checksums.py",
             f"{WEIGHTS}/test_publishers.py",
             f"{WEIGHTS}/test_transports.py",
+            f"{PIPELINE}/test_weight_folder.py",
             f"{WEIGHTS}/test_pushed_weights.py",
         ],
     ),

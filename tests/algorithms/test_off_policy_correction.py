@@ -290,6 +290,19 @@ def test_distances_of_proximal_from_behaviour_are_reported_per_lag():
     assert not any(name.startswith("lag") for name in correct(*arguments, lags=lags).metrics)
 
 
+def test_what_was_clipped_and_rejected_is_reported_for_each_lag_that_occurs():
+    proximal = torch.tensor([[math.log(3), 0.0, math.log(3)]], dtype=torch.float64)
+    lags, mask = torch.tensor([[2, 0, 0]]), torch.ones(1, 3, dtype=torch.bool)
+    correction = Correction(ImportanceWeight(), reject=(RatioRejection("token", 0.5, 2.5),))
+    metrics = correct(proximal, torch.zeros_like(proximal), mask, correction, lags=lags, max_lag=2).metrics
+    shares = {name: value for name, value in metrics.items() if name.endswith("rejected_share")}
+    expected = {"rejected_share": 2 / 3, "lag_0/rejected_share": 0.5, "lag_2/rejected_share": 1.0}
+    assert shares == pytest.approx(expected)
+    assert {f"lag_{lag}/clipped_share" for lag in (0, 2)} == {
+        name for name in metrics if name.startswith("lag") and name.endswith("clipped_share")
+    }
+
+
 @pytest.mark.parametrize(("given_dtype", "dtype"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_weights_are_float32_unless_an_input_is_wider(given_dtype, dtype):
     zeros = torch.zeros(1, 2, dtype=given_dtype)
