@@ -34,10 +34,11 @@ def with_engine(strategy, scenario):
 async def until_known(strategy, name: str, tokens: int):
     """The chunk of a request once it has so many tokens; the engine stands still afterwards."""
     while True:
+        await strategy.pause("keep")  # before looking: the request may end while its chunk is on its way
         chunk = (await strategy.progress({})).get(name)
         if chunk is not None and len(chunk.token_ids) >= tokens:
-            await strategy.pause("keep")
-            return (await strategy.progress({}))[name]
+            return chunk
+        await strategy.resume()
         await asyncio.sleep(0)
 
 
