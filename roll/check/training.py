@@ -205,6 +205,11 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
             f"request_timeout_seconds {infer.request_timeout_seconds:g}: the requests of a stuck engine fail before it "
             "is replaced"
         )
+    if config.stall_timeout_seconds <= infer.request_timeout_seconds:
+        yield (
+            f"stall_timeout_seconds {config.stall_timeout_seconds:g} is not above actor_infer.request_timeout_seconds "
+            f"{infer.request_timeout_seconds:g}: a run whose last request is lost ends before that request can fail"
+        )
     if config.sequence_length is not None:
         left = config.sequence_length - config.prompt_length
         if left < derived.max_new_tokens(config):

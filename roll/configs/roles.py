@@ -247,8 +247,8 @@ class ActorInferConfig(WorkerConfig):
     max_replica_restarts: Natural = option(3, "Restarts of dead engine replicas over the run before it fails.")
     request_timeout_seconds: Positive = option(
         600.0,
-        "A request that gets no new token for this long fails with the replica's name. Its length does not matter, nor "
-        "does the time it waits in the engine's queue while other requests get tokens.",
+        "The requests of a replica that yields no token of any of them for this long fail with its name. Their length "
+        "does not matter, nor does the time they wait in the engine's queue while others get tokens.",
     )
     silence_timeout_seconds: Positive = option(
         300.0,

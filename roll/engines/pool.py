@@ -5,8 +5,9 @@ same call is the engine's sign of life. When a replica dies, its requests contin
 far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
 last cause. Weights reach a share of the replicas at a time, and each update is verified by checksums.
 
-A request fails if it gets no new token for too long. How long it takes in all does not matter, nor does the time for
-which it is queued in its engine: until its first token comes, tokens of the engine's other requests count for it.
+A request fails if its engine yields no token of any request for too long. So neither its length counts nor the time for
+which it is queued there, before its first token or after the engine took back its cache. A request that an engine has
+lost fails once the engine has nothing else to do.
 
 Each attempt of a response requests what is still missing: the prompt plus the tokens so far, at the next position of
 the request's random stream, from an engine whose weights are at least as new as those of the last token. Versions
@@ -55,22 +56,26 @@ class OpenRequest:
     sent: GenerateRequest
     response: PartialResponse
     future: asyncio.Future[Completion]
-    heard_at: float
-    """Time of its last new token, or of its submission."""
+    sent_at: float
 
 
 class Replica:
     """One engine process and the requests it works on."""
 
     def __init__(
-        self, handle: WorkerHandle, settings: PoolSettings, *, on_death: Callable[[Replica, WorkerDied], None]
+        self,
+        handle: WorkerHandle,
+        settings: PoolSettings,
+        *,
+        on_death: Callable[[Replica, WorkerDied], None],
+        on_tokens: Callable[[int], None],
     ) -> None:
         self.handle = handle
         self.version = -1
         self.asleep = False
         self._silence_seconds = settings.silence_timeout_seconds
         self._request_silence_seconds = settings.request_timeout_seconds
-        self._on_death = on_death
+        self._on_death, self._on_tokens = on_death, on_tokens
         self._death: WorkerDied | None = None
         self._changing = asyncio.Lock()
         self._changed_at = self._heard_at = asyncio.get_running_loop().time()
@@ -191,16 +196,16 @@ class Replica:
             if open_request is not None:
                 open_request.response.add(chunk)
                 if len(chunk.token_ids):
-                    open_request.heard_at = self._heard_at = now
+                    self._heard_at = now
+                    self._on_tokens(len(chunk.token_ids))
         self._fail_silent(now)
 
     def _fail_silent(self, now: float) -> None:
-        """Fail the requests that have heard nothing for too long. A change of the replica silences all."""
+        """Fail the requests of an engine that is silent for too long. A change of the replica silences it, too."""
         if self.asleep or self._changing.locked():
             return
         for open_request in self._pending.values():
-            queued = not open_request.response.attempt_tokens
-            heard_at = max(open_request.heard_at, self._changed_at, self._heard_at if queued else 0)
+            heard_at = max(open_request.sent_at, self._changed_at, self._heard_at)
             if now - heard_at > self._request_silence_seconds and not open_request.future.done():
                 open_request.future.set_exception(
                     RequestError(
@@ -310,6 +315,8 @@ class InferencePool:
         self.resumed_tokens = 0
         """Number of tokens that reissued requests already had and kept."""
         self.completed = 0
+        self.tokens_seen = 0
+        """Number of tokens that were fetched of running requests."""
 
     @property
     def dtype(self) -> str:
@@ -427,7 +434,7 @@ class InferencePool:
 
     async def _start_here(self, index: int) -> None:
         handle = self._start_worker(index)
-        replica = Replica(handle, self._settings, on_death=self._report_death)
+        replica = Replica(handle, self._settings, on_death=self._report_death, on_tokens=self._count_tokens)
         try:
             await handle.create(self._settings.start_timeout_seconds)
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
@@ -551,6 +558,9 @@ class InferencePool:
             method = "wake" if self._awake.is_set() else "sleep"
             await self._change(replica, method)
             replica.asleep = method == "sleep"
+
+    def _count_tokens(self, number: int) -> None:
+        self.tokens_seen += number
 
     def _report_death(self, replica: Replica, death: WorkerDied) -> None:
         # A late report about a predecessor says nothing about the process that replaced it.

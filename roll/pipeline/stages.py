@@ -135,6 +135,8 @@ async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     version = batch.step + 1
     if batch.gathered:
         batch.metrics.update(await publish(run, version, batch.canaries))
+    else:
+        run.pool.buffers.published(version)  # which a stage in place of `train` may not have written into
     run.published.advance(version)
     if batch.gathered:
         batch.metrics.update(await announce(run, version))
@@ -246,8 +248,9 @@ async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) 
 
 
 async def reference_is_next(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait for the roles that need the devices of the reference for earlier batches."""
-    await shared_devices_free(run, "reference", batch)
+    """Wait for the roles that need the devices of the reference for earlier batches, if the trainer is one of them."""
+    if run.locks[run.holder("reference")] is run.locks["actor_train"]:
+        await shared_devices_free(run, "reference", batch)
 
 
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:

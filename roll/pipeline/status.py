@@ -182,11 +182,12 @@ class StatusKeeper:
 
 
 def _counts(context: RunContext) -> tuple[object, ...]:
-    """Return what changes whenever a stage, a group, a request, an environment or bytes of a checkpoint move."""
+    """Return what changes whenever a stage, a group, a response, an environment or bytes of a checkpoint move."""
     states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
     counts = tuple(context.scheduler.ledger.counts().items())
     side = tuple(sorted(context.side.metrics().items()))
-    return states, counts, context.pool.completed, context.pool.restarts, side, context.checkpoints.progress()
+    engines = context.pool.completed, context.pool.tokens_seen, context.pool.restarts
+    return states, counts, engines, side, context.checkpoints.progress()
 
 
 def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:

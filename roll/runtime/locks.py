@@ -47,7 +47,7 @@ class DeviceLock:
         self._freed_at = -math.inf
         self._switch = asyncio.Lock()
         self._switch_seconds = 0.0
-        """Time that it took to exchange the states on the devices when they were exchanged last."""
+        """Shortest time that it took to exchange the states on the devices; some exchanges waited for a start."""
 
     def register(self, role: str, resident: Resident) -> None:
         """Register the states of a role. They are taken to be on the devices, as they are after a model was loaded."""
@@ -139,7 +139,8 @@ class DeviceLock:
             if role in self._residents and role not in self._loaded:
                 await self._residents[role].load_states()
                 self._loaded.add(role)
-            self._switch_seconds = asyncio.get_running_loop().time() - started
+            elapsed = asyncio.get_running_loop().time() - started
+            self._switch_seconds = min(elapsed, self._switch_seconds or elapsed)
 
 
 def build_device_locks(devices_of_role: Mapping[str, Iterable[int]]) -> dict[str, DeviceLock]:

@@ -23,7 +23,7 @@ def started(limit):
     context = SimpleNamespace(
         recorder=recorder,
         scheduler=scheduler,
-        pool=SimpleNamespace(completed=0, restarts=0, buffers=SimpleNamespace(holders=lambda: {})),
+        pool=SimpleNamespace(completed=0, tokens_seen=0, restarts=0, buffers=SimpleNamespace(holders=lambda: {})),
         side=SimpleNamespace(steps=0, metrics=lambda: {}),
         steps=StepCounter(),
         checkpoints=SimpleNamespace(progress=lambda: ()),
@@ -88,7 +88,7 @@ def test_a_pause_of_the_whole_process_is_no_stall():
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("what", ["a stage", "a request", "a restart", "a step of an environment"])
+@pytest.mark.parametrize("what", ["a stage", "a request", "a token", "a restart", "a step of an environment"])
 def test_any_movement_puts_the_deadline_off(what):
     async def scenario():
         run, keeper = started(limit=100)
@@ -100,6 +100,8 @@ def test_any_movement_puts_the_deadline_off(what):
                 run.recorder.timeline.transition("stage/train", "running", turn=turn)
             elif what == "a request":
                 run.pool.completed += 1
+            elif what == "a token":
+                run.pool.tokens_seen += 1
             elif what == "a step of an environment":
                 run.side.steps += 1
             else:

@@ -12,7 +12,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from roll.configs.run import ClusterConfig
-from roll.runtime import actors as distributed_group
+from roll.runtime import workers as distributed_group
 from roll.runtime.placement import Placement, PlacementError, link_to_logs, ray_session
 from roll.runtime.workers import (
     Worker,
