@@ -108,6 +108,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
                 load_bucket_bytes=setting.bucket_bytes,
                 dual_buffer=True,
                 silence_timeout_seconds=DEADLINE_SECONDS,
+                max_unavailable=1.0,
             ),
             print,
         )
