@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll.check.memory import LIBRARIES, estimate_memory
+from roll.check.memory import estimate_memory
+from roll.check.memory_parts import LIBRARIES
 from roll.configs.loader import config_from_tree, dump_yaml
 
 MIB = 2**20
