@@ -137,8 +137,8 @@ def test_what_only_a_missing_package_could_tell_is_said_to_be_unchecked(without_
 def test_a_run_does_not_start_without_the_package_of_its_engine(without_sglang):
     with pytest.raises(ConfigError) as refused:
         look_up(load_config(ENGINES), with_model=False, without=())
-    (problem,) = refused.value.problems
-    assert problem.path == "actor_infer.strategy_args.strategy_name"
+    engine = "actor_infer.strategy_args.strategy_name"
+    (problem,) = (each for each in refused.value.problems if each.path == engine)  # the trainer's may be absent, too
     assert "sglang is not installed" in problem.message and "roll[sglang]" in problem.remedy
 
 
