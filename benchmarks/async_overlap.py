@@ -1,11 +1,13 @@
-"""Measure the gain of asynchrony with slow rewards: ratio 0 and ratio 1 on the same prompts and waits.
+"""Measure the gain of asynchrony and of streaming with slow rewards, on the same prompts and waits.
 
-Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. The number of training
-passes over a batch makes training take about as long as the rollouts. This balance depends on the machine, so prompts,
-samples and passes are options. Rollout and training seconds are those of the ratio-0 run, in which nothing overlaps.
+Three runs: ratio 0, ratio 0 with groups trained on as they finish (`stream_groups`), and ratio 1.
+
+Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. The number of
+prompts makes training take about as long as the rollouts. This balance depends on the machine, so prompts, samples and
+passes are options; streaming takes one pass. Rollout and training seconds are those of the ratio-0 run, in which nothing overlaps.
 The bound is the gain of perfect overlap: (rollout + training) / max(rollout, training). Prints one JSON line.
 
-    python benchmarks/async_overlap.py [--steps 20] [--prompts 32] [--epochs 2]
+    python benchmarks/async_overlap.py [--steps 20] [--prompts 96] [--epochs 1]
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from _pipeline import PipelineRun, make_task, run_pipeline
 Summary = dict[str, float]
 
 
-def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace) -> PipelineRun:
+def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace, streams: bool = False) -> PipelineRun:
     """Run once, without validation and therefore without pauses."""
     overrides: dict[str, Any] = {
         "async_generation_ratio": ratio,
@@ -33,6 +35,7 @@ def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace) -
         "response_length": arguments.response_length,
         "ppo_epochs": arguments.epochs,
         "actor_infer.generating_args.ignore_eos": "true",
+        "actor_train.stream_groups": str(streams).lower(),
         "rewards.addition.verifier": "_rewards:waiting_digit_share",
     }
     if arguments.max_staleness is not None and ratio > 0:
@@ -45,8 +48,10 @@ def summarise(values: Sequence[float]) -> Summary:
     return {"median": round(statistics.median(values), 3), "mean": round(statistics.fmean(values), 3)}
 
 
-def compare(synchronous: PipelineRun, asynchronous: PipelineRun, warm_up: int) -> dict[str, Any]:
-    """Return step times, their ratio, and the share of the overlap bound that was reached; by medians and by means."""
+def compare(
+    synchronous: PipelineRun, asynchronous: PipelineRun, streamed: PipelineRun | None, warm_up: int
+) -> dict[str, Any]:
+    """Return step times, their ratios, and the share of the overlap bound that was reached; by medians and by means."""
     step_0 = synchronous.column("time/step", warm_up)
     training = synchronous.column("time/train", warm_up)
     rollout = [step - train for step, train in zip(step_0, training, strict=True)]
@@ -57,6 +62,9 @@ def compare(synchronous: PipelineRun, asynchronous: PipelineRun, warm_up: int) -
         "training": summarise(training),
         "training_at_ratio_1": summarise(asynchronous.column("time/train", warm_up)),
     }
+    if streamed is not None:
+        seconds["step_streamed"] = summarise(streamed.column("time/step", warm_up))
+        seconds["training_streamed"] = summarise(streamed.column("time/train", warm_up))
     return {"steps": len(step_0), "seconds": seconds, **{each: _ratios(seconds, each) for each in ("median", "mean")}}
 
 
@@ -64,25 +72,31 @@ def _ratios(seconds: dict[str, Summary], statistic: str) -> Summary:
     rollout, training = seconds["rollout"][statistic], seconds["training"][statistic]
     ratio = seconds["step_at_ratio_0"][statistic] / seconds["step_at_ratio_1"][statistic]
     bound = (rollout + training) / max(rollout, training)
-    return {"ratio": round(ratio, 3), "bound": round(bound, 3), "share_of_bound": round(ratio / bound, 3)}
+    ratios = {"ratio": ratio, "bound": bound, "share_of_bound": ratio / bound}
+    if "step_streamed" in seconds:
+        streamed = seconds["step_streamed"][statistic]
+        ratios["streamed_over_ratio_0"] = seconds["step_at_ratio_0"][statistic] / streamed
+        ratios["streamed_over_ratio_1"] = seconds["step_at_ratio_1"][statistic] / streamed
+    return {name: round(value, 3) for name, value in ratios.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each run")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
+    parser.add_argument("--prompts", type=int, default=96, help="prompts per step")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
     parser.add_argument("--response-length", type=int, default=16, help="tokens of every response")
-    parser.add_argument("--epochs", type=int, default=4, help="passes of training over a batch")
+    parser.add_argument("--epochs", type=int, default=1, help="passes of training over a batch")
     parser.add_argument("--max-staleness", type=int, help="bound of the ratio-1 run (default: 1)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_task(folder)
-        runs = [run_at(ratio, folder, folder / f"run-{ratio}", arguments) for ratio in (0, 1)]
+        synchronous, asynchronous = (run_at(ratio, folder, folder / f"run-{ratio}", arguments) for ratio in (0, 1))
+        streamed = run_at(0, folder, folder / "streamed", arguments, streams=True) if arguments.epochs == 1 else None
     settings = {key: value for key, value in vars(arguments).items() if value is not None}
-    print(json.dumps({"benchmark": "async_overlap", **settings, **compare(*runs, arguments.warm_up)}))
+    print(json.dumps({"benchmark": "async_overlap", **settings, **compare(synchronous, asynchronous, streamed, arguments.warm_up)}))
 
 
 if __name__ == "__main__":

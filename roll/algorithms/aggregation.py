@@ -32,6 +32,11 @@ class LossNormalizers:
     """The constant of `seq-mean-token-sum-norm`, in tokens; it does not depend on the batch."""
 
     @classmethod
+    def unknown(cls, max_response_length: int) -> LossNormalizers:
+        """Return divisors of 1, for a batch whose totals are not known yet: its sums are divided at the end."""
+        return cls(1, 1, max_response_length)
+
+    @classmethod
     def of(cls, response_lengths: Sequence[int], max_response_length: int) -> LossNormalizers:
         """Count the response tokens of every sequence of the whole batch."""
         lengths = [int(length) for length in response_lengths]

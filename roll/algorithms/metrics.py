@@ -25,6 +25,9 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import keep
 
+TRAINED_TOKENS, TRAINED_SEQUENCES = "trained/tokens", "trained/sequences"
+"""Names of the sums that normalise the loss."""
+
 
 @dataclass
 class PartMetrics:
@@ -42,14 +45,24 @@ class PartMetrics:
         sums = torch.cat([value.double().reshape(-1) for value in self.sums.values()])
         return sums, torch.stack([value.double() for value in self.maxima.values()])
 
-    def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the whole batch from the combined vectors of all its parts."""
-        combined: dict[str, Any] = {}
+    def named(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return the sums of the whole batch by name, from the combined vector of all its parts."""
+        named: dict[str, Any] = {}
         start = 0
         for name, value in self.sums.items():
-            combined[name] = sums[start : start + len(value)] if value.dim() else sums[start]
+            named[name] = sums[start : start + len(value)] if value.dim() else sums[start]
             start += value.numel()
-        return self.metrics_of(combined, dict(zip(self.maxima, maxima, strict=True)))
+        return named
+
+    def from_vectors(self, sums: Sequence[float], maxima: Sequence[float], divisor: float = 1.0) -> dict[str, float]:
+        """Return the metrics of the whole batch from the combined vectors of all its parts.
+
+        ``divisor`` is that of the totals, if they were not normalised before.
+        """
+        named = self.named(sums)
+        if divisor != 1.0:
+            named |= {name: value / divisor for name, value in named.items() if name.startswith("total/")}
+        return self.metrics_of(named, dict(zip(self.maxima, maxima, strict=True)))
 
 
 def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
@@ -66,6 +79,7 @@ def policy_metrics(
     behaviour_logprobs: Tensor,
     buckets: Mapping[str, Tensor],
     mismatch_mask: Tensor | None = None,
+    trained: Tensor | None = None,
 ) -> PartMetrics:
     """Return the metrics of a policy for one part of a batch.
 
@@ -73,7 +87,8 @@ def policy_metrics(
     ``[batch, seq]`` with at least one entry. ``token_metrics`` are values per token by name. ``logprobs`` are of the
     current policy, ``behaviour_logprobs`` of the policy that sampled. ``buckets`` are the `lag_buckets` of the response
     mask. ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights behind ``logprobs``;
-    without it, the mismatch is not measured. Entries outside the masks are never read. The ratio is not clamped,
+    without it, the mismatch is not measured. ``trained`` (bool) marks the tokens of the loss; default: the response
+    mask. Entries outside the masks are never read. The ratio is not clamped,
     because an overflow must be visible.
 
     The whole batch has these metrics: the totals; the means of the token metrics; ``ratio_max`` and ``ratio_mean``;
@@ -81,9 +96,11 @@ def policy_metrics(
     ``mismatch/...``, as in `mismatch_metrics`, if it was measured.
     """
     response_mask = buckets[""]
+    trained = response_mask if trained is None else trained
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     sums = {
         **{f"total/{name}": value.detach() for name, value in totals.items()},
+        **trained_counts(trained),
         **{f"token/{name}": keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
         **{f"off_policy/{name}": value for name, value in off_policy_sums(log_ratio, buckets).items()},
     }
@@ -91,6 +108,11 @@ def policy_metrics(
     if mismatch_mask is not None:
         sums["mismatch"], maxima["mismatch"] = mismatch_sums(log_ratio, mismatch_mask & response_mask)
     return PartMetrics(sums, maxima, _policy_metrics_of)
+
+
+def trained_counts(trained: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of trained tokens and of sequences that have one, from their mask ``[batch, seq]``."""
+    return {TRAINED_TOKENS: trained.sum(), TRAINED_SEQUENCES: trained.any(-1).sum()}
 
 
 def _policy_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[str, float]:
@@ -290,7 +312,7 @@ def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor
         "error_squared": error.square(),
         "clipped": keep(clipped.double(), mask),
     }
-    sums = {"loss": loss.detach(), **{name: term.sum() for name, term in terms.items()}}
+    sums = {"total/loss": loss.detach(), **trained_counts(mask), **{name: term.sum() for name, term in terms.items()}}
     return PartMetrics(sums, {"error_max": error.abs().amax()}, _value_metrics_of)
 
 
@@ -299,7 +321,7 @@ def _value_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[st
     spread = mean["return_squared"] - mean["return"] ** 2
     unexplained = mean["error_squared"] - mean["error"] ** 2
     return {
-        "loss": sums["loss"],
+        "loss": sums["total/loss"],
         "value": mean["value"],
         "return": mean["return"],
         "error_max": maxima["error_max"],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, keep
+from roll.algorithms.correction import Correction, correct
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss
 from roll.algorithms.metrics import PartMetrics, lag_buckets, policy_metrics, value_metrics
@@ -46,6 +47,11 @@ class PolicyObjective:
     monitored: bool = False
     """True if the mismatch with the engine is measured, over the tokens marked ``same_weights``. Meaningful only before
     an update, and only if the engine recorded log-probabilities of the whole distribution."""
+    one_pass: bool = False
+    """True if batches carry no ``proximal_logprobs`` and no ``correction_weights``: they follow from the forward pass
+    that the gradient is taken of. Right for the first update on a batch only."""
+    correction: Correction | None = None
+    """The correction, if it is computed in that pass. Tokens that it rejects leave the loss."""
     policy_loss: PolicyLoss = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,9 +74,9 @@ class PolicyObjective:
         wanted = {
             "behaviour_logprobs": True,
             "advantages": True,
-            "proximal_logprobs": self.requirements.reads_proximal(self.old_policy),
+            "proximal_logprobs": self.requirements.reads_proximal(self.old_policy) and not self.one_pass,
             "reference_logprobs": self.use_kl_loss,
-            "correction_weights": self.corrected,
+            "correction_weights": self.corrected and not self.one_pass,
             "lags": self.max_lag is not None,
             "same_weights": self.monitored,
         }
@@ -109,6 +115,8 @@ class PolicyObjective:
         if missing:
             raise ValueError(f"{self.pg_variant} lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
         trained = response_mask if loss_mask is None else loss_mask & response_mask
+        if self.one_pass:
+            fields, trained = self._corrected(logprobs.detach(), response_mask, fields, trained)
         # A token that is not trained on counts in the ratio of its response, but gets no gradient from it.
         inputs = PolicyInputs(
             logprobs=torch.where(trained, logprobs, logprobs.detach()),
@@ -140,8 +148,19 @@ class PolicyObjective:
             inputs.behaviour_logprobs,
             lag_buckets(response_mask, fields.get("lags"), self.max_lag, self.lags_capped),
             fields["same_weights"].bool() if self.monitored else None,
+            trained,
         )
         return loss, metrics
+
+    def _corrected(
+        self, proximal: Tensor, response_mask: Tensor, fields: Mapping[str, Tensor], trained: Tensor
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Return the fields with what follows from the log-probabilities before the update, and the trained tokens."""
+        fields = {**fields, "proximal_logprobs": proximal}
+        if self.correction is None:
+            return fields, trained
+        result = correct(proximal, fields["behaviour_logprobs"], response_mask, self.correction, trained=trained)
+        return {**fields, "correction_weights": result.weights}, trained & result.kept
 
 
 def value_loss(

@@ -297,7 +297,7 @@ def least_staleness(config: PipelineConfig) -> int:
 
 
 def synchronous(config: PipelineConfig) -> PipelineConfig:
-    """Return the configuration with nothing generated ahead.
+    """Return the configuration with nothing generated ahead, and nothing trained on before its batch is whole.
 
     Keys that then have no effect (`SYNCHRONOUS_KEYS`) are reset.
     """
@@ -307,6 +307,7 @@ def synchronous(config: PipelineConfig) -> PipelineConfig:
         max_staleness=None,
         consumption=None,
         staleness_policy="wait",
+        actor_train=replace(config.actor_train, stream_groups=False),
         restarts=replace(config.restarts, synchronous_after=None),
     )
     on_policy = not may_be_stale(fallback) and optimizer_steps_per_step(fallback, fallback.actor_train) == 1

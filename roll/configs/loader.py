@@ -85,7 +85,8 @@ def _truth_values(kind: Any, value: Any, parts: tuple[PathPart, ...]) -> Iterato
         wrong = bool not in kinds and bool({int, float} & set(kinds))
     else:
         left_out = value is None and is_optional(kind)
-        wrong = bool in kinds and str not in kinds and not left_out and str(value).lower() not in ("true", "false")
+        valid = {"true", "false", *(name for option in kinds for name in get_args(option) if isinstance(name, str))}
+        wrong = bool in kinds and str not in kinds and not left_out and str(value).lower() not in valid
     if wrong:
         yield parts, value
 

@@ -221,6 +221,12 @@ class ActorTrainConfig(WorkerConfig):
     pg_variant_args: dict[str, Any] = option(
         dict, "Arguments of the policy loss, listed on the same page; those of another loss are an error."
     )
+    stream_groups: bool | Literal["auto"] = option(
+        False,
+        "Train on groups as they finish: add up their gradients, and take the optimizer step when the last group of a "
+        "batch has come. Loss and gradient are those of the whole batch, but for rounding. `true` is refused where "
+        "something needs the whole batch; `auto` then waits for it, and says so.",
+    )
     tis_lower_bound: Finite | None = _roll_name("lower", "tis")
     tis_upper_bound: Finite | None = _roll_name("upper", "tis")
     topr_positive_weight: Finite | None = _roll_name("positive_weight", "topr")

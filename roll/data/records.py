@@ -209,6 +209,17 @@ class SampleBatch:
             },
         )
 
+    @classmethod
+    def concatenated(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
+        """Return the samples of all batches, which have the same fields."""
+        return cls(
+            lengths=np.concatenate([batch.lengths for batch in batches]),
+            tokens={name: np.concatenate([batch.tokens[name] for batch in batches]) for name in batches[0].tokens},
+            per_sample={
+                name: np.concatenate([batch.per_sample[name] for batch in batches]) for name in batches[0].per_sample
+            },
+        )
+
     def joined(self, parts: Sequence[int] | np.ndarray) -> SampleBatch:
         """Join neighbouring samples: each entry of ``parts`` is the number of samples that become one.
 

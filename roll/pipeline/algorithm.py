@@ -38,6 +38,7 @@ from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch
+from roll.pipeline.streaming import obstacles
 
 if TYPE_CHECKING:  # Ray comes with it, and a refusal must not wait for that
     from roll.weights.verify import CanaryScores
@@ -134,6 +135,22 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     return metrics | _spread("advantage", sampled) if sampled.size else metrics
 
 
+def with_own_advantages(part: TrainingBatch, settings: AdvantageSettings) -> TrainingBatch:
+    """Return a part of a batch with the advantages that its batch will have. Neither part nor settings change."""
+    controller = settings.kl_controller
+    untouched = replace(
+        settings,
+        reward_moments=RunningMoments(),
+        kl_controller=None if controller is None else KLController(controller.coef),
+    )
+    data = replace(part.data, tokens=dict(part.data.tokens), per_sample=dict(part.data.per_sample))
+    # Shaping writes rewards into the samples.
+    groups = [replace(group, samples=[replace(sample) for sample in group.samples]) for group in part.groups]
+    copy = replace(part, groups=groups, data=data)
+    add_advantages(copy, untouched)
+    return copy
+
+
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     spread = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
     return {f"{name}/{measure}": float(value) for measure, value in spread.items()}
@@ -177,6 +194,10 @@ class Algorithms:
     value_objective: ValueObjective
     correction: Correction | None
     advantages: AdvantageSettings
+    streams: bool = False
+    """True if groups are trained on as they finish."""
+    not_streamed: str | None = None
+    """Reason why `stream_groups: auto` waits for whole batches."""
 
 
 def build_algorithms(config: PipelineConfig) -> Algorithms:
@@ -193,10 +214,26 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         problems.found += _policy_problems(config, objective, correction)
     if estimator is not None:
         problems.found += _estimator_problems(config, estimator, objective)
+        reasons = [] if config.actor_train.stream_groups is False else list(obstacles(config, estimator, correction))
+        if config.actor_train.stream_groups is True:
+            problems.found += [
+                ConfigProblem("actor_train.stream_groups", f"true: {reason}", f"{remedy}, or set `auto` or `false`")
+                for reason, remedy in reasons
+            ]
     if problems.found or objective is None or estimator is None:
         raise ConfigError(problems.found)
     value_objective = ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
-    return Algorithms(objective, value_objective, correction, _advantages(config, estimator))
+    streams = config.actor_train.stream_groups is not False and not reasons
+    if streams and (correction is not None or "proximal_logprobs" in objective.token_fields):
+        objective = replace(objective, one_pass=True, correction=correction)
+    return Algorithms(
+        objective,
+        value_objective,
+        correction,
+        _advantages(config, estimator),
+        streams,
+        reasons[0][0] if reasons else None,
+    )
 
 
 def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyObjective:
@@ -404,6 +441,11 @@ class TrainingBatch:
     groups: list[Group]
     data: SampleBatch
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step, which all parts of a batch share."""
+    complete: bool = True
+    """False for a part of a batch that other parts follow."""
+    untrained: TrainingBatch | None = None
+    """The last part of a batch whose groups are trained on as they finish; the trainer has had the others."""
     gathered: bool = False
     """True if the trainer has set the new weights aside for the weight update."""
     canaries: CanaryScores | None = None

@@ -28,6 +28,7 @@ from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import EngineGate, RolloutSide, Validator, has_score_variance
 from roll.pipeline.stage import StepCounter
+from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
@@ -60,6 +61,14 @@ class RunContext:
     correction: Correction | None
     needs_proximal: bool
     """True if the trainer computes log-probabilities before its first update on a batch."""
+    streams: bool
+    """True if the trainer is given groups as they finish."""
+    least_groups: int
+    """Number of groups that pass through the stages together: a batch, or a part of one."""
+    parts: PartsOfBatch
+    """Parts of the batch whose advantages are computed next."""
+    streamed: StreamedStep
+    """The part of a training step that the trainer has done."""
     parity_check: ParityCheck
     max_staleness: int
     train_temperature: float
@@ -93,6 +102,11 @@ class RunContext:
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
         self.advantages, self.correction = prepared.advantages, prepared.correction
         self.needs_proximal = self.correction is not None or "proximal_logprobs" in self.objective.token_fields
+        self.streams = prepared.streams
+        self.least_groups = least_groups(config, prepared.streams)
+        self.parts, self.streamed = PartsOfBatch(), StreamedStep()
+        if prepared.not_streamed is not None:
+            recorder.event(f"stream_groups: auto waits for whole batches: {prepared.not_streamed}")
         self.max_staleness = derived.resolved_max_staleness(config)
         self.train_temperature = config.actor_infer.generating_args.temperature
         self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")

@@ -25,7 +25,7 @@ from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
-from roll.pipeline.stages import ChainedStage, announce, gather, groups_of_steps, publish, record
+from roll.pipeline.stages import ChainedStage, advantage, announce, gather, groups_of_steps, publish, record
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.runtime.placement import Placement
 from roll.runtime.workers import WorkerHandle
@@ -120,6 +120,7 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
                 before=None if each.before is None else partial(each.before, run),
                 hold=None if each.role is None else run.hold(each.role),
                 finish=partial(each.finish or record, run) if beside or last else None,
+                passes_parts=each.passes_parts or (each.function is advantage and run.streams),
             )
         )
         source = source if beside else outbox

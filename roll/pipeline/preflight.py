@@ -70,6 +70,9 @@ class Prepared:
     value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
+    streams: bool
+    not_streamed: str | None
+    """See `Algorithms`."""
     stages: list[ChainedStage]
     worker_classes: dict[str, type[Worker]]
 

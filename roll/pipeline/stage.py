@@ -102,6 +102,8 @@ class Stage:
     """Returns a context manager that holds the devices."""
     finish: Callable[[Any], Awaitable[None]] | None = None
     """Gets each item of the last stage, with the time of this stage noted."""
+    passes_parts: bool = False
+    """True if results that are not ``complete`` go on to the next stage, too. They never take the side channel."""
     state: StageState = field(default=StageState.IDLE, init=False)
     _task: asyncio.Task[Any] | None = field(default=None, init=False)
 
@@ -121,9 +123,12 @@ class Stage:
             self._enter(StageState.WAITING_INPUT)
             async for item in self.source:
                 result = await self._worked(item)
+                if not result.complete and not self.passes_parts:
+                    self._enter(StageState.WAITING_INPUT)
+                    continue
                 if self.finish is not None:
                     await self.finish(result)
-                if self.side is not None:
+                if self.side is not None and result.complete:
                     self._enter(StageState.WAITING_OUTPUT)
                     await self.side.put(result.beside())
                 if self.outbox is not None:

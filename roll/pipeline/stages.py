@@ -21,8 +21,15 @@ from roll.configs.errors import Problems, choose_among
 from roll.configs.plugins import Kind, PlugIn, problem
 from roll.configs.run import InsertedStage, PipelineConfig
 from roll.data.records import Group
-from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, check_mismatch
+from roll.pipeline.algorithm import (
+    TrainingBatch,
+    add_advantages,
+    add_correction,
+    check_mismatch,
+    with_own_advantages,
+)
 from roll.pipeline.context import RunContext
+from roll.pipeline.streaming import StreamedStep, by_group, in_order
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import waiting
 from roll.trainers.worker import TrainPlan
@@ -31,28 +38,43 @@ from roll.weights.verify import CanaryScores, canary_metrics
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The finished groups of one training step, counted from 0."""
+    """The finished groups of one training step, counted from 0, or some of them."""
 
     step: int
     groups: list[FinishedGroup[Any, Group]]
+    complete: bool
+    """False if others of this step follow."""
+    metrics: dict[str, float]
+    """Metrics of the step."""
 
 
 async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
-    """Yield the scheduler's groups, training step by training step."""
+    """Yield the scheduler's groups, training step by training step, in parts if stages can use them."""
     for step in range(run.first_step, run.config.max_steps):
-        with waiting("scheduler", f"the batch of step {step + 1}"):
-            groups = await run.scheduler.next_batch()
-        yield StepGroups(step, groups)
+        metrics: dict[str, float] = {}
+        complete = False
+        while not complete:
+            with waiting("scheduler", f"the batch of step {step + 1}"):
+                part = await run.scheduler.next_groups(run.least_groups)
+            complete = part.completes
+            yield StepGroups(step, part.groups, complete, metrics)
 
 
 async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
     """Make a batch of finished groups, and check it against the staleness bound and the ledger."""
     batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
+    batch.complete, batch.metrics = finished.complete, finished.metrics
     batch.check_staleness(run.max_staleness)
     run.scheduler.ledger.check()
+    if len(batch.groups) == run.config.rollout_batch_size:
+        describe(run, batch)
+    return batch
+
+
+def describe(run: RunContext, batch: TrainingBatch) -> None:
+    """Add the metrics of the rollouts to a whole batch."""
     batch.describe_rollouts(run.side.sample_metrics)
     batch.metrics.update(run.side.metrics())
-    return batch
 
 
 async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
@@ -73,11 +95,22 @@ async def value(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Convert rewards (and the KL penalty, if any) to advantages."""
-    # In a thread: long responses take a good part of a second, and rollouts continue meanwhile.
-    batch.metrics.update(await asyncio.to_thread(add_advantages, batch, run.advantages))
-    batch.advantage_state = run.advantages.state_dict()
-    return batch
+    """Put the batch together and convert rewards (and the KL penalty, if any) to advantages.
+
+    If groups are trained on as they finish, a part goes on with its own advantages, and the last one with its batch.
+    """
+    # In threads: long responses take a good part of a second, and rollouts continue meanwhile.
+    part, whole = batch, run.parts.add(batch)
+    if run.streams and whole is not batch:
+        part = await asyncio.to_thread(with_own_advantages, batch, run.advantages)
+    if whole is None:
+        return part
+    if whole is not batch:
+        describe(run, whole)
+    whole.metrics.update(await asyncio.to_thread(add_advantages, whole, run.advantages))
+    whole.advantage_state = run.advantages.state_dict()
+    whole.untrained = part if run.streams else None
+    return whole
 
 
 async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
@@ -93,14 +126,17 @@ async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Take the optimizer steps of one training step; then set the new weights aside for the weight update."""
+    """Take the optimizer steps of one training step; then set the new weights aside for the weight update.
+
+    A part of a batch only adds to the gradients of its step.
+    """
     config, version = run.config, batch.step + 1
     with run.recorder.busy("actor_train"):
         metrics: dict[str, float] = {}
         if version > config.critic_warmup:
-            await _correct(run, batch)
-            metrics = await run.trainer.train(batch.data, run.objective, train_plan(config, "actor_train", batch))
-            run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
+            metrics = await _learn(run, batch)
+    if not batch.complete:
+        return batch
     if publication_due(config, version):
         batch.canaries = await gather(run, version)
         batch.gathered = True
@@ -116,14 +152,36 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     return batch
 
 
-async def _correct(run: RunContext, batch: TrainingBatch) -> None:
-    """Compute the log-probabilities before the first update, if the loss or a correction needs them.
+async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
+    """Train on a batch or a part of it. Returns the metrics of the optimizer steps, if they were taken."""
+    plan = train_plan(run.config, "actor_train", batch)
+    if not run.streams:
+        if run.needs_proximal:
+            # Only at this point does the trainer have exactly the weights of this step.
+            batch.data.tokens["proximal_logprobs"] = await run.trainer.log_probs(batch.data, run.train_temperature)
+            await _correct(run, batch)
+        run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * run.config.ppo_epochs)
+        return await run.trainer.train(batch.data, run.objective, plan)
+    part = batch.untrained or batch
+    run.streamed.note_advantages(part)
+    if batch.complete:
+        run.streamed.check(batch, run.advantages.estimator)
+    run.recorder.count_tokens("actor_train", int(part.data.lengths.sum()))
+    plan = replace(plan, part="last" if batch.complete else "more")
+    metrics, logprobs = await run.trainer.train_part(part.data, run.objective, plan)
+    if logprobs is not None:
+        run.streamed.proximal |= by_group(part, logprobs)
+    if batch.complete:
+        step, run.streamed = run.streamed, StreamedStep()
+        metrics = {**metrics, "streamed_share": 1 - float(part.data.lengths.sum() / batch.data.lengths.sum())}
+        if run.needs_proximal:
+            batch.data.tokens["proximal_logprobs"] = in_order(batch, step.proximal)
+            await _correct(run, batch)
+    return metrics
 
-    Only at this point does the trainer have exactly the weights of this step.
-    """
-    if not run.needs_proximal:
-        return
-    batch.data.tokens["proximal_logprobs"] = await run.trainer.log_probs(batch.data, run.train_temperature)
+
+async def _correct(run: RunContext, batch: TrainingBatch) -> None:
+    """Weigh and reject tokens by the distance of the batch's proximal log-probabilities from those that sampled."""
     if run.correction is not None:
         max_lag, capped = run.objective.max_lag, run.objective.lags_capped
         metrics = await asyncio.to_thread(add_correction, batch, run.correction, max_lag=max_lag, lags_capped=capped)
@@ -280,12 +338,14 @@ class ChainedStage:
     """Waits, before the devices are taken, for events that happen only while other roles have them."""
     finish: Callable[[RunContext, Any], Awaitable[None]] | None = None
     """Called with each batch; the stage then works beside the stages that follow."""
+    passes_parts: bool = False
+    """True if the next stage gets parts of a batch, too."""
 
 
 BUILT_IN = (
-    ChainedStage("rollout", rollout),
-    ChainedStage("reference", reference, "reference", before=reference_is_next),
-    ChainedStage("value", value, "critic", before=critic_is_next),
+    ChainedStage("rollout", rollout, passes_parts=True),
+    ChainedStage("reference", reference, "reference", before=reference_is_next, passes_parts=True),
+    ChainedStage("value", value, "critic", before=critic_is_next, passes_parts=True),
     ChainedStage("advantage", advantage),
     ChainedStage("critic", critic, "critic", finish=critic_learned),
     ChainedStage("train", train, "actor_train", before=room_for_weights),

@@ -14,17 +14,23 @@ the rule that works. Let D_u be the groups not yet consumed (in flight or ready)
   ``g + 1 - t B <= (u + 1) B - t B``; for u < d nothing changes. A retry only moves a deadline later; a drop removes
   one.
 
+A batch may also be chosen group by group, as they finish. A chosen group keeps its place in batch t, and counts in D_u
+until the batch is whole. One more group with deadline d uses up room of the batches up to every u < d, so it may be
+chosen iff ``|D_u| + (chosen groups due after u) < (u - t + 1) B`` for those u. These limits are nested, so choosing
+never leads into a dead end: a batch that could be taken at once can also be completed from what was chosen.
+
 In the order of ``(deadline at the first start, id)`` (`fifo`) the rule holds by itself. In a run that was never resumed
 this is the order of issue: the group at place p has ``d >= p // B``. A resumed run starts some groups anew, with later
-deadlines than groups of higher ids that had finished before.
+deadlines than groups of higher ids that had finished before. A group is certain to be in the next batch as soon as
+fewer groups stand before it than the batch has places, whether these finish or are dropped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 Item = TypeVar("Item")
@@ -58,7 +64,7 @@ class _InFlight:
         self.place_of: dict[int, Place] = {}
         self._deadline_of: dict[int, int] = {}
         self._places: list[Place] = []
-        """A heap; places of groups that are not in flight any more leave it late."""
+        """In order."""
         self._latest_deadline = 0
 
     def __len__(self) -> int:
@@ -67,7 +73,7 @@ class _InFlight:
     def add(self, group_id: int, deadline: int) -> None:
         self._set_deadline(group_id, deadline)
         self.place_of[group_id] = deadline, group_id
-        heapq.heappush(self._places, self.place_of[group_id])
+        insort(self._places, self.place_of[group_id])
 
     def postpone(self, group_id: int, deadline: int) -> None:
         self._forget_deadline(group_id)
@@ -75,14 +81,12 @@ class _InFlight:
 
     def remove(self, group_id: int) -> int:
         """Forget the group and return its deadline."""
-        del self.place_of[group_id]
+        del self._places[bisect_left(self._places, self.place_of.pop(group_id))]
         return self._forget_deadline(group_id)
 
-    def first_place(self) -> Place | None:
-        """Return the first place of a group in flight, in amortised logarithmic time."""
-        while self._places and self._places[0][1] not in self._deadline_of:
-            heapq.heappop(self._places)
-        return self._places[0] if self._places else None
+    def before(self, place: Place) -> int:
+        """Return the number of groups in flight with an earlier place."""
+        return bisect_left(self._places, place)
 
     def _forget_deadline(self, group_id: int) -> int:
         deadline = self._deadline_of.pop(group_id)
@@ -98,6 +102,17 @@ class _InFlight:
         self._latest_deadline = deadline
         self._deadline_of[group_id] = deadline
         self.by_deadline.setdefault(deadline, {})[group_id] = None
+
+
+@dataclass
+class _Batch:
+    """The next batch, as far as it was chosen."""
+
+    size: int
+    max_staleness: int
+    index: int = 0
+    chosen: Counter[int] = field(default_factory=Counter)
+    """Number of chosen groups by deadline."""
 
 
 class _ReadyFirst(Generic[Item, Result]):
@@ -116,37 +131,27 @@ class _ReadyFirst(Generic[Item, Result]):
         self._finished += 1
         self._size += 1
 
-    def takeable(self, first_in_flight: Place | None) -> int:
+    def takeable(self, in_flight: _InFlight) -> int:
         return self._size
 
-    def take(
-        self, batch_size: int, batch_index: int, in_flight: Mapping[int, Collection[int]]
-    ) -> list[FinishedGroup[Item, Result]]:
-        """Take the groups that no later batch would have room for, then those that finished first."""
-        heads: list[tuple[int, int]] = []
-        batch: list[FinishedGroup[Item, Result]] = []
-        unconsumed = 0
-        for deadline in sorted(self._by_deadline.keys() | in_flight.keys()):
-            unconsumed += len(in_flight.get(deadline, ()))
-            if ready := self._by_deadline.get(deadline):
-                unconsumed += len(ready)
-                heapq.heappush(heads, (ready[0][0], deadline))
-            must_take = unconsumed - (deadline - batch_index) * batch_size
-            while len(batch) < must_take:
-                batch.append(self._pop_earliest(heads))
-        while len(batch) < batch_size:
-            batch.append(self._pop_earliest(heads))
-        self._size -= len(batch)
-        return batch
-
-    def _pop_earliest(self, heads: list[tuple[int, int]]) -> FinishedGroup[Item, Result]:
-        _, deadline = heapq.heappop(heads)
-        ready = self._by_deadline[deadline]
-        _, group = ready.popleft()
-        if ready:
-            heapq.heappush(heads, (ready[0][0], deadline))
-        else:
-            del self._by_deadline[deadline]
+    def pop(self, batch: _Batch, in_flight: _InFlight) -> FinishedGroup[Item, Result] | None:
+        """Return the group that finished first, among those that leave room for all deadlines."""
+        due = 0
+        earliest: deque[tuple[int, FinishedGroup[Item, Result]]] | None = None
+        for deadline in sorted({*self._by_deadline, *in_flight.by_deadline, *batch.chosen}):
+            ready = self._by_deadline.get(deadline, ())
+            if ready and (earliest is None or ready[0][0] < earliest[0][0]):
+                earliest = self._by_deadline[deadline]
+            due += len(ready) + len(in_flight.by_deadline.get(deadline, ()))
+            # Those chosen count whether they are due by then or later.
+            if due + batch.chosen.total() >= (deadline - batch.index + 1) * batch.size:
+                break
+        if earliest is None:
+            return None
+        _, group = earliest.popleft()
+        if not earliest:
+            del self._by_deadline[group.start_version + batch.max_staleness]
+        self._size -= 1
         return group
 
 
@@ -163,15 +168,18 @@ class _Fifo(Generic[Item, Result]):
     def add(self, group: FinishedGroup[Item, Result], deadline: int, place: Place) -> None:
         heapq.heappush(self._held_back, (place, group))
 
-    def takeable(self, first_in_flight: Place | None) -> int:
-        while self._held_back and (first_in_flight is None or self._held_back[0][0] < first_in_flight):
+    def takeable(self, in_flight: _InFlight) -> int:
+        while self._held_back and not in_flight.before(self._held_back[0][0]):
             self._released.append(heapq.heappop(self._held_back)[1])
         return len(self._released)
 
-    def take(
-        self, batch_size: int, batch_index: int, in_flight: Mapping[int, Collection[int]]
-    ) -> list[FinishedGroup[Item, Result]]:
-        return [self._released.popleft() for _ in range(batch_size)]
+    def pop(self, batch: _Batch, in_flight: _InFlight) -> FinishedGroup[Item, Result] | None:
+        """Return the group with the first place, if the batch has room for all groups before it, too."""
+        if self.takeable(in_flight):
+            return self._released.popleft()
+        if self._held_back and in_flight.before(self._held_back[0][0]) + batch.chosen.total() < batch.size:
+            return heapq.heappop(self._held_back)[1]
+        return None
 
 
 class GroupBuffer(Generic[Item, Result]):
@@ -186,17 +194,26 @@ class GroupBuffer(Generic[Item, Result]):
         self._max_staleness = max_staleness
         self._in_flight = _InFlight()
         self._ready: _ReadyFirst[Item, Result] | _Fifo[Item, Result] = _Fifo() if order == "fifo" else _ReadyFirst()
-        self.batches_taken = 0
+        self._next = _Batch(batch_size, max_staleness)
+        self._chosen: list[FinishedGroup[Item, Result]] = []
+
+    @property
+    def batches_taken(self) -> int:
         """Number of batches taken. A resumed run starts with the number of its completed training steps."""
+        return self._next.index
 
     @property
     def ready(self) -> int:
-        """Finished groups that wait for a batch."""
-        return len(self._ready)
+        """Finished groups in no batch that was taken."""
+        return len(self._ready) + len(self._chosen)
+
+    def resume_at(self, batches_taken: int) -> None:
+        """Continue after this many batches."""
+        self._next.index = batches_taken
 
     def has_room(self, version: int) -> bool:
         """Return True if the batches up to the deadline of a group that starts at ``version`` can take one more."""
-        unconsumed = len(self._in_flight) + len(self._ready) + 1
+        unconsumed = len(self._in_flight) + self.ready + 1
         return unconsumed <= (version + self._max_staleness - self.batches_taken + 1) * self._batch_size
 
     def start(self, group_id: int, version: int) -> None:
@@ -206,7 +223,7 @@ class GroupBuffer(Generic[Item, Result]):
         """
         deadline = version + self._max_staleness
         if not self.has_room(version):
-            unconsumed = len(self._in_flight) + len(self._ready) + 1
+            unconsumed = len(self._in_flight) + self.ready + 1
             raise ValueError(
                 f"group {group_id} started too early: it is due in batch {deadline}, the next batch is "
                 f"{self.batches_taken}, and {unconsumed} groups want to be in these batches of {self._batch_size}"
@@ -228,12 +245,12 @@ class GroupBuffer(Generic[Item, Result]):
 
     def batch_ready(self) -> bool:
         """Return True if `take` would return a batch."""
-        takeable = self._ready.takeable(self._in_flight.first_place())
+        takeable = self._ready.takeable(self._in_flight) + len(self._chosen)
         return takeable >= self._batch_size and not self._blocked_by_deadline()
 
     def held_up(self) -> bool:
         """Return True if enough groups are ready, but taking them would make a group in flight miss its deadline."""
-        return len(self._ready) >= self._batch_size and self._blocked_by_deadline()
+        return self.ready >= self._batch_size and self._blocked_by_deadline()
 
     def overdue(self) -> list[int]:
         """Return the groups in flight that must finish (or be dropped) before a batch that is `held_up` can be taken.
@@ -250,12 +267,25 @@ class GroupBuffer(Generic[Item, Result]):
                 overdue.append(in_time.popleft())
         return overdue
 
+    def choose(self) -> list[FinishedGroup[Item, Result]]:
+        """Choose further groups for the next batch, as many as are certain to be in it, and return them."""
+        already = len(self._chosen)
+        while len(self._chosen) < self._batch_size:
+            group = self._ready.pop(self._next, self._in_flight)
+            if group is None:
+                break
+            self._chosen.append(group)
+            self._next.chosen[group.start_version + self._max_staleness] += 1
+        return self._chosen[already:]
+
     def take(self) -> list[FinishedGroup[Item, Result]] | None:
-        """Return the next batch, sorted by group id, or None if it must wait."""
+        """Return the next batch, sorted by group id, or None if it must wait. It includes the chosen groups."""
         if not self.batch_ready():
             return None
-        batch = self._ready.take(self._batch_size, self.batches_taken, self._in_flight.by_deadline)
-        self.batches_taken += 1
+        self.choose()
+        batch, self._chosen = self._chosen, []
+        self._next.index += 1
+        self._next.chosen.clear()
         return sorted(batch, key=lambda group: group.group_id)
 
     def _blocked_by_deadline(self) -> bool:

@@ -88,6 +88,15 @@ class GroupRequest(Generic[Item]):
     """Number of the attempt; 1 for the first."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchPart(Generic[Item, Result]):
+    """Groups of a batch that are handed out together."""
+
+    groups: list[FinishedGroup[Item, Result]]
+    completes: bool
+    """True if these are the last ones of their batch."""
+
+
 class SchedulerObserver(Protocol[Item, Result]):
     """Observer that is called when a group finishes or is dropped. An exception that it raises ends the run."""
 
@@ -134,8 +143,8 @@ class RolloutScheduler(Generic[Item, Result]):
     ``source`` gives one item per group, synchronously; the group that replaces a dropped one gets the next item.
     ``rollout`` is awaited once per attempt. If it raises, it is retried, and at last the group is dropped as
     ``failed``. ``group_filter`` returns True to keep a result; otherwise the group is dropped as ``filtered``. A filter
-    that raises ends the run. One task awaits `run` and one other task awaits `next_batch`. Both run on the same loop,
-    and so do all other calls.
+    that raises ends the run. One task awaits `run` and one other task awaits `next_groups` (or `next_batch`). Both run
+    on the same loop, and so do all other calls.
     """
 
     def __init__(
@@ -163,12 +172,18 @@ class RolloutScheduler(Generic[Item, Result]):
         self._in_flight: dict[int, _Running[Item]] = {}
         self._to_begin_again: deque[_Running[Item]] = deque()
         """Groups that were in flight when the run was resumed; they start before any new group."""
+        self._chosen: list[FinishedGroup[Item, Result]] = []
+        """Groups of the next batch that are certain and were not handed out."""
+        self._handed_out: set[int] = set()
+        """Groups of the next batch that were handed out."""
         self._untrained: deque[tuple[int, ...]] = deque()
         """Groups of each batch that was handed out and whose training step is not done."""
         self._phase = _Phase.NEW
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
         self._batch_waiter: asyncio.Future[None] | None = None
+        self._wants_parts = False
+        """True if the waiting consumer takes less than a batch."""
 
     def resume(
         self,
@@ -186,7 +201,7 @@ class RolloutScheduler(Generic[Item, Result]):
             raise RuntimeError("a scheduler is resumed before it has done anything")
         step = progress.steps_done
         self._admission.resume_at(step)
-        self._buffer.batches_taken = step
+        self._buffer.resume_at(step)
         open_groups = {*recovered.finished, *recovered.in_flight}
         items = self._items_again(recovered.issued, open_groups)
         dropped = Counter(progress.dropped)
@@ -246,21 +261,26 @@ class RolloutScheduler(Generic[Item, Result]):
             raise self._failure
 
     async def next_batch(self) -> list[FinishedGroup[Item, Result]]:
-        """Wait for the next batch: exactly ``batch_size`` groups, sorted by group id.
+        """Wait for the next batch: exactly ``batch_size`` groups, sorted by group id; see `next_groups`."""
+        return (await self.next_groups(self.plan.batch_size)).groups
 
-        Handing it out counts as consumption. Raises `NoMoreBatches` after ``max_steps`` batches, `SchedulerStopped` if
-        `run` was cancelled, and whatever `run` raises if it failed. Only one consumer may wait; a second one
-        raises `RuntimeError`.
+    async def next_groups(self, least: int) -> BatchPart[Item, Result]:
+        """Wait for ``least`` further groups of the next batch, or for its last ones, and return all there are by then.
+
+        Groups are sorted by group id. Handing out the last ones counts as consumption of the whole batch. Raises
+        `NoMoreBatches` after ``max_steps`` batches, `SchedulerStopped` if `run` was cancelled, and whatever `run`
+        raises if it failed. Only one consumer may wait; a second one raises `RuntimeError`.
         """
         if self._batch_waiter is not None:
             raise RuntimeError("another task already waits for the next batch")
-        while (batch := self._take_batch()) is None:
+        self._wants_parts = least < self.plan.batch_size
+        while (part := self._take(least)) is None:
             self._batch_waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._batch_waiter
             finally:
                 self._batch_waiter = None
-        return batch
+        return part
 
     def training_step_done(self, steps_done: int) -> None:
         """Record that ``steps_done`` training steps are complete; more groups may start.
@@ -440,7 +460,7 @@ class RolloutScheduler(Generic[Item, Result]):
 
     # Batches
 
-    def _take_batch(self) -> list[FinishedGroup[Item, Result]] | None:
+    def _take(self, least: int) -> BatchPart[Item, Result] | None:
         if self._failure is None and self.plan.staleness_policy == "drop":
             self._drop_overdue()
         if self._failure is not None:
@@ -451,14 +471,28 @@ class RolloutScheduler(Generic[Item, Result]):
             raise SchedulerStopped("the scheduler's run was cancelled before the last batch")
         batch = self._buffer.take()
         if batch is None:
-            return None
+            return self._take_part(least)
         for group in batch:
             self.ledger.consume(group.group_id)
         self._untrained.append(tuple(group.group_id for group in batch))
         self.ledger.check()
         if self._buffer.batches_taken == self.plan.max_steps:
             self._ended.set()
-        return batch
+        rest = [group for group in batch if group.group_id not in self._handed_out]
+        self._handed_out.clear()
+        self._chosen.clear()
+        return BatchPart(rest, True)
+
+    def _take_part(self, least: int) -> BatchPart[Item, Result] | None:
+        if least >= self.plan.batch_size:
+            return None
+        self._chosen += self._buffer.choose()
+        if len(self._chosen) < least:
+            return None
+        part = sorted(self._chosen, key=lambda group: group.group_id)
+        self._handed_out.update(group.group_id for group in part)
+        self._chosen.clear()
+        return BatchPart(part, False)
 
     def _drop_overdue(self) -> None:
         if self._phase is not _Phase.RUNNING:
@@ -473,7 +507,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Wake a waiting `next_batch` if it may succeed now."""
         if self._batch_waiter is None or self._batch_waiter.done():
             return
-        if self._buffer.batch_ready() or (self.plan.staleness_policy == "drop" and self._buffer.held_up()):
+        held_up = self.plan.staleness_policy == "drop" and self._buffer.held_up()
+        if self._wants_parts or held_up or self._buffer.batch_ready():
             self._batch_waiter.set_result(None)
 
     # Ending

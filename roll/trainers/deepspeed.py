@@ -25,7 +25,7 @@ from roll.trainers.base import TrainerSetup
 from roll.trainers.model import HfForward, load_weights, prepare_model
 from roll.trainers.options import engine_config, parse_deepspeed_options
 from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
-from roll.trainers.step import TrainingStep, combined_metrics
+from roll.trainers.step import TrainingStep
 from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class DeepSpeedTrainStrategy(TrainStrategy):
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
             self.start_schedule()
             self.updates = 0
+            self._pending = False
+            """True if gradients wait for an update."""
         if self.has_engine:
             self._start_engine()
         else:
@@ -155,24 +157,50 @@ class DeepSpeedTrainStrategy(TrainStrategy):
                 moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 
-    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+    def _accumulate(
+        self,
+        step: TrainingStep,
+        rows: Sequence[Sequence[int]],
+        temperature: float,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> list[PartMetrics]:
         parts: list[PartMetrics] = []
+        # The last backward pass makes DeepSpeed complete the gradients of all parts.
+        learns = not step.is_empty or (last and self._pending)
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
-            self.engine.set_gradient_accumulation_boundary(len(parts) + 1 == len(rows))
-            with torch.set_grad_enabled(not step.is_empty):
+            self.engine.set_gradient_accumulation_boundary(last and len(parts) + 1 == len(rows))
+            with torch.set_grad_enabled(learns):
                 outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
                 loss, metrics = step.loss(micro_batch, *outputs)
             parts.append(metrics)
-            if not step.is_empty:
+            if learns:
                 # DeepSpeed averages gradients over ranks, but the ranks' contributions must be summed.
                 self.engine.backward(loss * self.setup.world_size)
-        return combined_metrics(parts)
+        self._pending = self._pending or learns
+        return parts
+
+    def _divide_gradients(self, divisor: float) -> None:
+        if self.options.zero_stage > 0:
+            # The next step undoes this scale, whatever the gradients were multiplied with.
+            self.engine.optimizer.loss_scale = divisor
+        else:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
+        pending, self._pending = self._pending, False
         if nothing_to_learn:
+            if pending:
+                # The correction rejected all tokens, and DeepSpeed drops gradients (here 0) in a step only.
+                self._set_learning_rate(0.0)
+                self.engine.step()
             return 0.0, False
         if self.options.zero_stage > 0:
             self.engine.step()
+            self.engine.optimizer.loss_scale = 1.0
             grad_norm, updated = float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
         else:
             grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))

@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from roll.algorithms.metrics import PartMetrics
 from roll.configs.plugins import made
 from roll.trainers.base import TrainerSetup
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
-from roll.trainers.step import MicroBatch, TrainingStep, combined_metrics
+from roll.trainers.step import MicroBatch, TrainingStep
 from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
@@ -192,7 +193,15 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self._reshard()
         return values
 
-    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+    def _accumulate(
+        self,
+        step: TrainingStep,
+        rows: Sequence[Sequence[int]],
+        temperature: float,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> list[PartMetrics]:
         parts = []
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
             outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
@@ -200,7 +209,12 @@ class Fsdp2TrainStrategy(TrainStrategy):
             # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
             (loss * self.setup.world_size).backward()
             parts.append(metrics)
-        return combined_metrics(parts)
+        return parts
+
+    def _divide_gradients(self, divisor: float) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.algorithms.aggregation import LossNormalizers
-from roll.algorithms.metrics import PartMetrics, combine
+from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, PartMetrics, combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits
@@ -145,6 +145,8 @@ class MicroBatch:
     """Further values: ``[rows, kept]`` for a value per target token, ``[rows]`` for a value per sample."""
     packing: Packing | None = None
     """None if rows are padded."""
+    rows: Sequence[int] = ()
+    """Rows of the batch; none for a stand-in."""
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments for a transformers model. Default positions and the causal mask fit right padding."""
@@ -191,7 +193,7 @@ def build_micro_batch(
         **{name: torch.from_numpy(values).to(device) for name, values in part.per_sample.items()},
     }
     if packed:
-        return _packed(part, aligned(mask), fields, device)
+        return _packed(part, aligned(mask), fields, device, rows)
     input_ids = part.padded("token_ids", 0, width).astype(np.int64)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
@@ -199,10 +201,13 @@ def build_micro_batch(
         targets=aligned(input_ids[:, 1:]),
         mask=aligned(mask),
         fields=fields,
+        rows=rows,
     )
 
 
-def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device) -> MicroBatch:
+def _packed(
+    part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device, rows: Sequence[int]
+) -> MicroBatch:
     """Build a packed micro-batch. ``mask`` and ``fields`` have one row per sample; the true places of the mask, row by
     row, are the wanted tokens in order."""
     ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
@@ -219,6 +224,7 @@ def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: 
         mask=mask,
         fields=fields,
         packing=Packing.of(lengths, device),
+        rows=rows,
     )
 
 
@@ -276,12 +282,18 @@ class TrainingStep:
     wanted: np.ndarray
     """bool ``[total_tokens]``: response tokens that some position predicts."""
     normalizers: LossNormalizers
+    is_empty: bool
+    """True if no token is left to train on: an update would be momentum and weight decay only."""
+    first_logprobs: np.ndarray | None = None
+    """float32 ``[total_tokens]``: filled in with the log-probabilities of this rank's response tokens, if an objective
+    of one pass is to report them; else 0."""
 
     @classmethod
-    def of(cls, batch: SampleBatch, objective: Objective) -> TrainingStep:
+    def of(cls, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:
         """Return the step that trains ``objective`` on the response tokens in the batch's ``loss_mask``, if it has one.
 
-        Raises ``ValueError`` if the batch lacks a field.
+        If the batch ``is_part`` of one whose totals are not known yet, losses are sums. Raises ``ValueError`` if the
+        batch lacks a field.
         """
         fields = list(objective.token_fields)
         missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
@@ -295,12 +307,12 @@ class TrainingStep:
         trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
         owner = np.repeat(np.arange(len(batch)), batch.lengths)
         normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)).tolist())
-        return cls(batch, objective, fields, wanted, normalizers)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no token is left to train on: an update would be momentum and weight decay only."""
-        return self.normalizers.tokens == 0
+        is_empty = normalizers.tokens == 0
+        if is_part:
+            normalizers = LossNormalizers.unknown(normalizers.max_response_length)
+        one_pass = isinstance(objective, PolicyObjective) and objective.one_pass
+        first_logprobs = np.zeros(len(wanted), np.float32) if one_pass else None
+        return cls(batch, objective, fields, wanted, normalizers, is_empty, first_logprobs)
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -327,12 +339,35 @@ class TrainingStep:
             (values,) = outputs
             return self.objective(values, *about)
         logprobs, entropy = outputs
+        if self.first_logprobs is not None:
+            starts, ends = self.batch.offsets[:-1], self.batch.offsets[1:]
+            spans = [starts[row] + np.flatnonzero(self.wanted[starts[row] : ends[row]]) for row in micro_batch.rows]
+            places = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+            self.first_logprobs[places] = logprobs.detach()[micro_batch.mask].float().cpu().numpy()
         return self.objective(logprobs, entropy, *about)
 
 
 def combined_metrics(parts: Sequence[PartMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Return metrics of the batch from the parts of all ranks that split it (default: all ranks). Collective."""
+    return parts[0].from_vectors(*_combined(parts, group))
+
+
+def combined_sums(
+    parts: Sequence[PartMetrics], objective: Objective, group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, float], float]:
+    """Return `combined_metrics` of a batch whose losses are sums, and what divides them. Collective.
+
+    The divisor is 0 if no token was trained on.
+    """
+    sums, maxima = _combined(parts, group)
+    named = parts[0].named(sums)
+    tokens, sequences = named[TRAINED_TOKENS], named[TRAINED_SEQUENCES]
+    divisor = tokens if objective.loss_agg_mode == "token-mean" else sequences
+    return parts[0].from_vectors(sums, maxima, max(1.0, divisor)), divisor
+
+
+def _combined(parts: Sequence[PartMetrics], group: dist.ProcessGroup | None) -> tuple[list[float], list[float]]:
     sums, maxima = (vector.cpu() for vector in combine(parts))
     dist.all_reduce(sums, group=group)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    return parts[0].from_vectors(sums.tolist(), maxima.tolist())
+    return sums.tolist(), maxima.tolist()

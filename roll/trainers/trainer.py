@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from roll.algorithms.metrics import PartMetrics
 from roll.configs.derived import warmup_steps_of
 from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
@@ -30,7 +31,15 @@ from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
 from roll.trainers.model import HfForward, ModelExport, build_export, prepare_model
 from roll.trainers.options import HfReplicaOptions
-from roll.trainers.step import MicroBatch, Objective, TrainingStep, plan_micro_batches, results_by_token
+from roll.trainers.step import (
+    MicroBatch,
+    Objective,
+    TrainingStep,
+    combined_metrics,
+    combined_sums,
+    plan_micro_batches,
+    results_by_token,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,7 +182,10 @@ class ForwardStrategy(ABC):
     ) -> np.ndarray:
         """Return `results_by_token` of all ranks' samples. Collective."""
         limits = self.setup.infer_limits
-        values = results_by_token(batch, self._rows(batch, limits), self.device, limits.packed, compute)
+        return self._shared(results_by_token(batch, self._rows(batch, limits), self.device, limits.packed, compute))
+
+    def _shared(self, values: np.ndarray) -> np.ndarray:
+        """Return values of all ranks' tokens, of which each rank has its own and 0 elsewhere. Collective."""
         # Each token is non-zero on one rank only, so this sum keeps every bit.
         shared = torch.from_numpy(values)
         dist.all_reduce(shared)
@@ -228,6 +240,9 @@ class TrainStrategy(ForwardStrategy):
         """Begin to count optimizer steps, for the learning rate."""
         self.learning_rate = learning_rate_schedule(self.setup.training_args, self.setup.total_optimizer_steps)
         self.optimizer_steps = 0
+        self._parts: list[PartMetrics] = []
+        """Metrics of the parts of the batch that is being trained on."""
+        self._parts_begun = False
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return `log_probs` without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there are none."""
@@ -248,13 +263,42 @@ class TrainStrategy(ForwardStrategy):
         ``skipped_updates`` (1 if the gradient was not finite, or no token was left to train on). Raises ``ValueError``
         if the batch lacks a field, ``RuntimeError`` on a forward-only role.
         """
+        step = self._step(batch, objective)
+        parts = self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
+        metrics, _ = self._joined(lambda group: (combined_metrics(parts, group), 1.0))
+        return self._finish(metrics, nothing_to_learn=step.is_empty)
+
+    def train_part(
+        self, batch: SampleBatch, objective: Objective, temperature: float, *, completes: bool
+    ) -> tuple[dict[str, float], np.ndarray | None]:
+        """Add up the gradients of a part of a batch, of any size. The last part ``completes`` the optimizer step.
+
+        Only then the gradients are divided by the totals of the batch, so the step is that of `train_step` on all parts
+        together, but for rounding. Returns the metrics of `train_step` (none before the last part), and for an
+        objective of one pass the log-probabilities of the part's response tokens, float32 ``[total_tokens]``.
+        """
+        step = self._step(batch, objective, is_part=True)
+        rows = self._rows(batch, self.setup.train_limits)
+        self._parts += self._accumulate(step, rows, temperature, first=not self._parts_begun, last=completes)
+        self._parts_begun = not completes
+        logprobs = None if step.first_logprobs is None else self._shared(step.first_logprobs)
+        if not completes:
+            return {}, logprobs
+        parts, self._parts = self._parts, []
+        metrics, divisor = self._joined(lambda group: combined_sums(parts, objective, group))
+        if divisor:
+            self._divide_gradients(divisor)
+        return self._finish(metrics, nothing_to_learn=not divisor), logprobs
+
+    def _step(self, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:
         if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
-        step = TrainingStep.of(batch, objective)
-        metrics = self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
+        return TrainingStep.of(batch, objective, is_part)
+
+    def _finish(self, metrics: dict[str, float], nothing_to_learn: bool) -> dict[str, float]:
         learning_rate = self.learning_rate(self.optimizer_steps)
         self._set_learning_rate(learning_rate)
-        grad_norm, updated = self._update(nothing_to_learn=step.is_empty)
+        grad_norm, updated = self._update(nothing_to_learn)
         self.optimizer_steps += 1
         return {
             **metrics,
@@ -305,8 +349,30 @@ class TrainStrategy(ForwardStrategy):
         return self.model
 
     @abstractmethod
-    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
-        """Add up the gradients of the micro-batches ``rows``, and return the metrics of the batch. Collective."""
+    def _accumulate(
+        self,
+        step: TrainingStep,
+        rows: Sequence[Sequence[int]],
+        temperature: float,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> list[PartMetrics]:
+        """Add up the gradients of the micro-batches ``rows``, and return their metrics. Collective.
+
+        ``first`` and ``last`` are False if others of the same optimizer step come before or after them.
+        """
+
+    @abstractmethod
+    def _divide_gradients(self, divisor: float) -> None:
+        """Divide the gradients that the next update uses."""
+
+    def _joined(
+        self, join: Callable[[dist.ProcessGroup | None], tuple[dict[str, float], float]]
+    ) -> tuple[dict[str, float], float]:
+        """Call ``join`` with the ranks that have different parts of the batch (None: all), and return its result on
+        every rank. Collective."""
+        return join(None)
 
     def _set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next update. Overridden where `optimizer` is no optimizer of torch."""

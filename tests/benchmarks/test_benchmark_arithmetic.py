@@ -53,12 +53,15 @@ def test_the_synthetic_score_is_the_share_of_digits_and_bears_an_empty_response(
 
 def test_full_overlap_reaches_the_bound_and_no_overlap_half_of_it() -> None:
     synchronous = run_of([(9.0, 1.0)] + [(4.0, 2.0)] * 4)
-    assert compare(synchronous, run_of([(9.0, 2.0)] + [(2.0, 2.0)] * 4), 1)["median"] == {
+    streamed = run_of([(9.0, 2.0)] + [(2.5, 2.0)] * 4)
+    assert compare(synchronous, run_of([(9.0, 2.0)] + [(2.0, 2.0)] * 4), streamed, 1)["median"] == {
         "ratio": 2.0,
         "bound": 2.0,
         "share_of_bound": 1.0,
+        "streamed_over_ratio_0": 1.6,
+        "streamed_over_ratio_1": 0.8,
     }
-    assert compare(synchronous, run_of([(9.0, 2.0)] + [(4.0, 2.0)] * 4), 1)["mean"]["share_of_bound"] == 0.5
+    assert compare(synchronous, run_of([(9.0, 2.0)] + [(4.0, 2.0)] * 4), None, 1)["mean"]["share_of_bound"] == 0.5
 
 
 def test_training_beside_a_validation_counts_as_training_time() -> None:

@@ -19,11 +19,13 @@ from tiny import tiny_config
 from roll.configs import derived
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group, Prompt, Sample
+from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.context import build_scheduler
 from roll.pipeline.main import build_stages, publish_initial
 from roll.pipeline.rollouts import EngineGate, ValidationResult
 from roll.pipeline.stage import StageGraph, StepCounter
 from roll.pipeline.stages import ChainedStage, stage_chain
+from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
 from roll.tracking.timeline import Timeline
@@ -185,8 +187,15 @@ class Run:
         async def undisturbed(version):
             self.announced_to_chaos.append(version)
 
+        algorithms = build_algorithms(config)
         return SimpleNamespace(
             config=config,
+            streams=algorithms.streams,
+            least_groups=least_groups(config, algorithms.streams),
+            parts=PartsOfBatch(),
+            streamed=StreamedStep(),
+            advantages=algorithms.advantages,
+            correction=algorithms.correction,
             scheduler=self.scheduler,
             trainer=self.trainer,
             reference=None,
@@ -197,7 +206,7 @@ class Run:
             holder=lambda role: role,
             hold=lambda role: lambda: locks[role].hold(role),
             recorder=self.recorder,
-            objective=SimpleNamespace(token_fields=()),
+            objective=algorithms.objective,
             needs_proximal=False,
             steps=StepCounter(),
             published=StepCounter(),

@@ -1,6 +1,7 @@
 """Batches keep every deadline, wait no longer than they must, and prefer what finished first."""
 
 import itertools
+from copy import deepcopy
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,15 @@ class Bench:
         for group_id in ids:
             del self.ready[group_id]
         return ids
+
+    def choose(self):
+        return [group.group_id for group in self.buffer.choose()]
+
+    def adopt(self, other):
+        """Become a copy that has chosen nothing."""
+        self.in_flight, self.ready = dict(other.in_flight), dict(other.ready)
+        self.issued, self.dropped, self.version = other.issued, other.dropped, other.version
+        self.buffer = deepcopy(other.buffer)
 
     def best_batch(self):
         """By trying all: the earliest finished groups that may be taken such that all later batches have room."""
@@ -213,6 +223,74 @@ def test_batches_equal_those_of_trying_all(data):
             assert bench.take() == expected
         else:
             getattr(bench, event)(data.draw(st.sampled_from(sorted(bench.in_flight))))
+
+
+def test_groups_are_chosen_as_they_finish_where_no_older_one_needs_their_place():
+    bench = Bench(batch_size=2, max_staleness=1, order="ready_first")
+    for _ in range(4):
+        bench.start()
+    bench.finish(3)
+    assert bench.choose() == [3]
+    bench.finish(2)
+    assert bench.choose() == [2] and bench.take() == [2, 3]
+    bench.version = 1
+    bench.start()
+    bench.finish(4)
+    assert bench.choose() == [], "groups 0 and 1 are due in this batch"
+    bench.finish(1)
+    assert bench.choose() == [1] and bench.take() is None
+    bench.finish(0)
+    assert bench.take() == [0, 1]
+
+
+def test_fifo_chooses_a_group_once_the_batch_has_room_for_all_before_it():
+    bench = Bench(batch_size=2, max_staleness=1, order="fifo")
+    for _ in range(4):
+        bench.start()
+    bench.finish(2)
+    assert bench.choose() == []
+    bench.finish(1)
+    assert bench.choose() == [1]
+    bench.drop(0)
+    assert bench.choose() == [2] and bench.take() == [1, 2]
+
+
+@settings(max_examples=examples(300))
+@given(data=st.data())
+def test_what_was_chosen_never_leads_into_a_dead_end(data):
+    """Whatever is chosen on the way, a batch is complete exactly when one could be taken at once."""
+    order = data.draw(st.sampled_from(["ready_first", "fifo"]))
+    size, bound = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+    choosing, waiting = (Bench(batch_size=size, max_staleness=bound, order=order) for _ in range(2))
+    chosen = set()
+    for _ in range(data.draw(st.integers(5, 40))):
+        events = ["publish"] if choosing.version < choosing.buffer.batches_taken else []
+        if choosing.may_start() and len(choosing.in_flight) + len(choosing.ready) < 9:
+            events += ["start"] * 3
+        if choosing.in_flight:
+            events += ["finish"] * 3 + ["drop", "restart"]
+        if not events:
+            break
+        event = data.draw(st.sampled_from(events))
+        newest = st.integers(choosing.version, choosing.buffer.batches_taken)
+        version = data.draw(newest) if event == "publish" else None
+        group = None if event in ("publish", "start") else data.draw(st.sampled_from(sorted(choosing.in_flight)))
+        for bench in (choosing, waiting):
+            if event == "publish":
+                bench.version = version
+            elif event == "start":
+                bench.start()
+            else:
+                getattr(bench, event)(group)
+        chosen |= {*choosing.choose()}
+        assert choosing.buffer.batch_ready() == waiting.buffer.batch_ready() == (len(chosen) == size)
+        if len(chosen) == size:
+            assert {*choosing.take()} == chosen
+            if order == "fifo":
+                assert {*waiting.take()} == chosen
+            else:  # which groups it is may differ; go on with those that were chosen
+                waiting.adopt(choosing)
+            chosen = set()
 
 
 @settings(max_examples=examples(100))

@@ -20,6 +20,7 @@ from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, dropped_record, finished_record, recover, went_back_record
 from roll.rollout.scheduler import FatalRolloutError, RolloutScheduler, SchedulePlan
+from tests.rollout.test_schedules import batch_in_parts
 from tests.tiers import examples, is_soak
 from tests.witness import Witness
 
@@ -41,6 +42,8 @@ class Case:
     seed: int
     later_ratio: float | None = None
     """Of every process but the first; None: the same."""
+    least: int = 100
+    """Groups of a batch that are asked for at a time."""
     new_dice: bool = False
     """Whether a group that is made again in a later process may end in another way."""
 
@@ -141,7 +144,7 @@ class Life:
             if self.case.prefetch:
                 tasks.create_task(self.produce_batches(channel))
             for step in range(self.first_step, self.plan.max_steps):
-                batch = await channel.get() if self.case.prefetch else await self.scheduler.next_batch()
+                batch = await (channel.get() if self.case.prefetch else self.next_batch())
                 ids, made_by = self.accept(step, batch)
                 await asyncio.sleep(self.case.train_seconds)
                 self.disk.batches[step] = ids
@@ -155,7 +158,10 @@ class Life:
 
     async def produce_batches(self, channel):
         for _ in range(self.first_step, self.plan.max_steps):
-            await channel.put(await self.scheduler.next_batch())
+            await channel.put(await self.next_batch())
+
+    async def next_batch(self):
+        return await batch_in_parts(self.scheduler, self.case.least)
 
     async def publish(self, publications):
         while True:
@@ -240,6 +246,7 @@ def cases(draw, ratios=(0, 0.5, 1, 2), orders=("ready_first", "fifo")):
         forgotten=draw(st.sampled_from([0, 0, 1, 5])),
         damaged=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
+        least=draw(st.sampled_from([100, 1, 2])),
         new_dice=draw(st.booleans()),
     )
 

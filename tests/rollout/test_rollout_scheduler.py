@@ -611,7 +611,7 @@ def test_weights_that_never_arrive_are_a_visible_deadlock():
             scheduler.training_step_done(1)
             await scheduler.next_batch()
 
-    with pytest.raises(Deadlock, match="next_batch"):
+    with pytest.raises(Deadlock, match="next_groups"):
         run_virtual(main())
 
 

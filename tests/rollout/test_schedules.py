@@ -42,6 +42,8 @@ class Case:
     prefetch: bool
     """Whether batch t + 1 is asked for while step t trains."""
     seed: int
+    least: int = 100
+    """Groups of a batch that are asked for at a time."""
 
 
 DISTRIBUTIONS = ["log-normal", "one slow", "half slow", "slow crowds", "youngest first", "at once"]
@@ -78,7 +80,23 @@ def cases(draw, ratios=RATIOS, orders=("ready_first", "fifo"), policies=("wait",
         filtered=0.0 if clean else draw(st.sampled_from([0.0, 0.2, 0.6])),
         prefetch=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
+        least=draw(st.sampled_from([100, 1, 2])),
     )
+
+
+async def batch_in_parts(scheduler, least):
+    """The next batch, and that its parts are as large as was asked for, sorted, and no more than they must be."""
+    groups, complete = [], False
+    while not complete:
+        part = await scheduler.next_groups(least)
+        ids = [group.group_id for group in part.groups]
+        assert ids == sorted(set(ids)) and ids
+        complete = part.completes
+        assert complete or len(ids) >= least
+        groups += part.groups
+        assert complete == (len(groups) == scheduler.plan.batch_size)
+        assert complete or scheduler.ledger.buffered >= len(groups), "consumed before the batch was whole"
+    return sorted(groups, key=lambda group: group.group_id)
 
 
 class World:
@@ -163,7 +181,7 @@ class World:
 
     async def produce_batches(self, channel):
         for index in range(self.plan.max_steps):
-            batch = await self.scheduler.next_batch()
+            batch = await batch_in_parts(self.scheduler, self.case.least)
             self.accept(index, batch)
             await channel.put(batch)
 
@@ -187,7 +205,7 @@ class World:
                 tasks.create_task(self.produce_batches(channel))
             for step in range(self.plan.max_steps):
                 if not self.case.prefetch:
-                    self.accept(step, await self.scheduler.next_batch())
+                    self.accept(step, await batch_in_parts(self.scheduler, self.case.least))
                 else:
                     await channel.get()
                 await asyncio.sleep(self.case.train_seconds[step % len(self.case.train_seconds)])

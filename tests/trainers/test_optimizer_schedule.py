@@ -63,15 +63,20 @@ def test_a_trainer_whose_optimizer_is_not_of_torch_sets_the_rate_itself(monkeypa
         def _set_learning_rate(self, rate):
             self.rates.append(rate)
 
-        def _accumulate(self, step, rows, temperature):
-            return {"loss": 0.5}
+        _divide_gradients = None
+
+        def _accumulate(self, step, rows, temperature, *, first=True, last=True):
+            return []
+
+        def _joined(self, join):
+            return {"loss": 0.5}, 1.0
 
         def _update(self, nothing_to_learn):
             return 2.0, not nothing_to_learn
 
     arguments = TrainingArguments(learning_rate=0.25, warmup_steps=2)
     step = SimpleNamespace(is_empty=False)
-    monkeypatch.setattr("roll.trainers.trainer.TrainingStep.of", lambda batch, objective: step)
+    monkeypatch.setattr("roll.trainers.trainer.TrainingStep.of", lambda batch, objective, is_part: step)
     monkeypatch.setattr(OwnTrainer, "_rows", lambda self, batch, limits: [])
     setup = SimpleNamespace(training_args=arguments, total_optimizer_steps=4, forward_only=False, train_limits=None)
     trainer = OwnTrainer(setup)

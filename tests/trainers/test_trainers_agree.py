@@ -6,6 +6,7 @@ with plain autograd.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from roll.configs.roles import TrainingArguments
+from roll.data.records import SampleBatch
 from roll.trainers.trainer import TrainStrategy
 from tests.tiers import need
 from tests.trainers.ranks import Job, Results
@@ -52,6 +54,8 @@ class Candidate:
     packed: bool = False
     ranks: tuple[int, ...] = (1, 2)
     cases: tuple[str, ...] = tuple(CASES)
+    in_parts: bool = False
+    """True if each batch is trained on part by part."""
 
     def job(self, model_path: str, arguments: TrainingArguments, ranks: int) -> Job:
         setup = {
@@ -61,7 +65,8 @@ class Candidate:
             "max_tokens": 14,
             "packed": self.packed,
         }
-        return Job(train, self.strategy, model_path, setup=setup, ranks=ranks)
+        work = train_in_parts if self.in_parts else train
+        return Job(work, self.strategy, model_path, setup=setup, ranks=ranks)
 
 
 def zero(stage: int, **options: Any) -> Candidate:
@@ -96,6 +101,15 @@ CANDIDATES = {
     "ZeRO 3, all on the CPU": shared(zero(3, offload_optimizer=ON_CPU, offload_param=ON_CPU)),
     "Megatron, tensors": megatron(tensor_model_parallel_size=2),
     "Megatron, stages": megatron(pipeline_model_parallel_size=2),
+    "fsdp2, in parts": Candidate("fsdp2_train", in_parts=True),
+    "fsdp2, packed, in parts": shared(Candidate("fsdp2_train", packed=True, in_parts=True), ODD),
+    "ZeRO 0, in parts": replace(zero(0), in_parts=True),
+    "ZeRO 1, in parts": replace(zero(1), in_parts=True),
+    "ZeRO 2, in parts": shared(replace(zero(2), in_parts=True), TIED),
+    "ZeRO 3, in parts": shared(replace(zero(3), in_parts=True), TIED),
+    "ZeRO 2, optimizer on the CPU, in parts": shared(replace(zero(2, offload_optimizer=ON_CPU), in_parts=True), TIED),
+    "Megatron, data, in parts": replace(megatron(), in_parts=True),
+    "Megatron, stages, in parts": replace(megatron(pipeline_model_parallel_size=2), in_parts=True),
 }
 ASKED = [
     (name, case, ranks)
@@ -125,9 +139,29 @@ def batches():
 
 def train(trainer: TrainStrategy, _: None) -> dict[str, np.ndarray]:
     """Everything that must not depend on the trainer, flat."""
+    return results_of(trainer, lambda batch: trainer.train_step(batch, OBJECTIVE, TEMPERATURE))
+
+
+def train_in_parts(trainer: TrainStrategy, _: None) -> dict[str, np.ndarray]:
+    """What must not depend on parts either: the first is one sample, so a second rank has none of it."""
+
+    def in_parts(batch: SampleBatch) -> dict[str, float]:
+        parts = [part for part in np.split(np.arange(len(batch)), [1, 3]) if len(part)]
+        for number, rows in enumerate(parts, 1):
+            completes = number == len(parts)
+            metrics, _ = trainer.train_part(batch.select(rows), OBJECTIVE, TEMPERATURE, completes=completes)
+            assert bool(metrics) is completes
+            # Between parts a critic scores others.
+            trainer.log_probs(batch.select(rows), TEMPERATURE)
+        return metrics
+
+    return results_of(trainer, in_parts)
+
+
+def results_of(trainer: TrainStrategy, step: Callable[[SampleBatch], dict[str, float]]) -> dict[str, np.ndarray]:
     results = {"logprobs/before": trainer.log_probs(make_batch(), TEMPERATURE)}
     for name, batch in batches().items():
-        metrics = trainer.train_step(batch, OBJECTIVE, TEMPERATURE)
+        metrics = step(batch)
         results |= {f"{name}/{metric}": np.array(value) for metric, value in metrics.items()}
     results["logprobs/after"] = trainer.log_probs(make_batch(), TEMPERATURE)
     return results | {f"weights/{name}": weight for name, weight in weights_of(trainer).items()}

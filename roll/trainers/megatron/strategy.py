@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,6 @@ from roll.trainers.state import (
 from roll.trainers.step import (
     MicroBatch,
     TrainingStep,
-    combined_metrics,
     plan_micro_batches,
 )
 from roll.trainers.trainer import TrainStrategy, move_states
@@ -89,6 +89,22 @@ def wrap_for_gradients(
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     config.finalize_model_grads_func = sum_gradients
     return wrapped
+
+
+@contextmanager
+def unsynchronised(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Let gradients add up on each rank, without the sum over ranks that ends a step."""
+    config = wrapped[0].config
+    no_sync, finalize = config.no_sync_func, config.finalize_model_grads_func
+    config.no_sync_func = nullcontext if len(wrapped) == 1 else [nullcontext for _ in wrapped]
+    config.finalize_model_grads_func = None
+    try:
+        with ExitStack() as stack:
+            for chunk in wrapped:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        config.no_sync_func, config.finalize_model_grads_func = no_sync, finalize
 
 
 @dataclass(frozen=True)
@@ -324,17 +340,15 @@ class MegatronTrainStrategy(TrainStrategy):
         group = self.options.pipeline_model_parallel_size if self.options.model_chunks > 1 else 1
         return rows + [[] for _ in range(-len(rows) % group)]
 
-    def _for_each_token(
-        self, batch: SampleBatch, compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]]
-    ) -> np.ndarray:
-        def compute_once(micro_batches: Iterator[MicroBatch]) -> Iterable[Tensor]:
-            results = compute(micro_batches)
-            # All tensor-parallel ranks have the same results, and each token may come from one rank only.
-            return results if parallel_state.get_tensor_model_parallel_rank() == 0 else []
-
-        return super()._for_each_token(batch, compute_once)
-
-    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+    def _accumulate(
+        self,
+        step: TrainingStep,
+        rows: Sequence[Sequence[int]],
+        temperature: float,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> list[PartMetrics]:
         def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PartMetrics]:
             if self.facts.kind == "value":
                 outputs: tuple[Tensor, ...] = (_values(micro_batch, output),)
@@ -343,17 +357,32 @@ class MegatronTrainStrategy(TrainStrategy):
             value, metrics = step.loss(micro_batch, *outputs)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        parts = self._run(list(step.micro_batches(rows, self.device)), loss, forward_only=False)
+        if first:
+            for chunk in self.wrapped:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        with nullcontext() if last else unsynchronised(self.wrapped):
+            return self._run(list(step.micro_batches(rows, self.device)), loss, forward_only=False)
+
+    def _joined(
+        self, join: Callable[[dist.ProcessGroup | None], tuple[dict[str, float], float]]
+    ) -> tuple[dict[str, float], float]:
+        """Only the last pipeline stage has results."""
         stages = parallel_state.get_pipeline_model_parallel_group()
-        metrics: list[dict[str, float]] = [{}]
+        joined: list[tuple[dict[str, float], float]] = [({}, 1.0)]
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            metrics = [combined_metrics(parts, parallel_state.get_data_parallel_group())]
+            joined = [join(parallel_state.get_data_parallel_group())]
         if stages.size() > 1:
-            dist.broadcast_object_list(metrics, group=stages, group_src=stages.size() - 1, device=self.device)
-        return metrics[0]
+            dist.broadcast_object_list(joined, group=stages, group_src=stages.size() - 1, device=self.device)
+        return joined[0]
+
+    def _shared(self, values: np.ndarray) -> np.ndarray:
+        # All tensor-parallel ranks have the same results, and each token may come from one rank only.
+        return super()._shared(values if parallel_state.get_tensor_model_parallel_rank() == 0 else values * 0)
+
+    def _divide_gradients(self, divisor: float) -> None:
+        for chunk in self.wrapped:
+            chunk.scale_gradients(1 / divisor)
 
     def _run(self, micro_batches: list[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Return each micro-batch's result on the last pipeline stage, nothing on the others. Collective."""

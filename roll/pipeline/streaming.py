@@ -1,0 +1,136 @@
+"""Batches in parts: what may be done with the groups of a step before the last one has finished.
+
+Parts pass through the stages one after the other. The reference and the critic add what they know of each token as soon
+as a part is there. With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its
+gradients; after the last part it divides by the totals of the batch and updates. This is the step that the whole batch
+would have taken, but for rounding: advantages of a group depend on that group only, which is checked on every batch
+before its update, and all other sums are over tokens.
+
+A part is at least a sixteenth of the batch, and has a sample for each rank of every role that works on parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll.algorithms.advantages.base import AdvantageEstimator
+from roll.algorithms.correction import Correction
+from roll.configs import derived
+from roll.configs.run import PipelineConfig
+from roll.data.records import SampleBatch
+
+if TYPE_CHECKING:
+    from roll.pipeline.algorithm import TrainingBatch
+
+PARTS_PER_BATCH = 16
+"""Number of parts into which a batch is cut at most."""
+WHOLE_BATCH_MOMENTS = ("batch", "tag", "running")
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+"""Allowed difference between advantages of a part and of the batch: sums in another order, and no more."""
+
+
+class AdvantagesNeedBatch(RuntimeError):
+    """An advantage estimator gave a group other advantages in its batch than by itself. No update was made."""
+
+
+def obstacles(
+    config: PipelineConfig, estimator: AdvantageEstimator, correction: Correction | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why groups cannot be trained on before their batch is whole, each with a remedy."""
+    remedy = "give `actor_train` devices of its own"
+    if derived.shares_devices(config, "actor_train"):
+        yield "actor_train takes turns with other roles on its devices", remedy
+    steps = derived.optimizer_steps_per_step(config, config.actor_train)
+    if steps > 1:
+        yield f"{steps} optimizer steps are taken on each batch", "take one: `ppo_epochs: 1`, no accumulation steps"
+    if estimator.requirements.whitens:
+        yield f"{estimator.name} gives advantages the moments of the whole batch", "use grpo, rloo or another estimator"
+    if config.whiten_advantages:
+        yield "whitening takes the moments of the whole batch", "remove `whiten_advantages`"
+    for key in ("norm_mean_type", "norm_std_type"):
+        if vars(config)[key] in WHOLE_BATCH_MOMENTS:
+            yield f"`{key}: {vars(config)[key]}` looks at other groups", f"set `{key}` to group or none"
+    if correction is not None and correction.normalize:
+        yield "the correction's weights are normalised over the whole batch", "remove `normalize`"
+    if config.stages:
+        yield "stages of your own take whole batches", "remove `stages`"
+
+
+def least_groups(config: PipelineConfig, streams: bool) -> int:
+    """Return the number of groups that are handed out together: those of a batch, or of a part."""
+    roles = derived.present_roles(config)
+    by_part = [name for name in ("reference", "critic") if name in roles and not derived.shares_devices(config, name)]
+    by_part += ["actor_train"] if streams else []
+    if config.stages or not by_part:
+        return config.rollout_batch_size
+    ranks = max(derived.data_parallel_ranks(roles[name]) for name in by_part)
+    least = max(config.rollout_batch_size / PARTS_PER_BATCH, ranks / derived.group_size(config))
+    return min(config.rollout_batch_size, math.ceil(least))
+
+
+@dataclass
+class PartsOfBatch:
+    """The parts so far of the batch that is being put together, in one of the stages."""
+
+    parts: list[TrainingBatch] = field(default_factory=list)
+
+    def add(self, part: TrainingBatch) -> TrainingBatch | None:
+        """Add a part. Return the whole batch, sorted by group id, if it was the last one, else None."""
+        self.parts.append(part)
+        if not part.complete:
+            return None
+        parts, self.parts = self.parts, []
+        return part if len(parts) == 1 else joined(parts)
+
+
+def joined(parts: list[TrainingBatch]) -> TrainingBatch:
+    """Return the batch of these parts, with its groups sorted by id. Metrics are those that the parts share."""
+    groups = [group for part in parts for group in part.groups]
+    order = sorted(range(len(groups)), key=lambda index: groups[index].group_id)
+    samples = np.array([len(group.samples) for group in groups])
+    first = np.cumsum(samples) - samples
+    rows = np.concatenate([np.arange(first[index], first[index] + samples[index]) for index in order])
+    data = SampleBatch.concatenated([part.data for part in parts]).select(rows)
+    return replace(parts[-1], groups=[groups[index] for index in order], data=data)
+
+
+@dataclass
+class StreamedStep:
+    """The training step that the trainer has begun: what it was given, and what it found, by group id."""
+
+    advantages: dict[int, np.ndarray] = field(default_factory=dict)
+    """float32 ``[tokens of the group]``."""
+    proximal: dict[int, np.ndarray] = field(default_factory=dict)
+    """Log-probabilities of the first forward pass, float32 ``[tokens of the group]``, if the loss needs them."""
+
+    def note_advantages(self, part: TrainingBatch) -> None:
+        """Note the advantages that the trainer is given for the groups of a part."""
+        self.advantages |= by_group(part, part.data.tokens["advantages"])
+
+    def check(self, batch: TrainingBatch, estimator: AdvantageEstimator) -> None:
+        """Compare with the advantages of the whole batch. Raises `AdvantagesNeedBatch` for the first group that
+        differs."""
+        wanted = by_group(batch, batch.data.tokens["advantages"])
+        for group_id, given in self.advantages.items():
+            if not np.allclose(given, wanted[group_id], equal_nan=True, **TOLERANCE):
+                raise AdvantagesNeedBatch(
+                    f"training step {batch.step}: the advantages of group {group_id} depend on other groups, so "
+                    f"`adv_estimator: {estimator.name}` needs the whole batch; set `actor_train.stream_groups: false`"
+                )
+
+
+def by_group(batch: TrainingBatch, values: np.ndarray) -> dict[int, np.ndarray]:
+    """Split a token field ``[total_tokens]`` of a batch by the ids of its groups."""
+    ends = batch.data.offsets[np.cumsum([len(group.samples) for group in batch.groups])]
+    parts = np.split(values, ends[:-1])
+    return {group.group_id: part for group, part in zip(batch.groups, parts, strict=True)}
+
+
+def in_order(batch: TrainingBatch, values: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Undo `by_group`."""
+    return np.concatenate([values[group.group_id] for group in batch.groups])

@@ -1,0 +1,250 @@
+"""Training on groups as they finish: the step of the whole batch, but for rounding, and sooner."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from fake_cluster import IN_THIS_PROCESS
+from runs import run_pipeline
+from safetensors.torch import load_file
+from test_publication_schedule import Run
+from tiny import tiny_config
+
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from roll.data.records import Group
+from roll.pipeline.algorithm import TrainingBatch, build_algorithms, with_own_advantages
+from roll.pipeline.stages import stage_chain
+from roll.pipeline.streaming import AdvantagesNeedBatch, PartsOfBatch, StreamedStep, by_group, in_order, least_groups
+from tests.pipeline.test_advantage_stage import PROMPT, batch_of, sample, settings
+
+THREE_DEVICES = {"cluster__num_devices_per_node": 3}
+VARIANTS = {
+    "grpo": {},
+    "every token alike, packed": {
+        "loss_agg_mode": "token-mean",
+        "adv_estimator": "rloo",
+        "actor_train__use_sequence_packing": True,
+        "actor_train__max_tokens_per_microbatch_in_train": 32,
+    },
+    "a reference, and penalties that adapt": {
+        **THREE_DEVICES,
+        "reference": {"device_mapping": [2]},
+        "add_token_level_kl": True,
+        "kl_controller": "adaptive",
+        "adv_estimator": "reinforce",
+        "norm_mean_type": "group",
+    },
+    "a reference in the loss, groups left out": {
+        **THREE_DEVICES,
+        "reference": {"device_mapping": [2]},
+        "use_kl_loss": True,
+        "entropy_loss_coef": 0.01,
+        "zero_variance_mask": True,
+        "loss_agg_mode": "seq-mean-token-mean",
+    },
+    "a critic": {
+        **THREE_DEVICES,
+        "adv_estimator": "gae",
+        "critic": {"device_mapping": [2], "training_args": {"learning_rate": 3e-3}},
+        "critic_warmup": 1,
+    },
+    "a correction that would reject": {
+        "actor_train__pg_variant": "decoupled_ppo",
+        "old_logprobs": "recompute",
+        "train_infer_correction": {"reject": [{"level": "token", "divergence": "abs", "threshold": 1e-3}]},
+    },
+    "weights of a correction": {
+        "actor_train__pg_variant": "vanilla",
+        "train_infer_correction": {"weight": {"level": "sequence"}},
+    },
+}
+COMPARED = ("actor/", "advantage/", "critic/", "correction/", "kl_penalty/", "reward/addition", "response/")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_that_streams_takes_the_steps_of_one_that_does_not(task, name):
+    steps = 3
+    changes = {
+        "max_steps": steps,
+        "rewards__addition__verifier": "reward_functions:late_reward",
+        # Attention hardly feels key biases: their gradients are rounding, of which Adam alone would make whole steps.
+        "actor_train__training_args__adam_epsilon": 1e-4,
+        **VARIANTS[name],
+    }
+    plain, streamed = (
+        run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, actor_train__stream_groups=streams, **changes))
+        for streams in (False, True)
+    )
+    assert len(streamed.metrics) == steps
+    for one, other in zip(plain.metrics, streamed.metrics, strict=True):
+        own = {"actor/streamed_share"} if "actor/loss" in one else set()
+        assert other.keys() - one.keys() == own and not one.keys() - other.keys()
+        assert not own or 0.2 < other["actor/streamed_share"] < 1
+        assert other["lag/max"] == 0
+        for key in sorted(one.keys() & other.keys()):
+            if key.startswith(COMPARED):
+                assert other[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
+    path = f"checkpoints/step-{steps}/model.safetensors"
+    first, second = load_file(plain.folder / path), load_file(streamed.folder / path)
+    for weight, value in first.items():
+        assert torch.allclose(value, second[weight], rtol=0, atol=1e-5 * float(value.abs().max())), weight
+
+
+class StreamedTrainer:
+    """A `TrainerGroup` that takes a second for a group, and notes what it had when."""
+
+    def __init__(self):
+        self.groups: list[list[int]] = [[]]
+        self.lags: set[int] = set()
+
+    async def train_part(self, batch, objective, plan):
+        await self._work(batch)
+        if plan.part == "last":
+            self.groups.append([])
+        return {}, None
+
+    async def train(self, batch, objective, plan):
+        await self._work(batch)
+        self.groups.append([])
+        return {}
+
+    async def _work(self, batch):
+        await asyncio.sleep(len(batch))
+        self.groups[-1] += batch.per_sample["scores"].astype(int).tolist()
+        self.lags |= set(batch.tokens["lags"].tolist())
+
+
+class StreamingRun(Run):
+    """A run whose groups take some seconds each, with all of the real stages that it needs."""
+
+    SECONDS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+    def __init__(self, *arguments, **changes):
+        super().__init__(*arguments, **changes)
+        plain, trainer = self.trainer, StreamedTrainer()
+        trainer.gather, trainer.send = plain.gather, plain.send
+        self.trainer = trainer
+
+    async def rollout(self, asked):
+        version = self.scheduler._admission.version
+        await asyncio.sleep(self.SECONDS[asked.group_id * 5 % 8])
+        made = sample(float(asked.group_id), version=version)
+        return Group(asked.group_id, PROMPT, [made])
+
+    def chain(self):
+        return [stage for stage in stage_chain({}) if stage.role in (None, "actor_train")]
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2.5])
+@pytest.mark.parametrize("consumption", ["fifo", "ready_first"])
+def test_training_begins_before_the_batch_is_full(tmp_path, monkeypatch, ratio, consumption):
+    """Rollouts and training of a batch take eight seconds each, and an update four."""
+
+    async def here(function, *arguments):
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", here)  # the clock cannot see what a thread does
+    steps = 12
+    seconds = {}
+    for streams in (False, True):
+        run = StreamingRun(
+            tmp_path,
+            monkeypatch,
+            max_steps=steps,
+            rollout_batch_size=8,
+            async_generation_ratio=ratio,
+            **({"consumption": consumption} if ratio else {}),
+            adv_estimator="reinforce",
+            actor_train__stream_groups=streams,
+        ).run()
+        *trained, rest = run.trainer.groups
+        assert rest == [] and [len(groups) for groups in trained] == [8] * steps
+        assert sorted(sum(trained, [])) == list(range(8 * steps)), "each group once"
+        assert run.scheduler.ledger.consumed == 8 * steps
+        assert max(run.trainer.lags) <= (0 if ratio == 0 else 3)
+        ends = run.recorder.ends
+        seconds[streams] = (ends[steps] - ends[4]) / (steps - 4)
+    if ratio == 0:
+        assert seconds[False] >= 16 and seconds[False] >= 1.5 * seconds[True]
+    else:
+        assert seconds[True] <= seconds[False] * 1.001
+
+
+def test_parts_of_a_batch_come_together_in_order_whatever_the_order_in_which_they_finished():
+    groups = [([sample(score) for score in scores], None) for scores in ((1, 0), (0, 0, 1), (1, 1), (0, 1))]
+    whole = batch_of(*groups)
+    parts = PartsOfBatch()
+    values = np.arange(whole.data.lengths.sum(), dtype=np.float32)
+    added = by_group(whole, values)
+    for ids in ((3,), (0, 2)):
+        part = TrainingBatch.from_groups(4, [whole.groups[number] for number in ids])
+        part.complete = False
+        part.data.tokens["reference_logprobs"] = in_order(part, added)
+        assert parts.add(part) is None
+    last = TrainingBatch.from_groups(4, [whole.groups[1]])
+    last.data.tokens["reference_logprobs"] = in_order(last, added)
+    joined = parts.add(last)
+    assert joined.complete and [group.group_id for group in joined.groups] == [0, 1, 2, 3]
+    assert np.array_equal(joined.data.tokens["reference_logprobs"], values)
+    for name, tokens in whole.data.tokens.items():
+        assert np.array_equal(joined.data.tokens[name], tokens), name
+    assert parts.add(whole) is whole
+
+
+def test_advantages_of_a_part_change_nothing_and_are_those_of_its_batch():
+    whole = batch_of(([sample(1), sample(0)], None), ([sample(0), sample(1), sample(1)], None))
+    shaped = settings("grpo")
+    part = TrainingBatch.from_groups(4, [whole.groups[1]])
+    trained = with_own_advantages(part, shaped)
+    assert "advantages" not in part.data.tokens and whole.groups[1].samples[0].reward == 0
+    step = StreamedStep()
+    step.note_advantages(trained)
+    whole = with_own_advantages(whole, shaped)
+    step.check(whole, shaped.estimator)
+    whole.data.tokens["advantages"][-1] += 0.01
+    with pytest.raises(AdvantagesNeedBatch, match=r"advantages of group 1 .*stream_groups: false"):
+        step.check(whole, shaped.estimator)
+
+
+def test_an_estimator_that_looks_at_other_groups_ends_the_run_before_it_is_trained_on(task):
+    config = tiny_config(
+        task,
+        actor_train__stream_groups=True,
+        adv_estimator="custom_parts:centred",
+        rewards__addition__verifier="reward_functions:late_reward",
+    )
+    run = run_pipeline(task, IN_THIS_PROCESS, config, expect=1)
+    assert run.metrics == [] and "AdvantagesNeedBatch" in (run.folder / "summary.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"whiten_advantages": True}, "whitening takes the moments of the whole batch"),
+        ({"adv_estimator": "reinforce_plus_plus"}, "gives advantages the moments of the whole batch"),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "batch"}, "`norm_mean_type: batch` looks at other groups"),
+        ({"ppo_epochs": 2}, "2 optimizer steps are taken on each batch"),
+        ({"actor_infer__device_mapping": [0]}, "takes turns with other roles on its devices"),
+        ({"stages": {"mine": {"after": "rollout", "use": "custom_parts:keep"}}}, "stages of your own take whole"),
+        (
+            {
+                "actor_train__pg_variant": "vanilla",
+                "train_infer_correction": {"weight": {"level": "token"}, "normalize": True},
+            },
+            "normalised over the whole batch",
+        ),
+    ],
+)
+def test_what_needs_the_whole_batch_is_refused_or_waited_for(task, changes, reason):
+    with pytest.raises(ConfigError, match=f"actor_train.stream_groups: true: .*{reason}"):
+        build_algorithms(config_from_tree(tiny_config(task, actor_train__stream_groups=True, **changes)))
+    waits = build_algorithms(config_from_tree(tiny_config(task, actor_train__stream_groups="auto", **changes)))
+    assert not waits.streams and reason in waits.not_streamed
+    config = config_from_tree(tiny_config(task, actor_train__stream_groups="auto"))
+    streams = build_algorithms(config)
+    assert streams.streams and streams.not_streamed is None
+    assert least_groups(config, True) == 1 and least_groups(config, False) == 8
