@@ -70,11 +70,11 @@ class Prepared:
     value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
-    streams: bool
-    not_streamed: str | None
-    """See `Algorithms`."""
     stages: list[ChainedStage]
     worker_classes: dict[str, type[Worker]]
+    streams: bool = False
+    not_streamed: str | None = None
+    """See `Algorithms`."""
 
 
 def prepare(config: PipelineConfig) -> Prepared:

@@ -144,7 +144,9 @@ class Run:
     """A run of a whole configuration, as `run_pipeline` wires it."""
 
     def __init__(self, folder, monkeypatch, **changes) -> None:
-        small = {"rollout_batch_size": 2, "num_return_sequences_in_group": 1, **changes}
+        small = {
+            "rollout_batch_size": 2, "num_return_sequences_in_group": 1, "adv_estimator": "reinforce", **changes,
+        }  # fmt: skip
         self.config = config_from_tree(tiny_config(folder, **small))
         self.folder = folder
         self.local = lambda **settings: LocalPool(monkeypatch, replicas=2, **settings)

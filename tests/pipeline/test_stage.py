@@ -14,6 +14,7 @@ from roll.tracking.timeline import Timeline
 class Item:
     number: int
     seconds: dict[str, float] = field(default_factory=dict)
+    complete: bool = True
 
     def note_time(self, stage, seconds):
         self.seconds[stage] = seconds
@@ -188,3 +189,30 @@ def test_the_timeline_tells_waiting_for_devices_from_running():
         assert seconds["running"] == pytest.approx(1)
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_parts_of_a_batch_go_on_only_where_the_next_stage_wants_them_and_never_to_the_side(passes):
+    async def main():
+        async def part(number):
+            return Beside(number, complete=number % 2 == 1)
+
+        side, outbox, made = Channel("side"), Channel("out"), [[], []]
+        stage = Stage("parts", part, items(4), Recorded(), outbox=outbox, side=side, passes_parts=passes)
+
+        async def collect(channel, found):
+            async for item in channel:
+                found.append(item.number)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stage.run())
+            for channel, found in zip((outbox, side), made, strict=True):
+                tasks.create_task(collect(channel, found))
+        return made
+
+    assert run_virtual(main()) == [[0, 1, 2, 3] if passes else [1, 3], [1, 3]]
+
+
+class Beside(Item):
+    def beside(self):
+        return self

@@ -158,7 +158,6 @@ def test_training_begins_before_the_batch_is_full(tmp_path, monkeypatch, ratio, 
             rollout_batch_size=8,
             async_generation_ratio=ratio,
             **({"consumption": consumption} if ratio else {}),
-            adv_estimator="reinforce",
             actor_train__stream_groups=streams,
         ).run()
         *trained, rest = run.trainer.groups
