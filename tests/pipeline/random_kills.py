@@ -290,7 +290,7 @@ def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = RANKS, *, 
 
 
 def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
-    """The tiny task, one step off, some of its prompts impossible to judge; validated on all there are."""
+    """The tiny task, one step off, trained on as groups finish, some prompts impossible to judge; validated on all."""
     rows = [
         {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "domain": "check"} for a in range(10) for b in range(10)
     ]
@@ -306,6 +306,7 @@ def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
         max_group_retries=0,
         cluster__num_devices_per_node=ranks + 1,
         actor_train__device_mapping=list(range(ranks)),
+        actor_train__stream_groups=True,
         actor_infer__device_mapping=[ranks],
         actor_infer__max_replica_restarts=1000,
         rewards__addition__verifier="reward_functions:sometimes_failing_reward",

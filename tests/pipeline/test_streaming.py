@@ -67,18 +67,27 @@ COMPARED = ("actor/", "advantage/", "critic/", "correction/", "kl_penalty/", "re
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_that_streams_takes_the_steps_of_one_that_does_not(task, name):
-    steps = 3
+    assert_same_steps(task, IN_THIS_PROCESS, 3, VARIANTS[name])
+
+
+@pytest.mark.tier("all")
+def test_so_it_does_on_two_ranks_in_processes_of_their_own(task, ray_cluster):
+    corrected = VARIANTS["weights of a correction"] | VARIANTS["every token alike, packed"]
+    two_ranks = {**THREE_DEVICES, "actor_train__device_mapping": [0, 1], "actor_infer__device_mapping": [2]}
+    assert_same_steps(task, ray_cluster, 5, corrected, two_ranks)
+
+
+def assert_same_steps(task, address, steps, changes, streamed_only=None):
     changes = {
         "max_steps": steps,
         "rewards__addition__verifier": "reward_functions:late_reward",
         # Attention hardly feels key biases: their gradients are rounding, of which Adam alone would make whole steps.
         "actor_train__training_args__adam_epsilon": 1e-4,
-        **VARIANTS[name],
+        **changes,
     }
-    plain, streamed = (
-        run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, actor_train__stream_groups=streams, **changes))
-        for streams in (False, True)
-    )
+    plain = run_pipeline(task, address, tiny_config(task, **changes))
+    streams = {"actor_train__stream_groups": True, **(streamed_only or {})}
+    streamed = run_pipeline(task, address, tiny_config(task, **changes | streams))
     assert len(streamed.metrics) == steps
     for one, other in zip(plain.metrics, streamed.metrics, strict=True):
         own = {"actor/streamed_share"} if "actor/loss" in one else set()
