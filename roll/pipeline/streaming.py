@@ -64,7 +64,7 @@ def obstacles(
 def least_groups(config: PipelineConfig, streams: bool) -> int:
     """Return the number of groups that are handed out together: those of a batch, or of a part."""
     roles = derived.present_roles(config)
-    by_part = [name for name in ("reference", "critic") if name in roles and not derived.shares_devices(config, name)]
+    by_part: list[str] = [name for name in ("reference", "critic") if name in roles and not derived.shares_devices(config, name)]
     by_part += ["actor_train"] if streams else []
     if config.stages or not by_part:
         return config.rollout_batch_size
