@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.aggregation import LOSS_AGG_MODES
+from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers
+from roll.algorithms.correction import correct, parse_correction
 from roll.algorithms.losses.base import POLICY_LOSSES, PolicyInputs
 from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.objective import PolicyObjective
@@ -282,3 +283,45 @@ def test_metrics_are_told_apart_by_lag():
         values = log_ratio[mask & (lags == lag)]
         assert metrics[f"{name}/k3"] == pytest.approx((values.exp() - 1 - values).mean().item())
         assert metrics[f"{name}/share"] == pytest.approx(len(values) / mask.sum().item())
+
+
+CORRECTION = parse_correction(
+    {
+        "weight": {"level": "sequence", "upper": 3.0},
+        "reject": [
+            {"level": "token", "divergence": "abs", "threshold": 1.2},
+            {"level": "geometric", "lower": 0.6, "upper": 1.6},
+        ],
+    }
+)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@settings(max_examples=examples(40))
+@given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
+def test_one_pass_over_parts_of_unknown_totals_is_the_corrected_pass_over_the_batch(mode, seed, labels):
+    """The whole batch: proximal log-probabilities first, then weights and rejection, then the loss of what is left."""
+    shared = {"loss_agg_mode": mode, "use_kl_loss": True, "entropy_loss_coef": 0.1, "corrected": True}
+    dice = torch.Generator().manual_seed(seed + 1)
+    tensors = random_tensors(seed) | {"loss_mask": torch.rand(ROWS, WIDTH, generator=dice) < 0.8}
+    mask, logprobs = tensors["response_mask"], tensors["logprobs"]
+    result = correct(logprobs, tensors["behaviour_logprobs"], mask, CORRECTION, trained=tensors["loss_mask"] & mask)
+    corrected = tensors | {
+        "correction_weights": result.weights,
+        "loss_mask": tensors["loss_mask"] & result.kept,
+        "proximal_logprobs": logprobs,
+    }
+    whole = PolicyObjective(WIDTH, "ppo", {}, old_policy="proximal", **shared)
+    loss, gradients, metrics = evaluate(whole, corrected, WHOLE)
+
+    objective = PolicyObjective(WIDTH, "ppo", {}, old_policy="proximal", one_pass=True, correction=CORRECTION, **shared)
+    objective.normalizers = lambda lengths: LossNormalizers.unknown(WIDTH)
+    parts = [[row for row in range(ROWS) if labels[row] == label] for label in sorted(set(labels))]
+    streamed = evaluate(objective, tensors, parts)
+    tokens = (corrected["loss_mask"] & mask).sum(-1)
+    divisor = float(tokens.sum() if mode == "token-mean" else (tokens > 0).sum()) or 1.0
+    assert streamed[0] / divisor == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    for gradient, expected in zip(streamed[1], gradients, strict=True):
+        assert torch.allclose(gradient / divisor, expected, rtol=1e-9, atol=1e-12)
+    assert metrics["trained_share"] == pytest.approx(streamed[2]["trained_share"])
+    assert streamed[2]["pg_loss"] / divisor == pytest.approx(metrics["pg_loss"], rel=1e-9, abs=1e-12)
