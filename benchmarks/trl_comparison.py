@@ -51,10 +51,12 @@ class RollSide:
 
     ratio: float
     ranks: int
+    streams: bool = False
+    """True if groups are trained on as they finish."""
 
     @property
     def name(self) -> str:
-        return f"roll, ratio {self.ratio}, {self.ranks} rank(s)"
+        return f"roll, ratio {self.ratio}, {self.ranks} rank(s)" + (", streaming" if self.streams else "")
 
 
 MICRO_BATCH = 64
@@ -65,8 +67,9 @@ TRL_SIDES = (
     TrlSide(2, 1),
     TrlSide(2, 1, MICRO_BATCH),
 )
-ROLL_SIDES = (RollSide(1, 1), RollSide(1, 2), RollSide(0, 1))
-WAITING_SIDES = (RollSide(1, 1), RollSide(2, 1), RollSide(0, 1))
+STREAMING_SIDES = (RollSide(0, 1, True), RollSide(1, 1, True))
+ROLL_SIDES = (RollSide(1, 1), RollSide(1, 2), RollSide(0, 1), *STREAMING_SIDES, RollSide(1, 2, True))
+WAITING_SIDES = (RollSide(1, 1), RollSide(2, 1), RollSide(0, 1), *STREAMING_SIDES)
 """With waiting rewards the cores are idle, so groups in flight matter, not ranks."""
 
 
@@ -137,6 +140,7 @@ def run_ours(side: RollSide, task: Path, out: Path, load: Load, seed: int) -> Pi
         "cluster.num_devices_per_node": side.ranks + 1,
         "actor_train.device_mapping": list(range(side.ranks)),
         "actor_infer.device_mapping": [side.ranks],
+        "actor_train.stream_groups": str(side.streams).lower(),
         "actor_train.max_tokens_per_microbatch_in_train": MICRO_BATCH * (PROMPT_LENGTH + load.response_length),
     }
     if load.bf16:
