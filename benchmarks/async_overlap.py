@@ -2,9 +2,9 @@
 
 Three runs: ratio 0, ratio 0 with groups trained on as they finish (`stream_groups`), and ratio 1.
 
-Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. The number of
-prompts makes training take about as long as the rollouts. This balance depends on the machine, so prompts, samples and
-passes are options; streaming takes one pass. Rollout and training seconds are those of the ratio-0 run, in which nothing overlaps.
+Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. The number of prompts makes
+training take about as long as the rollouts. This balance depends on the machine, so prompts, samples and passes are
+options; streaming takes one pass. Rollout and training seconds are those of the ratio-0 run, in which nothing overlaps.
 The bound is the gain of perfect overlap: (rollout + training) / max(rollout, training). Prints one JSON line.
 
     python benchmarks/async_overlap.py [--steps 20] [--prompts 96] [--epochs 1]
@@ -96,7 +96,8 @@ def main() -> None:
         synchronous, asynchronous = (run_at(ratio, folder, folder / f"run-{ratio}", arguments) for ratio in (0, 1))
         streamed = run_at(0, folder, folder / "streamed", arguments, streams=True) if arguments.epochs == 1 else None
     settings = {key: value for key, value in vars(arguments).items() if value is not None}
-    print(json.dumps({"benchmark": "async_overlap", **settings, **compare(synchronous, asynchronous, streamed, arguments.warm_up)}))
+    figures = compare(synchronous, asynchronous, streamed, arguments.warm_up)
+    print(json.dumps({"benchmark": "async_overlap", **settings, **figures}))
 
 
 if __name__ == "__main__":
