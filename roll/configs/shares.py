@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from roll.configs.derived import reward_models, role_sections, total_devices
 from roll.configs.devices import MAX_DEVICES, compact
 from roll.configs.errors import ConfigProblem, choose_among, count, shown
+from roll.configs.rewards import RewardConfig
+from roll.configs.roles import WorkerConfig
 from roll.configs.run import PipelineConfig
 
 TAKING_TURNS = ("actor_train", "critic", "reference")
@@ -27,7 +29,7 @@ def place_shares(config: PipelineConfig) -> list[ConfigProblem]:
     if not shares or not 0 < total_devices(config) <= MAX_DEVICES or cluster.num_nodes < 1:
         return []  # rules reject such a cluster
     roles = _roles_of_shares(config)
-    sections = {**role_sections(config), **reward_models(config)}
+    sections = _sections(config)
     problems = list(_problems(config, roles))
     if problems:
         return problems
@@ -42,9 +44,13 @@ def place_shares(config: PipelineConfig) -> list[ConfigProblem]:
     return []
 
 
+def _sections(config: PipelineConfig) -> dict[str, WorkerConfig | RewardConfig]:
+    return {**role_sections(config), **reward_models(config)}
+
+
 def _roles_of_shares(config: PipelineConfig) -> dict[str, list[str]]:
     """Return the roles of each share that this run can have, by its name."""
-    names = [*role_sections(config), *reward_models(config)]
+    names = list(_sections(config))
     turns = [role for role in TAKING_TURNS if role in names and role not in config.cluster.shares]
     others = {name: [name] for name in names if name not in ("actor_train", "actor_infer")}
     return {"train": turns, "infer": ["actor_infer"], **others}
@@ -52,7 +58,7 @@ def _roles_of_shares(config: PipelineConfig) -> dict[str, list[str]]:
 
 def _problems(config: PipelineConfig, roles: dict[str, list[str]]) -> Iterator[ConfigProblem]:
     shares, devices = config.cluster.shares, config.cluster.num_devices_per_node
-    sections = {**role_sections(config), **reward_models(config)}
+    sections = _sections(config)
     for name, share in shares.items():
         path = f"cluster.shares.{name}"
         if name not in roles:
