@@ -22,8 +22,9 @@ QUIET = {"include_dashboard": False, "include_log_monitor": False, "no_monitor":
 
 
 @contextmanager
-def running_cluster() -> Iterator[str]:
-    """A cluster of one node, by its address. Each run connects to it and leaves it."""
+def running_cluster(nodes: int = 1) -> Iterator[str]:
+    """A cluster on this machine, by its address. Each run connects to it and leaves it. A node of Ray has processes and
+    an object store of its own."""
     from ray.cluster_utils import Cluster
 
     paths = [str(ROOT), str(ROOT / "tests" / "pipeline"), os.environ.get("PYTHONPATH", "")]
@@ -31,9 +32,11 @@ def running_cluster() -> Iterator[str]:
         with environment(PYTHONPATH=os.pathsep.join(path for path in paths if path)):
             address = stack.enter_context(warm.warm_workers())
             with environment(**address):
-                head = {"num_cpus": PLACES, "setup_worker_path": warm.__file__, **QUIET}
-                cluster = Cluster(initialize_head=True, head_node_args=head)
-        stack.callback(cluster.shutdown)
+                node = {"num_cpus": PLACES, "setup_worker_path": warm.__file__, **QUIET}
+                cluster = Cluster(initialize_head=True, head_node_args=node)
+                stack.callback(cluster.shutdown)
+                for _ in range(nodes - 1):
+                    cluster.add_node(**node)
         yield cluster.address
 
 

@@ -47,12 +47,16 @@ def agentic(config: PipelineConfig) -> AgenticConfig:
     return config
 
 
+def role_sections(config: PipelineConfig) -> dict[str, WorkerConfig]:
+    """Return the sections of the roles that are written, by name."""
+    sections = (config.actor_train, config.actor_infer, config.reference, config.critic)
+    return {name: role for name, role in zip(ROLES, sections, strict=True) if role is not None}
+
+
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Return the roles of this run that own devices, by name."""
-    reference = None if reference_is_base(config) else config.reference
-    sections = (config.actor_train, config.actor_infer, reference, config.critic)
-    roles = dict(zip(ROLES, sections, strict=True))
-    return {name: role for name, role in roles.items() if role is not None}
+    without = ("reference",) if reference_is_base(config) else ()
+    return {name: role for name, role in role_sections(config).items() if name not in without}
 
 
 def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:

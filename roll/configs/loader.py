@@ -1,9 +1,9 @@
 """From a YAML file and overrides to a typed configuration, or to every problem at once.
 
 Order: read, lay the file over the defaults, apply `dotted.key=value` overrides, resolve `${...}`, validate against the
-dataclasses. Nothing is executed, nothing heavy is imported, and no key is silently ignored. Plain values follow YAML
-1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A repeated key, a tag such as `!!python/object` and
-an alias that grows without bound are reported with line and column.
+dataclasses, turn shares of devices into device mappings. Nothing is executed, nothing heavy is imported, and no key is
+silently ignored. Plain values follow YAML 1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A
+repeated key, a tag such as `!!python/object` and an alias that grows without bound are reported with line and column.
 
 An unknown key gets the nearest valid name at its level, or the section where a key of that name belongs. A wrong value
 gets the expected type. If several readings of one value fail, one problem is reported.
@@ -42,6 +42,7 @@ from roll.configs.fields import (
 from roll.configs.plugins import problem
 from roll.configs.roles import UNREAD_PATHS
 from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.shares import place_shares
 from roll.tracking.logs import redact
 
 _MOST_NAMES_LISTED = 12
@@ -229,6 +230,9 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     if problems:
         raise ConfigError(problems)
     config: PipelineConfig = valid
+    problems = place_shares(config)
+    if problems:
+        raise ConfigError(problems)
     return config
 
 

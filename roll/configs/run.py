@@ -85,6 +85,12 @@ class ClusterConfig:
     )
     num_devices_per_node: Count = option(1, "Devices (CPU slots or GPUs) used on each node.")
     num_nodes: Count = option(1, "Nodes used. Device `i` lives on node `i // num_devices_per_node`.")
+    shares: dict[str, float] = option(
+        dict,
+        "In place of `device_mapping`: the share of each node's devices that a role gets. `train` is for "
+        "`actor_train`, and for `critic` and `reference` without a share of their own; `infer` is for `actor_infer`; "
+        "others have the role's name. Whole devices, in the order written. See `docs/multi_node.md`.",
+    )
     address: str | None = option(
         None, "Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
     )

@@ -214,8 +214,12 @@ class InferStrategy(ABC):
         """
 
     @abstractmethod
-    async def sleep(self) -> None:
-        """Free the caches and move the weights off the device; only while paused or idle. Harmless to repeat."""
+    async def sleep(self, discard: bool = False) -> bool:
+        """Free the caches and move the weights off the device; only while paused or idle. Harmless to repeat.
+
+        With ``discard`` an engine may drop its weights, and then returns True: between `wake` and `resume`,
+        `load_weights` must bring others. The engine stays paused until then.
+        """
 
     @abstractmethod
     async def wake(self) -> None:

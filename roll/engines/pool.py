@@ -26,7 +26,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode, TokenChunk, no_tokens
+from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
+from roll.engines.partial import PartialResponse
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.pool import all_or_none
@@ -35,6 +36,7 @@ from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
 from roll.weights.publisher import EngineCallFailed, Publication, PushTarget, check_weights
+from roll.weights.transports import TRANSPORTS
 from roll.weights.verify import CanaryScores, compare_canaries
 
 COLLECT_WAIT_SECONDS = 10.0
@@ -304,6 +306,11 @@ class InferencePool:
         self._publication: Publication | None = None
         self.buffers = WeightBuffers(count=2 if settings.dual_buffer else 1)
         self._canaries: CanaryScores | None = None
+        self._loaded = Loaded()
+        self._verified: set[str | None] = set()
+        """Nodes on which the update that is being loaded was verified for all replicas."""
+        self._arrived = asyncio.Event()
+        self._arrived.set()
         self._awake = asyncio.Event()
         self._awake.set()
         self._starting = 0
@@ -367,14 +374,28 @@ class InferencePool:
         The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
         version when it restarts. Raises `WeightsDiffer`.
         """
-        self._publication, self._canaries = publication, canaries
-        self.buffers.publishing(publication.version)
-        loaded = Loaded()
+        if publication is not self._publication:
+            self.announce(publication, canaries)
+        loaded = self._loaded
+        await self._verify(publication)
         # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
         at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
         await self._change_each(lambda replica: self._load(replica, loaded), max(1, at_once))
+        self._verified.clear()
         self.buffers.published(publication.version)
         return loaded
+
+    def expect_weights(self) -> None:
+        """Let replicas that have discarded their weights wake with an update that is being sent: `announce` follows."""
+        self._arrived.clear()
+
+    def announce(self, publication: Publication, canaries: CanaryScores | None = None) -> None:
+        """Make this the version that replicas load: those that start, those that wake without weights, and then, in
+        `publish`, all others."""
+        self._publication, self._canaries, self._loaded = publication, canaries, Loaded()
+        self._verified.clear()
+        self.buffers.publishing(publication.version)
+        self._arrived.set()
 
     async def offload_states(self) -> None:
         """Put every replica to sleep: requests wait, weights and caches leave the devices.
@@ -389,8 +410,14 @@ class InferencePool:
         await self._change_each(self._settle, len(self._names))
 
     async def load_states(self) -> None:
-        """Wake every replica."""
+        """Wake every replica. Those without weights load the newest ones, of an update that is being sent if there is
+        one."""
         self._awake.set()
+        if any(replica.version < 0 for replica in self._replicas.values()):
+            with waiting("weights that are being sent", "their arrival"):
+                await self._arrived.wait()
+            if self._publication is not None:
+                await self._verify(self._publication)
         await self._change_each(self._settle, len(self._names))
         self._deadlines.resume()
 
@@ -470,6 +497,26 @@ class InferencePool:
                 except (WorkerDied, WorkerFailed) as again:
                     death = again
 
+    async def _verify(self, publication: Publication) -> None:
+        """Have one replica of each node verify bytes that others there are going to map as well."""
+        nodes: dict[str | None, list[Replica]] = {}
+        if publication.layout is None and TRANSPORTS[self._spec.transport].one_copy_per_host:
+            for replica in self._replicas.values():
+                if replica.version < publication.version and replica.handle.node not in self._verified:
+                    nodes.setdefault(replica.handle.node, []).append(replica)
+
+        async def verify(node: str | None, replicas: list[Replica]) -> None:
+            for replica in replicas:
+                try:
+                    seconds = await self._change(replica, "verify_weights", publication)
+                except WorkerDied:
+                    continue  # if none is left, those that restart verify for themselves
+                self._loaded.seconds["fetch"] += seconds
+                self._verified.add(node)
+                return
+
+        await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
+
     async def _load(self, replica: Replica, loaded: Loaded) -> None:
         """Bring one replica to the current version. Requests for the version reach it once it is verified."""
         publication, canaries = self._publication, self._canaries
@@ -481,7 +528,8 @@ class InferencePool:
             if publication.layout is not None:
                 receipt, seconds = await self._push(replica, publication)
             else:
-                order = (publication, settings.load_bucket_bytes, settings.in_flight)
+                verified = replica.handle.node in self._verified
+                order = (publication, settings.load_bucket_bytes, settings.in_flight, verified)
                 receipt, seconds = await self._change(replica, "load_weights", *order)
         if self._replicas.get(replica.name) is not replica:
             raise WorkerDied(replica.name, "it died right after it had loaded its weights")
@@ -554,10 +602,24 @@ class InferencePool:
 
     async def _settle(self, replica: Replica) -> None:
         """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""
-        if replica.asleep == self._awake.is_set():
-            method = "wake" if self._awake.is_set() else "sleep"
-            await self._change(replica, method)
-            replica.asleep = method == "sleep"
+        if replica.asleep != self._awake.is_set():
+            return
+        if replica.asleep:
+            await self._change(replica, "wake")
+            replica.asleep = False
+            if replica.version < 0:
+                await self._load(replica, self._loaded)
+        else:
+            if await self._change(replica, "sleep", self._weights_follow()):
+                replica.version = -1
+            replica.asleep = True
+
+    def _weights_follow(self) -> bool:
+        """Return True if new weights are on their way, and the present ones can be loaded again if these are late."""
+        published = self._publication
+        if published is None or published.layout is not None or not self._settings.dual_buffer:
+            return False
+        return self.buffers.has_newer(published.version)
 
     def _count_tokens(self, number: int) -> None:
         self.tokens_seen += number
@@ -566,76 +628,3 @@ class InferencePool:
         # A late report about a predecessor says nothing about the process that replaced it.
         if self._replicas.get(replica.name) is replica:
             self._router.mark_dead(replica.name, death.cause)
-
-
-class PartialResponse:
-    """The tokens of one request so far: those of finished attempts, and the known ones of the current attempt."""
-
-    def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
-        """Start without tokens. ``max_length``: tokens that an engine holds, prompt plus response."""
-        self._request = request
-        self._min_version = min_version
-        room = max_length - len(request.prompt_token_ids)
-        self._limit = max(1, min(request.sampling.max_new_tokens, room))
-        self._settled = no_tokens()
-        self._attempt: list[TokenChunk] = []
-
-    @property
-    def request_id(self) -> str:
-        """The request id that the caller chose."""
-        return self._request.request_id
-
-    @property
-    def attempt_tokens(self) -> int:
-        """Number of known tokens of the current attempt."""
-        return sum(len(chunk.token_ids) for chunk in self._attempt)
-
-    @property
-    def min_version(self) -> int | None:
-        """Oldest weight version that may continue the response; None if any may."""
-        newest = self._settled.versions[-1:].tolist()
-        return max(newest if self._min_version is None else [self._min_version, *newest], default=None)
-
-    def remaining(self) -> GenerateRequest:
-        """Return the request for the missing part."""
-        request, count = self._request, len(self._settled.token_ids)
-        return replace(
-            request,
-            prompt_token_ids=np.concatenate([request.prompt_token_ids, self._settled.token_ids]).astype(np.int32),
-            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
-            first_token_index=request.first_token_index + count,
-        )
-
-    def add(self, chunk: TokenChunk) -> None:
-        """Append the next tokens of the current attempt."""
-        self._attempt.append(chunk)
-
-    def cut_off(self) -> int:
-        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
-        kept = self.attempt_tokens
-        self._settled = _joined([self._settled, *self._attempt])
-        self._attempt = []
-        return kept
-
-    @property
-    def completion(self) -> Completion | None:
-        """The whole response if the interrupted attempts already contain all of it, else None."""
-        reason = self._settled.finish_reason
-        if reason is None or reason == "abort":
-            if len(self._settled.token_ids) < self._limit:
-                return None
-            reason = "length"
-        return self._settled.completion(self.request_id, reason)
-
-    def joined_to(self, completion: Completion) -> Completion:
-        """Return the whole response, where ``completion`` is the part that the current attempt generated."""
-        return _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
-
-
-def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    return TokenChunk(
-        np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
-        np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
-        np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
-        chunks[-1].finish_reason,
-    )

@@ -310,7 +310,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     """One engine replica whose library computes in its own processes. Adapters implement what follows `_launch`."""
 
     _engine: Engine | None = None
-    _paused = _asleep = False
+    _paused = _asleep = _without_weights = False
     _version = _generated_tokens = 0
 
     async def start(self) -> None:
@@ -377,6 +377,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._live_engine()
         if self._asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
+        if self._without_weights:
+            raise RuntimeError("the engine has discarded its weights; load some before resume")
         self._requests.interrupt_drains("resume()")
         await self._continue()
         self._paused = False
@@ -411,6 +413,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
             raise
         except Exception as error:
             raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
+        self._without_weights = False
         self._version = version
         held_weights = await self._inspected(prepared.held, prepared.layout)
         if was_open:
@@ -426,16 +429,17 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         async with self._scoring:
             return [await self._score(tokens) for tokens in token_ids]
 
-    async def sleep(self) -> None:
-        """Free the caches and move the weights to the host. An engine with its own devices only frees the caches."""
+    async def sleep(self, discard: bool = False) -> bool:
+        """See `InferStrategy.sleep`. An engine with its own devices only frees the caches."""
         self._live_engine()
         self._require_still("sleep")
-        if self._asleep:
-            return
-        self._requests.gate.shut()
-        await self._offload()
-        self._asleep = True
-        self._tick()
+        if not self._asleep:
+            self._requests.gate.shut()
+            self._without_weights = await self._offload(discard)
+            self._paused |= self._without_weights
+            self._asleep = True
+            self._tick()
+        return self._without_weights
 
     async def wake(self) -> None:
         self._live_engine()
@@ -536,8 +540,9 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         """Score one sequence; see `InferStrategy.score`."""
 
     @abstractmethod
-    async def _offload(self) -> None:
-        """Stop decoding and free the caches; free the devices if other roles use them too."""
+    async def _offload(self, discard: bool) -> bool:
+        """Stop decoding and free the caches; free the devices if other roles use them too. Return True if the weights
+        were dropped, which ``discard`` allows; `_load` then completes what `_reload` leaves undone."""
 
     @abstractmethod
     async def _reload(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 from roll.configs.strategies import ENGINES, strategy_class
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, InferStrategy, PauseMode, TokenChunk
 from roll.runtime.workers import Worker
-from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, split_bucket
+from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, manifest, split_bucket
 from roll.weights.publisher import Publication, check_weights
 from roll.weights.transports import TRANSPORTS, WeightReceiver
 
@@ -64,6 +64,8 @@ class InferWorker(Worker):
 
     _strategy: InferStrategy
     _push_began: float
+    _needs_weights = False
+    """True if the engine has discarded its weights and has not been given others."""
 
     async def start(self, spec: EngineSpec) -> None:
         """Load the model and start the engine."""
@@ -123,24 +125,37 @@ class InferWorker(Worker):
                 task.cancel()
         await self._strategy.abort(request_ids)
 
+    async def verify_weights(self, publication: Publication) -> float:
+        """Verify a weight update for all engines of this host, which map the same bytes; return the seconds it took.
+        The engine decodes meanwhile. Raises `WeightsDiffer` or `WeightMismatch` naming the tensor."""
+        started = time.perf_counter()
+        buckets = self._receiver.receive(publication.handles, publication.version)
+        counted = await self.in_thread(manifest, buckets)
+        check_weights(self.identity.name, publication, HeldWeights(publication.version, *counted))
+        return time.perf_counter() - started
+
     async def load_weights(
-        self, publication: Publication, bucket_bytes: int, mode: PauseMode
+        self, publication: Publication, bucket_bytes: int, mode: PauseMode, verified: bool = False
     ) -> tuple[HeldWeights, dict[str, float]]:
         """Fetch a weight update, verify its checksums and load it; return the receipt and the timings.
 
-        The engine gets ``bucket_bytes`` at a time, and decoding stops for the load only. Timings in seconds: ``fetch``
-        (while decoding continues), ``load``, and ``stall`` (from the end of the last step before the load to the order
-        for the next one). The receipt is that of the loaded weights. Raises `WeightsDiffer` or `WeightMismatch` naming
-        the tensor. If the fetched weights are wrong, the old ones stay in use; if the loaded ones are wrong, the engine
-        stays paused.
+        Checksums that another engine of this host has ``verified`` are not computed again, but for bytes that this
+        engine copies. The engine gets ``bucket_bytes`` at a time, and decoding stops for the load only. Timings in
+        seconds: ``fetch`` (while decoding continues), ``load``, and ``stall`` (from the end of the last step before the
+        load to the order for the next one). The receipt is that of the loaded weights. Raises `WeightsDiffer` or
+        `WeightMismatch` naming the tensor. If the fetched weights are wrong, the old ones stay in use; if the loaded
+        ones are wrong, the engine stays paused.
         """
         started = time.perf_counter()
-        prepared = await self._strategy.prepare_weights(self._received(publication, bucket_bytes), publication.version)
+        buckets = self._received(publication, bucket_bytes, verified)
+        prepared = await self._strategy.prepare_weights(buckets, publication.version)
         check_weights(self.identity.name, publication, prepared)
         fetched = time.perf_counter()
-        await self._strategy.pause(mode)
+        if not self._needs_weights:
+            await self._strategy.pause(mode)
         paused = time.perf_counter()
         receipt = await self._strategy.load_weights(publication.version)
+        self._needs_weights = False
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()
@@ -170,20 +185,24 @@ class InferWorker(Worker):
     def _receiver(self) -> WeightReceiver:
         return TRANSPORTS[self._spec.transport].receiver()
 
-    def _received(self, publication: Publication, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def _received(self, publication: Publication, bucket_bytes: int, verified: bool) -> Iterator[WeightBucket]:
         """Yield the update's buckets in the sizes that the engine takes, fetched as the engine consumes them."""
+        checksums = publication.checksums if verified else None
         for bucket in self._receiver.receive(publication.handles, publication.version):
-            yield from split_bucket(bucket, bucket_bytes)
+            yield from split_bucket(replace(bucket, verified=checksums), bucket_bytes)
 
-    async def sleep(self) -> None:
-        """Give up the devices. Requests wait; those that lose their caches are recomputed later."""
+    async def sleep(self, discard: bool = False) -> bool:
+        """Give up the devices. Requests wait; those that lose their caches are recomputed later. Return True if the
+        engine dropped its weights, which ``discard`` allows."""
         await self._strategy.pause("resume")
-        await self._strategy.sleep()
+        self._needs_weights = await self._strategy.sleep(discard)
+        return self._needs_weights
 
     async def wake(self) -> None:
-        """Take the devices back and resume decoding."""
+        """Take the devices back, and resume decoding unless weights have to be loaded first."""
         await self._strategy.wake()
-        await self._strategy.resume()
+        if not self._needs_weights:
+            await self._strategy.resume()
 
     async def stats(self) -> dict[str, Any]:
         """See `InferStrategy.stats`."""

@@ -255,7 +255,9 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
     Returns the seconds of each part and, if checked, the log-probability differences of the canary sequences.
     """
     await run.chaos.publication(version)
+    run.pool.expect_weights()
     publication = await run.trainer.send(version)
+    run.pool.announce(publication, canaries)
     async with run.locks["actor_infer"].hold("actor_infer"):
         loaded = await run.pool.publish(publication, canaries)
     seconds = {**publication.seconds, **loaded.seconds}

@@ -236,13 +236,13 @@ def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
-    """Return the number of parameters, and the checksum of each tensor's bytes."""
+    """Return the number of parameters, and the checksum of each tensor's bytes, as verified or else computed."""
     parameter_count = 0
     checksums: dict[str, int] = {}
     for bucket in buckets:
         for (name, _, shape, _), (start, end) in zip(bucket.tensors, tensor_spans(bucket), strict=True):
             parameter_count += math.prod(shape)
-            checksums[name] = checksum(bucket.data[start:end])
+            checksums[name] = bucket.verified[name] if bucket.verified else checksum(bucket.data[start:end])
     return parameter_count, checksums
 
 
@@ -289,6 +289,8 @@ class WeightBucket:
     lasting: bool = False
     """True if ``data`` stays unchanged until the engine has loaded the next version. If False, it may change as soon as
     `InferStrategy.load_weights` has returned."""
+    verified: Mapping[str, int] | None = None
+    """Checksums of the tensors, if another process of this host has found them to be those of these very bytes."""
 
 
 @dataclass

@@ -37,6 +37,10 @@ class WeightBuffers:
         """Return True if a buffer still holds this version."""
         return version in self._versions
 
+    def has_newer(self, version: int) -> bool:
+        """Return True if a buffer holds, or is being given, a newer version than this one."""
+        return any(other is not None and other > version for other in self._versions)
+
     def buffer_of(self, version: int) -> int:
         """Return the buffer that holds a version. Raises ``KeyError`` if none does."""
         if version not in self._versions:

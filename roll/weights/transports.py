@@ -103,6 +103,8 @@ class WeightTransport:
 
     sender: Callable[[TransportSpec], WeightSender]
     receiver: Callable[[], WeightReceiver]
+    one_copy_per_host: bool = False
+    """True if all engines of a host map the same bytes, so that one of them can verify these for all."""
 
 
 _NAMES = {code: dtype_name(dtype) for dtype, code in SAFETENSORS_CODES.items()}
@@ -378,8 +380,12 @@ class SharedMemoryReceiver(WeightReceiver):
 
 
 TRANSPORTS: dict[str, WeightTransport] = {
-    "shared_memory": WeightTransport(lambda spec: SharedMemorySender(lasting=spec.buffers > 1), SharedMemoryReceiver),
+    "shared_memory": WeightTransport(
+        lambda spec: SharedMemorySender(lasting=spec.buffers > 1), SharedMemoryReceiver, one_copy_per_host=True
+    ),
     "object_store": WeightTransport(lambda spec: ObjectStoreSender(), ObjectStoreReceiver),
-    "checkpoint": WeightTransport(lambda spec: CheckpointSender(spec.directory), CheckpointReceiver),
+    "checkpoint": WeightTransport(
+        lambda spec: CheckpointSender(spec.directory), CheckpointReceiver, one_copy_per_host=True
+    ),
 }
 """Transports by their name in `weight_update.transport`."""

@@ -57,7 +57,11 @@ def configuration_of(block: Block) -> dict[str, Any]:
         return tree
     pipeline = "agentic" if tree.get("pipeline") == "agentic" or tree.keys() & AGENTIC_KEYS else "rlvr"
     parts = [BASES[pipeline], TRAINING_PROMPTS if pipeline == "rlvr" else {}, tree]
-    return _laid_over(*(copy.deepcopy(part) for part in parts))
+    merged = _laid_over(*(copy.deepcopy(part) for part in parts))
+    if "shares" in merged["cluster"]:  # in place of the mappings of the base
+        for role in ("actor_train", "actor_infer"):
+            del merged[role]["device_mapping"]
+    return merged
 
 
 def _problems(block: Block) -> list[str]:

@@ -30,7 +30,7 @@ from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
 from roll.tracking.timeline import Timeline
 from roll.weights.verify import CanaryScores
-from tests.runtime.local_engines import LocalPool, publication, request, scripted_scores
+from tests.runtime.local_engines import LocalPool, ScriptedEngine, publication, request, scripted_scores
 
 VALIDATION_SECONDS = 60.0
 
@@ -398,6 +398,39 @@ def test_roles_that_share_devices_hand_them_over_once_each_way_in_a_step(run, mo
         assert 2 * steps - 1 <= resident.moves <= 2 * steps + 2, role
     for handle in done.engines.handles:
         assert Counter(handle.engine.moves) == {"sleep": steps + 1, "wake": steps + 1}
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_an_engine_on_the_devices_of_the_trainer_drops_weights_that_are_replaced_and_loads_each_version_once(
+    run, monkeypatch, ratio, interval
+):
+    dropped: Counter[str] = Counter()
+
+    def colocate(made):
+        made.devices = dict.fromkeys(["actor_infer", "actor_train"], [0])
+        made.colocated = {"actor_train": Resident()}
+        made.local = lambda **settings: LocalPool(monkeypatch, replicas=2, discards=True, **settings)
+        sleep, send = ScriptedEngine.sleep, made.trainer.send
+
+        async def slow_send(version):
+            await asyncio.sleep(20)  # so that the engine would have the devices before, and generate
+            return await send(version)
+
+        made.trainer.send = slow_send
+
+        async def counted(engine, discard=False):
+            dropped[engine] += discard
+            return await sleep(engine, discard)
+
+        monkeypatch.setattr(ScriptedEngine, "sleep", counted)
+
+    steps = 9
+    done = run(colocate, async_generation_ratio=ratio, max_steps=steps, weight_update__interval_steps=interval)
+    for handle in done.engines.handles:
+        assert handle.calls["load_weights"] == 1 + steps // interval
+        # It may sleep already when the trainer asks for the memory of a version.
+        assert steps // interval - 1 <= dropped[handle.engine] <= steps // interval
 
 
 @pytest.mark.parametrize("ratio", [0, 1])

@@ -51,7 +51,7 @@ class RunningRequest:
 class ScriptedEngine(InferStrategy):
     """An `InferStrategy` whose tokens take a second each and whose loads take two."""
 
-    def __init__(self, *_args, in_place=True, witness=None, **_options):
+    def __init__(self, *_args, in_place=True, discards=False, witness=None, **_options):
         self.version = 0
         self.witness = witness or Witness()
         """Of calls in an order that no engine allows: the pool replaces an engine that fails."""
@@ -67,6 +67,9 @@ class ScriptedEngine(InferStrategy):
         self.going.set()
         self.asleep = False
         self.moves: list[str] = []
+        self.discards = discards
+        """Whether it drops its weights in a sleep if it may."""
+        self.without_weights = False
         self.fail_next: EngineFailed | None = None
         self.in_place = in_place
         """Whether it computes with the publication's own memory."""
@@ -92,7 +95,7 @@ class ScriptedEngine(InferStrategy):
                     if self.fail_next is not None:
                         raise self.fail_next
                     with self.witness.watching():
-                        assert not self.asleep
+                        assert not self.asleep and not self.without_weights
                     if request.request_id.partition("#")[0] not in self.stalled:
                         mine.versions.append(self.version)
         finally:
@@ -130,6 +133,8 @@ class ScriptedEngine(InferStrategy):
     async def resume(self):
         if self.asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
+        if self.without_weights:
+            raise RuntimeError("the engine has no weights")
         self.going.set()
 
     async def prepare_weights(self, buckets, version):
@@ -142,8 +147,9 @@ class ScriptedEngine(InferStrategy):
 
     async def load_weights(self, version):
         with self.witness.watching():
-            assert version == self.preparing and not self.going.is_set()
+            assert version == self.preparing and not self.going.is_set() and not self.asleep
         await asyncio.sleep(LOAD_SECONDS / 2)
+        self.without_weights = False
         self.version = version
         return self.receipt(version)
 
@@ -162,9 +168,11 @@ class ScriptedEngine(InferStrategy):
     def receipt(self, version):
         return HeldWeights(version, 0, {}, self.in_place)
 
-    async def sleep(self):
+    async def sleep(self, discard=False):
         self.asleep = True
+        self.without_weights = discard and self.discards
         self.moves.append("sleep")
+        return self.without_weights
 
     async def wake(self):
         self.asleep = False
@@ -186,6 +194,7 @@ class LocalHandle:
     """What `WorkerHandle` is to a process, for a worker on this event loop."""
 
     pid = 0
+    node = "node"
 
     def __init__(self, index: int):
         self.name = f"actor_infer/{index}"
@@ -269,9 +278,11 @@ def request(name: str = "r", tokens: int = 4) -> GenerateRequest:
 class LocalPool:
     """A pool over scripted engines. ``handles`` holds every process ever started, in order."""
 
-    def __init__(self, monkeypatch, replicas: int = 1, *, in_place: bool = True, **settings):
+    def __init__(
+        self, monkeypatch, replicas: int = 1, *, in_place: bool = True, discards: bool = False, **settings
+    ):
         self.witness = Witness()
-        engine = partial(ScriptedEngine, in_place=in_place, witness=self.witness)
+        engine = partial(ScriptedEngine, in_place=in_place, discards=discards, witness=self.witness)
         monkeypatch.setattr(infer_worker, "strategy_class", lambda kind, name, own: engine)
         monkeypatch.setitem(TRANSPORTS, "nothing", WeightTransport(nothing_to_send, NothingToCarry))
         self.handles: list[LocalHandle] = []

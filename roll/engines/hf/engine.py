@@ -184,22 +184,25 @@ class HFEngine:
         in_place = False
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         arriving = (
-            (name, dtype, shape, (tensor, bucket.lasting))
+            (name, dtype, shape, (tensor, bucket))
             for bucket in buckets
             for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True)
         )
-        for name, _, _, (tensor, lasting) in checked(arriving, shapes):
-            tensors[name], checksums[name] = self._take(tensor, self._parameters[name].dtype, lasting)
+        for name, _, _, (tensor, bucket) in checked(arriving, shapes):
+            tensors[name], checksums[name] = self._take(name, tensor, bucket)
             in_place |= tensors[name] is tensor and self._device.type == "cpu"
         count = sum(parameter.numel() for parameter in self._parameters.values())
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors)
 
-    def _take(self, tensor: torch.Tensor, dtype: torch.dtype, lasting: bool) -> tuple[torch.Tensor, int]:
+    def _take(self, name: str, tensor: torch.Tensor, bucket: WeightBucket) -> tuple[torch.Tensor, int]:
         """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
+        dtype = self._parameters[name].dtype
         if tensor.dtype != dtype:
             tensor = tensor.to(dtype)
-        elif self._device.type == "cpu" and not lasting:
+        elif self._device.type == "cpu" and not bucket.lasting:
             return copy_with_checksum(tensor)
+        elif bucket.verified:
+            return tensor, bucket.verified[name]
         return tensor, tensor_checksum(tensor)
 
     def load_weights(self, staged: PreparedWeights) -> HeldWeights:

@@ -292,8 +292,9 @@ class HFInferStrategy(InferStrategy):
         self._prepared = None
         return held
 
-    async def sleep(self) -> None:
+    async def sleep(self, discard: bool = False) -> bool:
         await self._live_thread().call_while_still(lambda engine: engine.sleep(), "sleep")
+        return False
 
     async def wake(self) -> None:
         await self._live_thread().call(lambda engine: engine.wake())

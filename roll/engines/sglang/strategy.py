@@ -196,10 +196,11 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         body = score_body(tokens, self._requests.engine_id())
         return scores_of(await self._live_engine().call("/generate", body), tokens)
 
-    async def _offload(self) -> None:
+    async def _offload(self, discard: bool) -> bool:
         await self._halt("resume")
         if self._shares_devices:
             await self._order("/release_memory_occupation", {})
+        return False
 
     async def _reload(self) -> None:
         if self._shares_devices:

@@ -123,6 +123,9 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         for bucket in buckets:
             await self._answer(engine.update_weights(WeightTransferUpdateRequest(bucket)))
         await self._answer(engine.finish_weight_update(str(prepared.held.version)))
+        if self._without_weights:
+            await self._answer(engine.wake_up(["kv_cache"]))
+            await self._halt("keep")  # now that all memory is back, vLLM resumes decoding by itself
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """Make one call of vLLM's weight transfer, for the trainer's end of it, while the engine is paused."""
@@ -179,14 +182,22 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                     values[1:] = [position[token].logprob for token, position in pairs]
         return values
 
-    async def _offload(self) -> None:
-        if self._sleeps:
-            await self._answer(self._live_engine().sleep(level=1, mode="keep"))
-        else:
+    async def _offload(self, discard: bool) -> bool:
+        """See `ProcessEngine`. vLLM's sleep of level 1 copies the weights to the host, level 2 drops everything but
+        buffers. An update brings neither a draft model's weights nor all that a quantisation has computed."""
+        if not self._sleeps:
             await self._halt("resume")
+            return False
+        engine = self._live_engine()
+        config = engine.vllm_config
+        discard = discard and config.speculative_config is None and config.model_config.quantization is None
+        await self._answer(engine.sleep(level=2 if discard else 1, mode="keep"))
+        return discard
 
     async def _reload(self) -> None:
-        if self._sleeps:
+        if self._without_weights:
+            await self._answer(self._live_engine().wake_up(["weights"]))  # vLLM decodes when the caches are back, too
+        elif self._sleeps:
             await self._answer(self._live_engine().wake_up())
             if self._paused:  # waking resumes decoding
                 await self._halt("keep")
