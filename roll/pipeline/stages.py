@@ -47,10 +47,16 @@ async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
 
 async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
     """Make a batch of finished groups, and check it against the staleness bound and the ledger."""
-    batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
-    batch.check_staleness(run.max_staleness)
     run.scheduler.ledger.check()
-    batch.describe_rollouts(run.side.sample_metrics)
+
+    def make() -> TrainingBatch:
+        batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
+        batch.check_staleness(run.max_staleness)
+        batch.describe_rollouts(run.side.sample_metrics)
+        return batch
+
+    # In a thread: a large batch takes seconds.
+    batch = await asyncio.to_thread(make)
     batch.metrics.update(run.side.metrics())
     return batch
 
