@@ -28,7 +28,7 @@ QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests venv-for-all-tests demo check test test-all soak mutants docs bench \
-	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
@@ -126,6 +126,10 @@ bench-infer: venv
 bench-scheduler: venv
 	$(RUN) benchmarks/scheduler_cost.py
 
+# About a minute, and 4 GiB.
+bench-driver: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/driver.py
+
 # The plain side needs about 8 GiB.
 bench-logprobs: venv
 	$(RUN) benchmarks/logprob_memory.py
@@ -170,6 +174,7 @@ bench: venv
 	$(MAKE) bench-overlap
 	$(MAKE) bench-infer
 	$(MAKE) bench-scheduler
+	$(MAKE) bench-driver
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-memory
 	$(MAKE) bench-offpolicy

@@ -69,6 +69,8 @@ class GenerateRequest:
     first_token_index: int = 0
     """Number of response tokens that earlier attempts have produced. They do not count against any limit. The random
     stream resumes at this index, so a continued response is sampled like an uninterrupted one."""
+    with_text: bool = False
+    """True if the engine's process also decodes the response, so that the run's own process need not."""
 
 
 @dataclass
@@ -83,6 +85,8 @@ class Completion:
     versions: np.ndarray
     """int32 ``[new]``."""
     finish_reason: FinishReason
+    text: str | None = None
+    """The response as text, without special tokens; None if it was not decoded."""
 
     def after(self, known: int) -> TokenChunk:
         """Return the tokens beyond the first ``known``, as the last chunk of the request."""

@@ -1,25 +1,26 @@
 """All replicas of the generating engine as one engine that survives the death of a replica.
 
-A request goes to the least loaded live replica. The tokens of running requests are fetched every few seconds, and the
-same call is the engine's sign of life. When a replica dies, its requests continue elsewhere from the tokens fetched so
-far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
-last cause. Weights reach a share of the replicas at a time, and each update is verified by checksums.
+A request goes to the least loaded live replica. Every two seconds each engine says how many tokens it has generated,
+which is its sign of life. The tokens of running requests are fetched as often, but only of a few replicas in turn: what
+that costs the run's own process does not grow with their number. When a replica dies, its requests continue elsewhere
+from the tokens fetched so far, and a new process with the current weights takes its place. Restarts are counted; too
+many stop the run with the last cause. Weights reach a share of the replicas at a time, and each update is verified by
+checksums.
 
 A request fails if its engine yields no token of any request for too long. So neither its length counts nor the time for
 which it is queued there, before its first token or after the engine took back its cache. A request that an engine has
 lost fails once the engine has nothing else to do.
 
-Each attempt of a response requests what is still missing: the prompt plus the tokens so far, at the next position of
-the request's random stream, from an engine whose weights are at least as new as those of the last token. Versions
-therefore never decrease along a response, every token is at least as new as the request demands, and a continued
-response is sampled exactly like an uninterrupted one.
+Each attempt of a response requests what is still missing (`response.py`), from an engine whose weights are at least as
+new as those of the last token. Versions therefore never decrease along a response, and every token is at least as new
+as the request demands.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
-from roll.engines.partial import PartialResponse
+from roll.engines.response import PartialResponse
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.pool import all_or_none
@@ -43,8 +44,13 @@ COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """Grace period of the long poll. A later replica counts as dead: a stopped process does not close connections."""
 PROGRESS_SECONDS = 2.0
-"""Interval between two fetches of new tokens. It bounds how much is generated again after a death. A fetch costs one
-call and the new tokens, a few kilobytes."""
+"""Interval between two looks at an engine."""
+SUBMIT_TURNS = 8
+"""Turns of the event loop for which requests wait for others that leave in the same call. An idle loop takes well below
+a millisecond for them; a call costs a busy one as much as several requests."""
+FETCHED_AT_ONCE = 4
+"""Number of replicas whose new tokens are fetched within one interval, in turn. What was not fetched is generated again
+after a death."""
 
 
 class RequestError(RuntimeError):
@@ -69,14 +75,17 @@ class Replica:
         handle: WorkerHandle,
         settings: PoolSettings,
         *,
+        fetches: Iterator[bool],
         on_death: Callable[[Replica, WorkerDied], None],
         on_tokens: Callable[[int], None],
     ) -> None:
+        """``fetches``: at each look at the engine, whether the new tokens are fetched."""
         self.handle = handle
         self.version = -1
         self.asleep = False
         self._silence_seconds = settings.silence_timeout_seconds
         self._request_silence_seconds = settings.request_timeout_seconds
+        self._fetches, self._tokens_seen = fetches, 0
         self._on_death, self._on_tokens = on_death, on_tokens
         self._death: WorkerDied | None = None
         self._changing = asyncio.Lock()
@@ -108,7 +117,7 @@ class Replica:
             self._changing.release()
 
     async def generate(self, response: PartialResponse) -> Completion:
-        """Generate the rest of a response. All requests made in one turn of the event loop leave in one call.
+        """Generate the rest of a response. Requests made within a few turns of the event loop leave in one call.
 
         Each attempt has its own request id in the engine, so a retried request is never answered with leftovers of an
         aborted attempt. After `WorkerDied` the response keeps the tokens that were known of this attempt.
@@ -119,22 +128,27 @@ class Replica:
         sent = replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
         self._pending[sent.request_id] = OpenRequest(sent, response, future, loop.time())
         if not self._outgoing:
-            loop.call_soon(self._submit_outgoing)
+            loop.call_soon(self._submit_outgoing, SUBMIT_TURNS)
         self._outgoing.append(sent)
         try:
             with waiting(f"{WORKER}{self.name}", "a response"):
-                return replace(await future, request_id=request.request_id)
+                return await future
         except asyncio.CancelledError:
             self._abandon(sent)
             raise
         finally:
             del self._pending[sent.request_id]
 
-    def _submit_outgoing(self) -> None:
+    def _submit_outgoing(self, turns: int) -> None:
+        """Submit the requests after some more turns of the event loop."""
+        if turns:
+            asyncio.get_running_loop().call_soon(self._submit_outgoing, turns - 1)
+            return
         requests, self._outgoing = self._outgoing, []
-        task = asyncio.get_running_loop().create_task(self._submit(requests))
-        self._submitting.add(task)
-        task.add_done_callback(self._submitting.discard)
+        if requests:
+            task = asyncio.get_running_loop().create_task(self._submit(requests))
+            self._submitting.add(task)
+            task.add_done_callback(self._submitting.discard)
 
     async def _submit(self, requests: Sequence[GenerateRequest]) -> None:
         try:
@@ -176,16 +190,19 @@ class Replica:
                 self._deliver(item)
 
     async def _follow(self) -> None:
-        """Record tokens until the process dies or its engine is silent for too long."""
+        """Watch the engine until the process dies or its engine is silent for too long."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             await self._look()
 
     async def _look(self) -> None:
-        """Fetch the new tokens of the open requests. A late answer may be dropped: the next fetch asks again."""
-        known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
+        """Ask how many tokens there are, and at times for the new ones. A late answer may be dropped: the next look
+        asks again."""
+        known = None
+        if next(self._fetches):
+            known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
         try:
-            chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
+            tokens_seen, chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
         except WorkerTimeout:
             quiet_since = asyncio.get_running_loop().time() - self._changed_at
             if self._changing.locked() or quiet_since < self._silence_seconds:
@@ -197,9 +214,10 @@ class Replica:
             open_request = self._pending.get(request_id)
             if open_request is not None:
                 open_request.response.add(chunk)
-                if len(chunk.token_ids):
-                    self._heard_at = now
-                    self._on_tokens(len(chunk.token_ids))
+        if tokens_seen > self._tokens_seen:
+            self._heard_at = now
+            self._on_tokens(tokens_seen - self._tokens_seen)
+            self._tokens_seen = tokens_seen
         self._fail_silent(now)
 
     def _fail_silent(self, now: float) -> None:
@@ -323,7 +341,7 @@ class InferencePool:
         """Number of tokens that reissued requests already had and kept."""
         self.completed = 0
         self.tokens_seen = 0
-        """Number of tokens that were fetched of running requests."""
+        """Number of tokens that running requests were seen to get."""
 
     @property
     def dtype(self) -> str:
@@ -461,7 +479,14 @@ class InferencePool:
 
     async def _start_here(self, index: int) -> None:
         handle = self._start_worker(index)
-        replica = Replica(handle, self._settings, on_death=self._report_death, on_tokens=self._count_tokens)
+        turns = -(-len(self._names) // FETCHED_AT_ONCE)
+        replica = Replica(
+            handle,
+            self._settings,
+            fetches=(turn % turns == 0 for turn in itertools.count(index)),
+            on_death=self._report_death,
+            on_tokens=self._count_tokens,
+        )
         try:
             await handle.create(self._settings.start_timeout_seconds)
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)

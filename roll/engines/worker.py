@@ -8,20 +8,35 @@ makes the poll fail, and the whole process is replaced.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from roll.configs.strategies import ENGINES, strategy_class
-from roll.engines.base import Completion, EngineFailed, GenerateRequest, InferStrategy, PauseMode, TokenChunk
+from roll.engines.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    InferStrategy,
+    ModelSpec,
+    PauseMode,
+    TokenChunk,
+    load_tokenizer,
+)
 from roll.runtime.workers import Worker
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, manifest, split_bucket
 from roll.weights.publisher import Publication, check_weights
 from roll.weights.transports import TRANSPORTS, WeightReceiver
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,12 @@ class EngineSpec:
     strategy_cls: str | None = None
     """A class of the user's own, used instead of the named strategy's."""
 
+    def model(self) -> ModelSpec:
+        """Return where the model is, to read its tokenizer."""
+        return ModelSpec(
+            self.model_path, "cpu", self.dtype, self.attn_implementation, self.max_length, self.trust_remote_code
+        )
+
     def build(self, device: Literal["cpu", "cuda"]) -> InferStrategy:
         """Return the engine of this process; it is not started yet."""
         options = dict(vars(self))
@@ -59,6 +80,49 @@ class RequestFailed:
     cause: str
 
 
+PATIENCE = 0.01
+"""Share of the time that a request took for which its result may wait for others that leave with it."""
+
+
+class Outbox:
+    """Ended requests until they are collected. A call costs the run's own process as much as several results."""
+
+    def __init__(self) -> None:
+        self._ended: list[Completion | RequestFailed] = []
+        self._leaving = asyncio.Event()
+        self._next: asyncio.TimerHandle | None = None
+
+    def add(self, ended: Completion | RequestFailed, patience: float) -> None:
+        """Add a result that may wait for so many seconds."""
+        loop = asyncio.get_running_loop()
+        self._ended.append(ended)
+        leaves_at = loop.time() + patience
+        if self._next is None or leaves_at < self._next.when():
+            self._forget_next()
+            self._next = loop.call_at(leaves_at, self._leaving.set)
+
+    def leave(self) -> None:
+        """Let everything leave now, and be it nothing."""
+        self._leaving.set()
+
+    async def collected(self, wait_seconds: float) -> list[Completion | RequestFailed]:
+        """Return what has ended, waiting at most ``wait_seconds`` until something leaves."""
+        try:
+            async with asyncio.timeout(wait_seconds):
+                await self._leaving.wait()
+        except TimeoutError:
+            return []
+        self._leaving.clear()
+        self._forget_next()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _forget_next(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+
 class InferWorker(Worker):
     """Worker of one engine replica: runs an `InferStrategy`."""
 
@@ -69,10 +133,12 @@ class InferWorker(Worker):
 
     async def start(self, spec: EngineSpec) -> None:
         """Load the model and start the engine."""
-        self._finished: list[Completion | RequestFailed] = []
-        self._any_finished = asyncio.Event()
+        self._outbox = Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: EngineFailed | None = None
+        self._counted: dict[str, int] = {}
+        self._tokens_seen = 0
+        self._decoder: asyncio.Future[PreTrainedTokenizerBase] | None = None
         self._spec = spec
         self.set_threads()
         self._strategy = spec.build(self.identity.place.device)
@@ -80,38 +146,65 @@ class InferWorker(Worker):
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Start these requests, in order. `collect` returns their results."""
+        if self._decoder is None and any(request.with_text for request in requests):
+            self._decoder = asyncio.ensure_future(self.in_thread(load_tokenizer, self._spec.model()))
         for request in requests:
             self._tasks[request.request_id] = asyncio.get_running_loop().create_task(self._run(request))
 
     async def _run(self, request: GenerateRequest) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        ended: Completion | RequestFailed | None = None
         try:
             completion = await self._strategy.generate(request)
-            self._finished.append(completion)
+            ended = await self._decoded(request, completion)
         except EngineFailed as failure:
             self._failure = failure
         except Exception as error:
-            self._finished.append(RequestFailed(request.request_id, f"{type(error).__name__}: {error}"))
+            ended = RequestFailed(request.request_id, f"{type(error).__name__}: {error}")
         self._tasks.pop(request.request_id, None)
-        self._any_finished.set()
+        self._counted.pop(request.request_id, None)
+        if ended is not None:
+            self._outbox.add(ended, PATIENCE * (clock() - began))
+        if ended is None or not self._tasks:
+            self._outbox.leave()
+
+    async def _decoded(self, request: GenerateRequest, completion: Completion) -> Completion:
+        """Return the completion with the text of the whole response, if it is asked for and a tokenizer can be read."""
+        if self._decoder is None or not request.with_text:
+            return completion
+        earlier = request.prompt_token_ids[len(request.prompt_token_ids) - request.first_token_index :]
+        token_ids = np.concatenate([earlier, completion.token_ids]).tolist()
+        try:
+            decoder = await asyncio.shield(self._decoder)
+        except OSError as error:
+            logger.info("responses are decoded elsewhere: %s", error)
+            return completion
+        text = await self.in_thread(lambda: decoder.decode(token_ids, skip_special_tokens=True))
+        return replace(completion, text=text)
 
     async def collect(self, wait_seconds: float) -> list[Completion | RequestFailed]:
         """Return the requests that finished since the last call, waiting at most ``wait_seconds`` for the first one.
         Raises `EngineFailed` once the engine cannot continue and all earlier results have been delivered."""
-        try:
-            async with asyncio.timeout(wait_seconds):
-                await self._any_finished.wait()
-        except TimeoutError:
-            return []
-        finished, self._finished = self._finished, []
-        if self._failure is None:
-            self._any_finished.clear()
-        elif not finished:
+        if self._failure is not None:
+            self._outbox.leave()
+        ended = await self._outbox.collected(wait_seconds)
+        if self._failure is not None and not ended:
             raise self._failure
-        return finished
+        return ended
 
-    async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """Return new tokens of the running requests; see `InferStrategy.progress`."""
-        return await self._strategy.progress(known)
+    async def progress(self, known: Mapping[str, int] | None = None) -> tuple[int, dict[str, TokenChunk]]:
+        """Return the number of tokens seen so far of all requests while they ran, and the new tokens of the running
+        ones if ``known`` is given; see `InferStrategy.progress`."""
+        before = dict(self._counted) if known is None else known
+        chunks = await self._strategy.progress(before)
+        for request_id, chunk in chunks.items():
+            if request_id in self._tasks:
+                counted = self._counted.get(request_id, 0)
+                there = max(counted, before.get(request_id, 0) + len(chunk.token_ids))
+                self._counted[request_id] = there
+                self._tokens_seen += there - counted
+        return self._tokens_seen, {} if known is None else chunks
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return log-probabilities under the current weights; see `InferStrategy.score`."""
@@ -121,6 +214,7 @@ class InferWorker(Worker):
         """Cancel these requests, started or not; `collect` returns nothing for them."""
         for request_id in request_ids:
             task = self._tasks.pop(request_id, None)
+            self._counted.pop(request_id, None)
             if task is not None:
                 task.cancel()
         await self._strategy.abort(request_ids)

@@ -508,7 +508,7 @@ class TrainingBatch:
 
     def check_staleness(self, bound: int) -> None:
         """Raise `StalenessViolation` if a sampled token is older than ``bound`` versions, or from the future."""
-        lags = self.lags
+        lags = self.data.tokens["lags"]  # 0 where nothing was sampled
         if lags.size and (lags.max() > bound or lags.min() < 0):
             culprit = min(self.groups, key=self._oldest_version)
             raise StalenessViolation(

@@ -26,17 +26,19 @@ from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import EngineGate, RolloutSide, Validator, has_score_variance
+from roll.pipeline.rollouts import EngineGate, Pace, RolloutSide, Validator, has_score_variance
 from roll.pipeline.stage import StepCounter
 from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
-from roll.tracking.waits import CRITIC, GROUP, PUBLISHER, acting
+from roll.tracking.waits import CRITIC, GROUP, PUBLISHER, WaitBoard, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
 
 MOST_KEYS_NAMED = 5
+SAMPLES_BEGUN_A_TURN = 256
+"""Most samples whose rollouts begin in one turn of the event loop, unless a group has more. Each takes some 0.1 ms."""
 
 
 class RunContext:
@@ -112,12 +114,7 @@ class RunContext:
         self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
         self.validator = side.validator(self.gate)
         self.parity_check = ParityCheck(config, side.canary_prompts())
-        make_group = side.rollout(self.gate)
-
-        async def rollout(request: GroupRequest[Any]) -> Group:
-            with acting(f"{GROUP}{request.group_id}", recorder.waits):
-                return await make_group(request)
-
+        rollout = paced(side.rollout(self.gate), derived.group_size(config), recorder.waits)
         self.scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
         self.scheduler.pause_admission()
         settings = rollout_settings(config)
@@ -153,6 +150,20 @@ class RunContext:
         """Return the function with which a stage holds the devices of a role."""
         holder = self.holder(role)
         return lambda: self.locks[holder].hold(holder)
+
+
+def paced(
+    make_group: Callable[[GroupRequest[Any]], Awaitable[Group]], group_size: int, board: WaitBoard
+) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
+    """Return the function that makes a group, as an actor of its own, when the event loop has a turn for it."""
+    pace = Pace(max(1, SAMPLES_BEGUN_A_TURN // group_size))
+
+    async def rollout(request: GroupRequest[Any]) -> Group:
+        with acting(f"{GROUP}{request.group_id}", board):
+            await pace.turn()
+            return await make_group(request)
+
+    return rollout
 
 
 def resume_rollouts(

@@ -27,6 +27,7 @@ from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
 from roll.pipeline.stages import ChainedStage, advantage, announce, gather, groups_of_steps, publish, record
 from roll.pipeline.status import StatusKeeper, watch_for_stall
+from roll.runtime.garbage import collect_rarely
 from roll.runtime.placement import Placement
 from roll.runtime.workers import WorkerHandle
 from roll.tracking.status import StatusFile
@@ -128,13 +129,14 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
 
 def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
-    """Return the tasks beside the stages: the scheduler, the engine and its gate, checkpoints and watches."""
+    """Return the tasks beside the stages: scheduler, engine and its gate, checkpoints, garbage collection, watches."""
     tasks: dict[str, Callable[[], Awaitable[None]]] = {
         SCHEDULER: context.scheduler.run,
         ENGINE: context.pool.run,
         "gate": context.gate.run,
         "stall": partial(watch_for_stall, status, context.config.stall_timeout_seconds),
         "checkpoints": context.checkpoints.run,
+        "garbage": collect_rarely,
     }
     trainers = {"actor_train": context.trainer, "reference": context.reference, "critic": context.critic}
     watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}

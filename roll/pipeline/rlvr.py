@@ -193,6 +193,8 @@ class RLVRSide(RolloutSide):
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
         """Return the function that makes a group, in training or in validation."""
         config, training = self._config, purpose == "train"
+        engine, trainer = config.actor_infer, config.actor_train
+        same_tokenizer = derived.model_path(config, engine) == derived.model_path(config, trainer)
         return RolloutFunction(
             generator=generator,
             judge=self.workers,
@@ -202,6 +204,7 @@ class RLVRSide(RolloutSide):
             run_seed=config.seed,
             purpose=purpose,
             separate_requests=config.is_num_return_sequences_expand,
+            decoded_there=same_tokenizer,
             greedy_baseline=training and self._prepared.advantages.estimator.requirements.needs_greedy_baseline,
         )
 
@@ -222,6 +225,8 @@ class RolloutFunction:
     """False keeps the samples of a group on one replica."""
     greedy_baseline: bool = False
     """True if each group also gets the score of one greedy response."""
+    decoded_there: bool = False
+    """True if the engines decode responses, because they have the same tokenizer."""
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
@@ -233,7 +238,9 @@ class RolloutFunction:
         requests = []
         for index, sampling in enumerate(samplings):
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
-            requests.append(GenerateRequest(f"{name}-{index}", prompt.token_ids, replace(sampling, seed=seed)))
+            sampling = replace(sampling, seed=seed)
+            request_id = f"{name}-{index}"
+            requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -254,7 +261,9 @@ class RolloutFunction:
         self, request: GenerateRequest, prompt: Prompt, sticky_key: str | None, min_version: int | None
     ) -> Sample:
         completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
-        text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        text = completion.text
+        if text is None:
+            text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return sample_from_completion(prompt, completion, text)
 
     async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -151,6 +152,41 @@ class EngineGate(Generator):
                     for wait in waits:
                         wait.cancel()
                 self._open.clear()
+
+
+class Pace:
+    """A limit on how many groups begin in one turn of the event loop: a step may allow thousands at once.
+
+    They begin in the order in which they ask.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Let at most so many begin in a turn."""
+        self._most = most
+        self._begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Wait for a turn of the event loop that has room."""
+        loop = asyncio.get_running_loop()
+        if self._begun == 0:
+            loop.call_soon(self._next_turn)
+        elif self._begun >= self._most:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+            return
+        self._begun += 1
+
+    def _next_turn(self) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < self._most:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:

@@ -62,19 +62,20 @@ async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
 
 async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
     """Make a batch of finished groups, and check it against the staleness bound and the ledger."""
-    batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
-    batch.complete, batch.metrics = finished.complete, finished.metrics
-    batch.check_staleness(run.max_staleness)
     run.scheduler.ledger.check()
-    if len(batch.groups) == run.config.rollout_batch_size:
-        describe(run, batch)
-    return batch
 
+    def make() -> TrainingBatch:
+        batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
+        batch.complete, batch.metrics = finished.complete, finished.metrics
+        batch.check_staleness(run.max_staleness)
+        if len(batch.groups) == run.config.rollout_batch_size:
+            batch.describe_rollouts(run.side.sample_metrics)
+        return batch
 
-def describe(run: RunContext, batch: TrainingBatch) -> None:
-    """Add the metrics of the rollouts to a whole batch."""
-    batch.describe_rollouts(run.side.sample_metrics)
+    # In a thread: a large batch takes seconds.
+    batch = await asyncio.to_thread(make)
     batch.metrics.update(run.side.metrics())
+    return batch
 
 
 async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
@@ -100,13 +101,13 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     If groups are trained on as they finish, a part goes on with its own advantages, and the last one with its batch.
     """
     # In threads: long responses take a good part of a second, and rollouts continue meanwhile.
-    part, whole = batch, run.parts.add(batch)
+    part, whole = batch, await asyncio.to_thread(run.parts.add, batch)
     if run.streams and whole is not batch:
         part = await asyncio.to_thread(with_own_advantages, batch, run.advantages)
     if whole is None:
         return part
     if whole is not batch:
-        describe(run, whole)
+        await asyncio.to_thread(whole.describe_rollouts, run.side.sample_metrics)
     whole.metrics.update(await asyncio.to_thread(add_advantages, whole, run.advantages))
     whole.advantage_state = run.advantages.state_dict()
     whole.untrained = part if run.streams else None

@@ -1,8 +1,8 @@
 """An event loop whose time jumps instead of passing, so hours of rollouts run in milliseconds and repeatably.
 
 When nothing is ready, the loop moves its clock to the next timer at once. When there is no timer either, nothing can
-ever happen again, and it raises `Deadlock` with the tasks that wait. It serves tests and simulation on one thread. Work
-in threads or from sockets takes no virtual time, and waiting for nothing else is a deadlock.
+ever happen again, and it raises `Deadlock` with the tasks that wait. It serves tests and simulation on one thread: work
+for other threads is done at once. Sockets take no virtual time, and waiting for nothing else is a deadlock.
 """
 
 from __future__ import annotations
@@ -48,6 +48,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time in seconds."""
         return self._virtual_now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Do the work at once, in this thread, and return what came out of it."""
+        outcome: asyncio.Future[T] = self.create_future()
+        try:
+            outcome.set_result(func(*args))
+        except Exception as error:
+            outcome.set_exception(error)
+        return outcome
 
     def advance(self, seconds: float) -> None:
         """Let time pass in which nothing can happen, as for a process that is stopped."""

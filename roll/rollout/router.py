@@ -8,6 +8,7 @@ deadline, with an error that names the state of each replica. This module never 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -45,8 +46,15 @@ class ReplicaState:
     """First reported reason why it is not live. None while it is live, or if it has not started yet."""
 
 
+Rank = tuple[bool, int, int]
+"""Whether a replica drains, its load, and its place among the names: the least one takes the next request."""
+
+
 class Router:
-    """Least-loaded routing with sticky episodes. Ties go to the replica named first."""
+    """Least-loaded routing with sticky episodes. Ties go to the replica named first.
+
+    A choice takes amortised logarithmic time for each version that replicas hold.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,10 @@ class Router:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a router needs distinct replica names, at least one; got {names}")
         self._replicas = {name: ReplicaState() for name in names}
+        self._names = names
+        self._place = {name: place for place, name in enumerate(names)}
+        self._ranks: dict[int, list[Rank]] = {}
+        """A heap of the ranks of the live replicas of each version; ranks that are over leave it late."""
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
         self._changed = asyncio.Event()
@@ -81,6 +93,7 @@ class Router:
         state.version = version
         state.draining = False
         state.incarnation += 1
+        self._rank(replica_id)
         self._wake_waiting()
 
     def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
@@ -106,6 +119,7 @@ class Router:
         if version < state.version:
             raise ValueError(f"replica {replica_id} went back from version {state.version} to {version}")
         state.version = version
+        self._rank(replica_id)
         self._wake_waiting()
 
     @contextmanager
@@ -114,11 +128,13 @@ class Router:
         state = self.state(replica_id)
         incarnation = state.incarnation
         state.draining = True
+        self._rank(replica_id)
         try:
             yield
         finally:
             if state.incarnation == incarnation:
                 state.draining = False
+                self._rank(replica_id)
 
     @asynccontextmanager
     async def lease(
@@ -140,16 +156,12 @@ class Router:
         when the episode ends. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
         nothing.
         """
-        try:
-            async with self._limit(timeout):
-                while (replica_id := self._choose(sticky_key, min_version)) is None:
-                    with waiting(REPLICAS, _wanted(min_version)):
-                        await self._changed.wait()
-        except TimeoutError:
-            states = "; ".join(_describe_state(name, state) for name, state in self._replicas.items())
-            raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
+        replica_id = self._choose(sticky_key, min_version)
+        if replica_id is None:
+            replica_id = await self._wait_for_one(timeout, sticky_key, min_version)
         state = self._replicas[replica_id]
         state.load += 1
+        self._rank(replica_id)
         lease = Lease(replica_id, state.incarnation)
         if sticky_key is not None:
             self._sticky[sticky_key] = lease
@@ -163,6 +175,7 @@ class Router:
         if state.load == 0:
             raise RuntimeError(f"replica {lease.replica_id} was released more often than acquired")
         state.load -= 1
+        self._rank(lease.replica_id)
 
     def forget(self, sticky_key: Hashable) -> None:
         """Forget the replica of an episode that has ended."""
@@ -174,8 +187,49 @@ class Router:
             state = self._replicas[earlier.replica_id]
             if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
-        usable = {name: state for name, state in self._replicas.items() if _usable(state, min_version)}
-        return min(usable, key=lambda name: (usable[name].draining, usable[name].load), default=None)
+        firsts = [
+            first
+            for version in list(self._ranks)
+            if (min_version is None or version >= min_version) and (first := self._first(version)) is not None
+        ]
+        return self._names[min(firsts)[-1]] if firsts else None
+
+    async def _wait_for_one(self, timeout: float, sticky_key: Hashable | None, min_version: int | None) -> str:
+        try:
+            async with self._limit(timeout):
+                while (replica_id := self._choose(sticky_key, min_version)) is None:
+                    with waiting(REPLICAS, _wanted(min_version)):
+                        await self._changed.wait()
+        except TimeoutError:
+            states = "; ".join(_describe_state(name, state) for name, state in self._replicas.items())
+            raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
+        return replica_id
+
+    def _rank(self, replica_id: str) -> None:
+        """Note the rank of a replica that has changed."""
+        state = self._replicas[replica_id]
+        if not state.live:
+            return
+        ranks = self._ranks.setdefault(state.version, [])
+        heapq.heappush(ranks, (state.draining, state.load, self._place[replica_id]))
+        if len(ranks) > 4 * len(self._names):
+            ranks[:] = [rank for rank in set(ranks) if self._is_rank(rank, state.version)]
+            heapq.heapify(ranks)
+
+    def _first(self, version: int) -> Rank | None:
+        """Return the rank of the replica of this version that takes the next request, if there is one."""
+        ranks = self._ranks[version]
+        while ranks and not self._is_rank(ranks[0], version):
+            heapq.heappop(ranks)
+        if not ranks:
+            del self._ranks[version]
+            return None
+        return ranks[0]
+
+    def _is_rank(self, rank: Rank, version: int) -> bool:
+        draining, load, place = rank
+        state = self._replicas[self._names[place]]
+        return state.live and (state.version, state.draining, state.load) == (version, draining, load)
 
     def _wake_waiting(self) -> None:
         """Let every waiting caller look again, in the order of their requests."""

@@ -1,12 +1,16 @@
 """What becomes of requests, weights and the run when replicas die, get stuck or cannot come back."""
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from roll.engines import worker as infer_worker
 from roll.engines.base import EngineFailed, TokenChunk
-from roll.engines.pool import PROGRESS_SECONDS
+from roll.engines.pool import FETCHED_AT_ONCE, PROGRESS_SECONDS
+from roll.engines.worker import InferWorker
 from roll.rollout.clock import run_virtual
 from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerTimeout
 from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
@@ -35,6 +39,66 @@ def test_tokens_that_were_fetched_before_a_death_are_kept(monkeypatch):
             assert again.prompt_token_ids.tolist() == [1, 2, *range(kept)]
             assert (again.first_token_index, again.sampling.max_new_tokens) == (kept, 12 - kept)
             assert (local.pool.reissued, local.pool.completed) == (1, 1)
+
+    run_virtual(scenario())
+
+
+def test_of_many_replicas_tokens_are_fetched_of_a_few_at_a_time_and_kept(monkeypatch):
+    async def scenario():
+        replicas, looks = 4 * FETCHED_AT_ONCE, 20
+        async with LocalPool(monkeypatch, replicas=replicas) as local:
+            carried, progress = Counter(), InferWorker.progress
+
+            async def counted(worker, known=None):
+                seen, chunks = await progress(worker, known)
+                carried[worker.identity.rank] += sum(len(chunk.token_ids) for chunk in chunks.values())
+                asked.append(asyncio.get_running_loop().time())
+                fetched.extend([asked[-1]] if known is not None else [])
+                return seen, chunks
+
+            asked, fetched = [], []
+            monkeypatch.setattr(InferWorker, "progress", counted)
+            running = [asyncio.create_task(local.pool.generate(request(f"r{i}", 60))) for i in range(replicas)]
+            await asyncio.sleep(looks * PROGRESS_SECONDS + 1)
+            assert len(asked) == replicas * looks, "each engine gives a sign of life at each look"
+            assert max(Counter(fetched).values()) <= FETCHED_AT_ONCE
+            assert local.pool.tokens_seen >= replicas * (looks - 1) * PROGRESS_SECONDS, "all tokens are counted"
+            assert all(carried[rank] <= looks * PROGRESS_SECONDS for rank in range(replicas)), "each travels once"
+            local.handles[5].kill()
+            for each in running:
+                assert_whole(await each, 60)
+            kept = local.pool.resumed_tokens
+            assert looks * PROGRESS_SECONDS - 4 * PROGRESS_SECONDS - 1 <= kept <= looks * PROGRESS_SECONDS + 1
+
+    run_virtual(scenario())
+
+
+def test_a_response_is_decoded_where_it_was_made_also_if_two_engines_made_it(monkeypatch):
+    class Numbers:
+        def decode(self, token_ids, skip_special_tokens):
+            assert skip_special_tokens
+            return " ".join(map(str, token_ids))
+
+    async def scenario():
+        monkeypatch.setattr(infer_worker, "load_tokenizer", lambda model: Numbers())
+        async with LocalPool(monkeypatch) as local:
+            decoded = replace(request("decoded", 12), with_text=True)
+            running = [asyncio.create_task(local.pool.generate(each)) for each in (decoded, request("plain", 12))]
+            await asyncio.sleep(8.5)
+            local.handles[0].kill()
+            completion, plain = await asyncio.gather(*running)
+            assert local.pool.resumed_tokens > 0
+            assert completion.text == " ".join(map(str, range(12))) and plain.text is None
+
+    run_virtual(scenario())
+
+
+def test_without_a_tokenizer_beside_the_model_the_response_comes_back_without_text(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            completion = await local.pool.generate(replace(request(), with_text=True))
+            assert_whole(completion, 4)
+            assert completion.text is None
 
     run_virtual(scenario())
 

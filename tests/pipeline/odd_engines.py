@@ -33,8 +33,8 @@ class KilledTwice(InferWorker):
 
         engine.step = slow_step
 
-    async def progress(self, known):
-        if any(known.values()):
+    async def progress(self, known=None):
+        if known and any(known.values()):
             # The tokens of an earlier look are with the pool.
             self._die_once(rank=0)
         return await super().progress(known)

@@ -1,8 +1,10 @@
 """One group's rollout and the validation, with an engine and a judge that do as they are told."""
 
 import asyncio
+import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +13,13 @@ from roll.data.records import Group, Prompt, Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
 from roll.pipeline.rlvr import PromptValidator, RolloutFunction, sample_from_completion
-from roll.pipeline.rollouts import MixedVersions
+from roll.pipeline.rollouts import MixedVersions, Pace
+from roll.pipeline.stages import StepGroups
+from roll.pipeline.stages import rollout as rollout_stage
 from roll.rewards.base import RewardOutput
+from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import run_virtual
+from roll.rollout.ledger import Ledger
 
 
 class Engine:
@@ -190,3 +196,56 @@ def test_a_token_at_the_bound_is_trained_on_and_one_beyond_it_stops_the_run_with
         batch(5, [5], [2, 4], []).check_staleness(2)
     with pytest.raises(StalenessViolation, match="lags from -1 to 0"):
         batch(5, [5, 6]).check_staleness(2)
+
+
+def test_text_that_the_engine_decoded_is_not_decoded_again():
+    class Decoding(Engine):
+        async def generate(self, request, *, sticky_key=None, min_version=None):
+            assert request.with_text
+            return replace(await super().generate(request), text=f"text of {request.request_id}")
+
+    engine = Decoding()
+    function = replace(rollout(engine), decoded_there=True, decoder=None)
+    group = run_virtual(function(3, prompt()))
+    assert [sample.response_text for sample in group.samples] == [f"text of train-3-{index}" for index in range(4)]
+
+
+def test_groups_that_start_together_begin_a_few_in_a_turn_of_the_loop_in_their_order():
+    async def scenario():
+        pace, begun, turns = Pace(3), [], []
+
+        async def group(number):
+            await pace.turn()
+            begun.append(number)
+            turns.append(turn)
+
+        tasks = [asyncio.create_task(group(number)) for number in range(10)]
+        turn = 0
+        for turn in range(20):
+            if turn == 2:
+                tasks[8].cancel()
+            await asyncio.sleep(0)
+        assert begun == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+        assert max(Counter(turns).values()) == 3
+        await asyncio.wait_for(group(10), 1)
+
+    run_virtual(scenario())
+
+
+def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
+    made_in = []
+    make = TrainingBatch.from_groups
+    monkeypatch.setattr(
+        TrainingBatch, "from_groups", lambda *args: made_in.append(threading.get_ident()) or make(*args)
+    )
+    tokens = np.array([1, 2], dtype=np.int32)
+    sample = Sample(tokens, tokens > 1, np.zeros(2, np.float32), np.array([-1, 0], np.int32), "stop")
+    finished = StepGroups(0, [FinishedGroup(0, None, Group(0, prompt(), [sample]), 0)])
+    run = SimpleNamespace(
+        max_staleness=0,
+        scheduler=SimpleNamespace(ledger=Ledger()),
+        side=SimpleNamespace(sample_metrics="reward", metrics=dict),
+    )
+    batch = asyncio.run(rollout_stage(run, finished))
+    assert batch.metrics["response/tokens"] == 1.0
+    assert made_in != [threading.get_ident()] and len(made_in) == 1

@@ -1,6 +1,9 @@
 """Routing is least-loaded and sticky, waits only until its deadline, and never leaks load."""
 
 import asyncio
+import random
+import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -240,3 +243,67 @@ def test_misuse_is_refused():
     router.mark_dead("a", "killed")
     with pytest.raises(ValueError, match="a is not live: killed"):
         router.set_version("a", 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_least_loaded_one_whatever_happened_before(seed):
+    draw = random.Random(seed)
+    names = [f"r{number}" for number in range(draw.randint(1, 9))]
+
+    def least_loaded(router, oldest):
+        states = [router.state(name) for name in names]
+        usable = [
+            (state.draining, state.load, place)
+            for place, state in enumerate(states)
+            if state.live and (oldest is None or state.version >= oldest)
+        ]
+        return names[min(usable)[-1]] if usable else None
+
+    async def main():
+        router, leases, drains = Router(names), [], {}
+        for _ in range(600):
+            name, oldest = draw.choice(names), draw.choice([None, 0, 1, 2, 3])
+            state = router.state(name)
+            event = draw.choice(["acquire"] * 6 + ["release"] * 5 + ["die", "live", "live", "load", "drain", "drained"])
+            if event == "acquire":
+                expected = least_loaded(router, oldest)
+                try:
+                    leases.append(await router.acquire(timeout=0.1, min_version=oldest))
+                    assert leases[-1].replica_id == expected
+                except NoReplica:
+                    assert expected is None
+            elif event == "release" and leases:
+                router.release(leases.pop(draw.randrange(len(leases))))
+            elif event == "die" and state.live:
+                router.mark_dead(name, "killed")
+            elif event == "live" and not state.live:
+                router.mark_live(name, draw.randint(0, 3))
+            elif event == "load" and state.live:
+                router.set_version(name, draw.randint(state.version, 3))
+            elif event == "drain" and name not in drains:
+                drains[name] = ExitStack()
+                drains[name].enter_context(router.draining(name))
+            elif event == "drained" and name in drains:
+                drains.pop(name).close()
+
+    run_virtual(main())
+
+
+def test_a_choice_among_thousands_costs_about_as_much_as_among_a_few():
+    def seconds(replicas):
+        router = Router(map(str, range(replicas)))
+        for number in range(replicas):
+            router.mark_live(str(number), number % 2)
+
+        async def main():
+            leases = []
+            for _ in range(3000):
+                leases.append(await router.acquire(timeout=1, min_version=1))
+                if len(leases) > 1000:
+                    router.release(leases.pop(0))
+
+        began = time.thread_time()
+        run_virtual(main())
+        return time.thread_time() - began
+
+    assert seconds(4096) < 10 * seconds(16)

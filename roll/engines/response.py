@@ -1,4 +1,8 @@
-"""A response that several engines may generate part by part: what is known of it, and what is still missing."""
+"""A response that several engines make, because some of them died.
+
+Each attempt requests what is still missing: the prompt plus the tokens so far, at the next position of the request's
+random stream. A continued response is sampled exactly like an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +75,10 @@ class PartialResponse:
 
     def joined_to(self, completion: Completion) -> Completion:
         """Return the whole response, where ``completion`` is the part that the current attempt generated."""
-        return _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
+        if not len(self._settled.token_ids):
+            return replace(completion, request_id=self.request_id)
+        whole = _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
+        return replace(whole, text=completion.text)
 
 
 def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:

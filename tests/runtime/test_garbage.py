@@ -1,0 +1,43 @@
+"""Old objects are looked through rarely: never by chance, and less often the longer it takes."""
+
+import asyncio
+import gc
+import weakref
+
+from roll.rollout.clock import run_virtual
+from roll.runtime.garbage import LARGEST_SHARE, SHORTEST_WAIT_SECONDS, collect_rarely
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def full_collections():
+    return gc.get_stats()[2]["collections"]
+
+
+def test_old_objects_are_looked_through_at_times_and_never_in_between():
+    async def scenario():
+        ticks = iter([0.0, 0.0, 10.0, 12.0])
+        task = asyncio.create_task(collect_rarely(lambda: next(ticks)))
+        await asyncio.sleep(1)
+        cycle = Cycle()
+        gc.collect(1)  # now it is old
+        gone, before = weakref.ref(cycle), full_collections()
+        del cycle
+        kept = [[number] for number in range(200_000)]  # enough for several collections by the usual thresholds
+        assert full_collections() == before and gone() is not None
+        await asyncio.sleep(SHORTEST_WAIT_SECONDS)
+        assert full_collections() == before + 1 and gone() is None
+        await asyncio.sleep(SHORTEST_WAIT_SECONDS)
+        assert full_collections() == before + 2
+        await asyncio.sleep(2 / LARGEST_SHARE - SHORTEST_WAIT_SECONDS)
+        assert full_collections() == before + 2, "that one took two seconds"
+        task.cancel()
+        await asyncio.wait([task])
+        return len(kept)
+
+    usual = gc.get_threshold()
+    run_virtual(scenario())
+    assert gc.get_threshold() == usual and gc.get_freeze_count() == 0
