@@ -152,7 +152,9 @@ def _validation(config: PipelineConfig) -> str:
         groups, size = count(manager.num_env_groups or 0, "seed"), count(manager.group_size, "episode")
         data = f"{groups} x {size}: {_environments(config, manager)}"
     rhythm = f"before the first step, every {_steps(config.eval_steps)} and after the last"
-    return f"{count(times, 'time')} ({rhythm}) on {data}"
+    pinned = derived.pinned_replicas(config)
+    kept = f"; {count(pinned, 'replica')} of {derived.engine_replicas(config)} meanwhile" if pinned else ""
+    return f"{count(times, 'time')} ({rhythm}) on {data}{kept}"
 
 
 def _steps(number: int) -> str:

@@ -5,6 +5,9 @@ same call is the engine's sign of life. When a replica dies, its requests contin
 far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
 last cause. Weights reach a share of the replicas at a time, and each update is verified by checksums.
 
+For a validation beside the training, some replicas keep a version (`InferencePool.pin`): they take no newer weights and
+no requests but those of the validation, and then catch up.
+
 A request fails if its engine yields no token of any request for too long. So neither its length counts nor the time for
 which it is queued there, before its first token or after the engine took back its cache. A request that an engine has
 lost fails once the engine has nothing else to do.
@@ -19,19 +22,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode, TokenChunk, no_tokens
+from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
+from roll.engines.response import PartialResponse
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.pool import all_or_none
 from roll.runtime.workers import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
-from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
+from roll.tracking.waits import VALIDATION, WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
 from roll.weights.publisher import EngineCallFailed, Publication, PushTarget, check_weights
@@ -256,6 +260,17 @@ class PoolSettings:
     silence_timeout_seconds: float
     max_unavailable: float
     """Share of the replicas that may load weights at the same time."""
+    pinned_replicas: int = 0
+    """Number of replicas that `InferencePool.pin` makes keep their version."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The replicas that keep a version, and what their successors load."""
+
+    names: frozenset[str]
+    publication: Publication
+    canaries: CanaryScores | None
 
 
 @dataclass
@@ -302,8 +317,9 @@ class InferencePool:
         self._router = Router(self._names, limit=self._deadlines.limit)
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
-        self.buffers = WeightBuffers(count=2 if settings.dual_buffer else 1)
         self._canaries: CanaryScores | None = None
+        self._pinned: Pinned | None = None
+        self.buffers = WeightBuffers(2 if settings.dual_buffer else 1, spare=1 if settings.pinned_replicas else 0)
         self._awake = asyncio.Event()
         self._awake.set()
         self._starting = 0
@@ -317,6 +333,11 @@ class InferencePool:
         self.completed = 0
         self.tokens_seen = 0
         """Number of tokens that were fetched of running requests."""
+
+    @property
+    def can_pin(self) -> bool:
+        """True if some replicas can keep a version while the others go on."""
+        return self._settings.pinned_replicas > 0
 
     @property
     def dtype(self) -> str:
@@ -336,25 +357,33 @@ class InferencePool:
                 group.create_task(self._supervise(index))
 
     async def generate(
-        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        sticky_key: str | None = None,
+        min_version: int | None = None,
+        pinned: bool = False,
     ) -> Completion:
         """Run a request to its end, continuing on another replica if one dies. No token is older than ``min_version``,
-        or than the token before it."""
+        or than the token before it. ``pinned`` requests go to the replicas that keep a version, if some do."""
         response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
-        completion = await self._attempt(response, sticky_key)
+        completion = await self._attempt(response, sticky_key, pinned)
         while completion is None:
             self.resumed_tokens += response.cut_off()
             completion = response.completion
             if completion is None:
                 self.reissued += 1
-                completion = await self._attempt(response, sticky_key)
+                completion = await self._attempt(response, sticky_key, pinned)
         self.completed += 1
         return completion
 
-    async def _attempt(self, response: PartialResponse, sticky_key: str | None) -> Completion | None:
+    async def _attempt(self, response: PartialResponse, sticky_key: str | None, pinned: bool) -> Completion | None:
         """Return the whole response, or None if the replica dies while generating it."""
         async with self._router.lease(
-            timeout=self._settings.start_timeout_seconds, sticky_key=sticky_key, min_version=response.min_version
+            timeout=self._settings.start_timeout_seconds,
+            sticky_key=sticky_key,
+            min_version=response.min_version,
+            reserved=pinned,
         ) as name:
             try:
                 return response.joined_to(await self._replicas[name].generate(response))
@@ -364,17 +393,42 @@ class InferencePool:
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
         """Bring every live replica to this version, a share of them at a time, and run the parity check on each.
 
-        The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
-        version when it restarts. Raises `WeightsDiffer`.
+        Replicas that keep a version (`pin`) are left out. The caller has acquired the buffer that holds the version. A
+        replica that dies during the update loads this version when it restarts. Raises `WeightsDiffer`.
         """
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
         loaded = Loaded()
-        # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
-        at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
-        await self._change_each(lambda replica: self._load(replica, loaded), max(1, at_once))
+        names = set(self._names) - (self._pinned.names if self._pinned is not None else set())
+        await self._change_each(lambda replica: self._load(replica, loaded), self._loads_at_once(publication), names)
         self.buffers.published(publication.version)
         return loaded
+
+    def pin(self) -> None:
+        """Let some replicas keep the newest version, for requests that want it, until `unpin`.
+
+        The least loaded ones. What they are generating for other requests they end. A replica that dies meanwhile comes
+        back with the same version, which stays in its buffer. Call it between two calls of `publish`.
+        """
+        if self._publication is None or self._pinned is not None:
+            raise RuntimeError("one published version is kept at a time")
+        version = self._publication.version
+        states = {name: self._router.state(name) for name in self._names}
+        ready = {name: state.live and state.version == version for name, state in states.items()}
+        names = sorted(self._names, key=lambda name: (not ready[name], states[name].load))
+        chosen = frozenset(names[: self._settings.pinned_replicas])
+        self._pinned = Pinned(chosen, self._publication, self._canaries)
+        self.buffers.hold(version, VALIDATION)
+        self._router.reserve(chosen)
+
+    async def unpin(self) -> None:
+        """Bring the replicas that kept a version to the newest one; then they take requests of all kinds again."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is None or self._publication is None:
+            raise RuntimeError("no replica keeps a version")
+        self.buffers.release(pinned.publication.version, VALIDATION)
+        await self._change_each(self._catch_up, self._loads_at_once(self._publication), pinned.names)
+        self._router.reserve(())
 
     async def offload_states(self) -> None:
         """Put every replica to sleep: requests wait, weights and caches leave the devices.
@@ -386,12 +440,12 @@ class InferencePool:
         self._deadlines.stop()
         with waiting("replicas that start", "the end of their start"):
             await self._none_starting.wait()
-        await self._change_each(self._settle, len(self._names))
+        await self._change_each(self._settle, len(self._names), self._names)
 
     async def load_states(self) -> None:
         """Wake every replica."""
         self._awake.set()
-        await self._change_each(self._settle, len(self._names))
+        await self._change_each(self._settle, len(self._names), self._names)
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
@@ -440,10 +494,7 @@ class InferencePool:
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
             async with replica.change():
                 self._replicas[self._names[index]] = replica
-                while (publication := self._publication) is not None and replica.version < publication.version:
-                    if not self.buffers.has(publication.version):
-                        break  # The next `publish` brings another one.
-                    await self._load(replica, Loaded())
+                await self._catch_up(replica)
                 await self._settle(replica)
         except BaseException as error:
             # Requests may have arrived as soon as the replica had its weights.
@@ -470,9 +521,28 @@ class InferencePool:
                 except (WorkerDied, WorkerFailed) as again:
                     death = again
 
+    def _wanted(self, replica: Replica) -> tuple[Publication | None, CanaryScores | None]:
+        """Return the version that a replica should have, and its canaries if they are compared."""
+        if self._pinned is not None and replica.name in self._pinned.names:
+            return self._pinned.publication, self._pinned.canaries
+        return self._publication, self._canaries
+
+    def _loads_at_once(self, publication: Publication) -> int:
+        # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
+        at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
+        return max(1, at_once)
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Bring one replica to the version that it should have. If it is in no buffer any more, `publish` brings the
+        next one."""
+        while (publication := self._wanted(replica)[0]) is not None and replica.version < publication.version:
+            if not self.buffers.has(publication.version):
+                return
+            await self._load(replica, Loaded())
+
     async def _load(self, replica: Replica, loaded: Loaded) -> None:
-        """Bring one replica to the current version. Requests for the version reach it once it is verified."""
-        publication, canaries = self._publication, self._canaries
+        """Bring one replica to the version that it should have. Requests reach it once this is verified."""
+        publication, canaries = self._wanted(replica)
         if publication is None or replica.version >= publication.version:
             return
         self.buffers.hold(publication.version, replica)
@@ -539,8 +609,11 @@ class InferencePool:
                 raise
             raise replica.give_up(str(failure)) from failure
 
-    async def _change_each(self, change: Callable[[Replica], Awaitable[None]], at_once: int) -> None:
-        """Change all live replicas, at most so many at once. Those that die meanwhile are restarted by `run`."""
+    async def _change_each(
+        self, change: Callable[[Replica], Awaitable[None]], at_once: int, names: Collection[str]
+    ) -> None:
+        """Change the live replicas among these, at most so many at once. Those that die meanwhile are restarted by
+        `run`."""
         turns = asyncio.Semaphore(at_once)
 
         async def change_one(replica: Replica) -> None:
@@ -550,7 +623,7 @@ class InferencePool:
             except WorkerDied:
                 self.buffers.keep_only(replica, None)
 
-        await all_or_none(change_one(replica) for replica in list(self._replicas.values()))
+        await all_or_none(change_one(replica) for name, replica in list(self._replicas.items()) if name in names)
 
     async def _settle(self, replica: Replica) -> None:
         """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""
@@ -566,76 +639,3 @@ class InferencePool:
         # A late report about a predecessor says nothing about the process that replaced it.
         if self._replicas.get(replica.name) is replica:
             self._router.mark_dead(replica.name, death.cause)
-
-
-class PartialResponse:
-    """The tokens of one request so far: those of finished attempts, and the known ones of the current attempt."""
-
-    def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
-        """Start without tokens. ``max_length``: tokens that an engine holds, prompt plus response."""
-        self._request = request
-        self._min_version = min_version
-        room = max_length - len(request.prompt_token_ids)
-        self._limit = max(1, min(request.sampling.max_new_tokens, room))
-        self._settled = no_tokens()
-        self._attempt: list[TokenChunk] = []
-
-    @property
-    def request_id(self) -> str:
-        """The request id that the caller chose."""
-        return self._request.request_id
-
-    @property
-    def attempt_tokens(self) -> int:
-        """Number of known tokens of the current attempt."""
-        return sum(len(chunk.token_ids) for chunk in self._attempt)
-
-    @property
-    def min_version(self) -> int | None:
-        """Oldest weight version that may continue the response; None if any may."""
-        newest = self._settled.versions[-1:].tolist()
-        return max(newest if self._min_version is None else [self._min_version, *newest], default=None)
-
-    def remaining(self) -> GenerateRequest:
-        """Return the request for the missing part."""
-        request, count = self._request, len(self._settled.token_ids)
-        return replace(
-            request,
-            prompt_token_ids=np.concatenate([request.prompt_token_ids, self._settled.token_ids]).astype(np.int32),
-            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
-            first_token_index=request.first_token_index + count,
-        )
-
-    def add(self, chunk: TokenChunk) -> None:
-        """Append the next tokens of the current attempt."""
-        self._attempt.append(chunk)
-
-    def cut_off(self) -> int:
-        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
-        kept = self.attempt_tokens
-        self._settled = _joined([self._settled, *self._attempt])
-        self._attempt = []
-        return kept
-
-    @property
-    def completion(self) -> Completion | None:
-        """The whole response if the interrupted attempts already contain all of it, else None."""
-        reason = self._settled.finish_reason
-        if reason is None or reason == "abort":
-            if len(self._settled.token_ids) < self._limit:
-                return None
-            reason = "length"
-        return self._settled.completion(self.request_id, reason)
-
-    def joined_to(self, completion: Completion) -> Completion:
-        """Return the whole response, where ``completion`` is the part that the current attempt generated."""
-        return _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
-
-
-def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    return TokenChunk(
-        np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
-        np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
-        np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
-        chunks[-1].finish_reason,
-    )

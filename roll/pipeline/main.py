@@ -30,7 +30,7 @@ from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.runtime.placement import Placement
 from roll.runtime.workers import WorkerHandle
 from roll.tracking.status import StatusFile
-from roll.tracking.waits import ENGINE, SCHEDULER, START, acting
+from roll.tracking.waits import ENGINE, SCHEDULER, START, VALIDATION, acting
 from roll.trainers.worker import TrainerGroup
 
 
@@ -79,7 +79,7 @@ async def run_pipeline(
 
 
 async def publish_initial(context: RunContext) -> None:
-    """Bring the first version to the engine and validate it before anything is generated.
+    """Bring the first version to the engine and validate it, with `pause` before anything is generated.
 
     A resumed run does not validate it again, since the result is on record.
     """
@@ -88,7 +88,9 @@ async def publish_initial(context: RunContext) -> None:
         canaries = await gather(context, version)
     metrics = await publish(context, version, canaries)
     if version == 0:
-        context.recorder.before_training({**metrics, **await announce(context, 0)})
+        metrics |= await announce(context, 0)
+        context.recorder.show(metrics, 0)
+        context.records.put(0, metrics)
     else:
         context.scheduler.weights_published(version)
     context.recorder.start_clock()
@@ -127,13 +129,15 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
 
 def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
-    """Return the tasks beside the stages: the scheduler, the engine and its gate, checkpoints and watches."""
+    """Return the tasks beside the stages: the scheduler, the engine and its gate, validations and records,
+    checkpoints, and watches."""
     tasks: dict[str, Callable[[], Awaitable[None]]] = {
         SCHEDULER: context.scheduler.run,
         ENGINE: context.pool.run,
         "gate": context.gate.run,
         "stall": partial(watch_for_stall, status, context.config.stall_timeout_seconds),
         "checkpoints": context.checkpoints.run,
+        VALIDATION: context.records.run,
     }
     trainers = {"actor_train": context.trainer, "reference": context.reference, "critic": context.critic}
     watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}

@@ -3,6 +3,9 @@
 A request leases a replica: the least loaded live one, or the one its episode used before. Only leased requests count as
 load. Requests that still wait for a replica hold nothing, so a weight update never waits for them. Waiting ends at a
 deadline, with an error that names the state of each replica. This module never calls an engine.
+
+Some replicas may be reserved. From then on requests that ask for a reserved one go there, and others do not: what they
+are generating there ends there, and an episode's next turn goes to another replica.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class Router:
         self._replicas = {name: ReplicaState() for name in names}
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
+        self._reserved: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
     def state(self, replica_id: str) -> ReplicaState:
@@ -108,6 +112,11 @@ class Router:
         state.version = version
         self._wake_waiting()
 
+    def reserve(self, replica_ids: Iterable[str]) -> None:
+        """Reserve these replicas, and their successors, in place of those that were reserved before."""
+        self._reserved = frozenset(replica_ids)
+        self._wake_waiting()
+
     @contextmanager
     def draining(self, replica_id: str) -> Iterator[None]:
         """Send requests, even of this replica's episodes, to other replicas during a block, if there are any."""
@@ -122,31 +131,45 @@ class Router:
 
     @asynccontextmanager
     async def lease(
-        self, *, timeout: float, sticky_key: Hashable | None = None, min_version: int | None = None
+        self,
+        *,
+        timeout: float,
+        sticky_key: Hashable | None = None,
+        min_version: int | None = None,
+        reserved: bool = False,
     ) -> AsyncIterator[str]:
         """Acquire a lease for the duration of a block and yield the replica's id."""
-        lease = await self.acquire(timeout=timeout, sticky_key=sticky_key, min_version=min_version)
+        lease = await self.acquire(timeout=timeout, sticky_key=sticky_key, min_version=min_version, reserved=reserved)
         try:
             yield lease.replica_id
         finally:
             self.release(lease)
 
     async def acquire(
-        self, *, timeout: float, sticky_key: Hashable | None = None, min_version: int | None = None
+        self,
+        *,
+        timeout: float,
+        sticky_key: Hashable | None = None,
+        min_version: int | None = None,
+        reserved: bool = False,
     ) -> Lease:
         """Lease a live replica that holds ``min_version`` or newer, waiting up to ``timeout`` seconds for one.
 
         Requests with the same ``sticky_key`` go to the same replica while it lives and is new enough; call `forget`
-        when the episode ends. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
+        when the episode ends. ``reserved`` requests go to reserved replicas, and others to the others; without reserved
+        replicas, all go to any. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
         nothing.
         """
         try:
             async with self._limit(timeout):
-                while (replica_id := self._choose(sticky_key, min_version)) is None:
+                while (replica_id := self._choose(sticky_key, min_version, reserved)) is None:
                     with waiting(REPLICAS, _wanted(min_version)):
                         await self._changed.wait()
         except TimeoutError:
-            states = "; ".join(_describe_state(name, state) for name, state in self._replicas.items())
+            states = "; ".join(
+                _describe_state(name, state) + (" (reserved)" if name in self._reserved else "")
+                for name, state in self._replicas.items()
+            )
             raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
         state = self._replicas[replica_id]
         state.load += 1
@@ -168,14 +191,22 @@ class Router:
         """Forget the replica of an episode that has ended."""
         self._sticky.pop(sticky_key, None)
 
-    def _choose(self, sticky_key: Hashable | None, min_version: int | None) -> str | None:
+    def _choose(self, sticky_key: Hashable | None, min_version: int | None, reserved: bool) -> str | None:
         earlier = self._sticky.get(sticky_key) if sticky_key is not None else None
-        if earlier is not None:
+        if earlier is not None and self._is_for(earlier.replica_id, reserved):
             state = self._replicas[earlier.replica_id]
             if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
-        usable = {name: state for name, state in self._replicas.items() if _usable(state, min_version)}
+        usable = {
+            name: state
+            for name, state in self._replicas.items()
+            if _usable(state, min_version) and self._is_for(name, reserved)
+        }
         return min(usable, key=lambda name: (usable[name].draining, usable[name].load), default=None)
+
+    def _is_for(self, replica_id: str, reserved: bool) -> bool:
+        """Return True if a replica takes requests that want a reserved one, or those that do not."""
+        return not self._reserved or (replica_id in self._reserved) == reserved
 
     def _wake_waiting(self) -> None:
         """Let every waiting caller look again, in the order of their requests."""

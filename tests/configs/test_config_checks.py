@@ -55,10 +55,13 @@ def problems_of(tree: dict[str, Any]) -> dict[str, ConfigProblem]:
     return {problem.path: problem for problem in caught.value.problems}
 
 
+def validating(**settings: Any) -> dict[str, Any]:
+    return {"eval_steps": 5, "validation": {"data_args": {"reasoning_gym": [GYM | {"seed": 1}]}, **settings}}
+
+
 @pytest.fixture
 def with_validation(tree: dict[str, Any]) -> dict[str, Any]:
-    tree |= {"eval_steps": 5, "validation": {"data_args": {"reasoning_gym": [GYM | {"seed": 1}]}}}
-    return tree
+    return tree | validating()
 
 
 def test_a_valid_configuration_passes_without_warnings(tree):
@@ -433,6 +436,13 @@ WRONG = [
     (
         {"validation": {"data_args": {"reasoning_gym": [GYM]}, "generating_args": {"top_k": 5}}, "eval_steps": 1},
         "validation.generating_args.top_k", "greedy", "temperature",
+    ),
+    (validating(replicas=0.5), "validation.replicas", "`validation.mode` is pause", "mode: overlap"),
+    (validating(mode="overlap", replicas=0.5), "validation.replicas", "one replica", "remove"),
+    (validating(mode="overlap", replicas=1.0), "validation.replicas", "< 1", "0.25"),
+    (
+        validating(mode="overlap", replicas=0.5) | {"actor_infer.device_mapping": [0, 1]},
+        "validation.replicas", "shares its devices", "remove",
     ),
     # Weights.
     (

@@ -1,0 +1,83 @@
+"""The tokens of one request so far, over all attempts to generate it. Pure: no task, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from roll.engines.base import Completion, GenerateRequest, TokenChunk, no_tokens
+
+
+class PartialResponse:
+    """The tokens of one request so far: those of finished attempts, and the known ones of the current attempt."""
+
+    def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
+        """Start without tokens. ``max_length``: tokens that an engine holds, prompt plus response."""
+        self._request = request
+        self._min_version = min_version
+        room = max_length - len(request.prompt_token_ids)
+        self._limit = max(1, min(request.sampling.max_new_tokens, room))
+        self._settled = no_tokens()
+        self._attempt: list[TokenChunk] = []
+
+    @property
+    def request_id(self) -> str:
+        """The request id that the caller chose."""
+        return self._request.request_id
+
+    @property
+    def attempt_tokens(self) -> int:
+        """Number of known tokens of the current attempt."""
+        return sum(len(chunk.token_ids) for chunk in self._attempt)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest weight version that may continue the response; None if any may."""
+        newest = self._settled.versions[-1:].tolist()
+        return max(newest if self._min_version is None else [self._min_version, *newest], default=None)
+
+    def remaining(self) -> GenerateRequest:
+        """Return the request for the missing part."""
+        request, count = self._request, len(self._settled.token_ids)
+        return replace(
+            request,
+            prompt_token_ids=np.concatenate([request.prompt_token_ids, self._settled.token_ids]).astype(np.int32),
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
+            first_token_index=request.first_token_index + count,
+        )
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Append the next tokens of the current attempt."""
+        self._attempt.append(chunk)
+
+    def cut_off(self) -> int:
+        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
+        kept = self.attempt_tokens
+        self._settled = _joined([self._settled, *self._attempt])
+        self._attempt = []
+        return kept
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole response if the interrupted attempts already contain all of it, else None."""
+        reason = self._settled.finish_reason
+        if reason is None or reason == "abort":
+            if len(self._settled.token_ids) < self._limit:
+                return None
+            reason = "length"
+        return self._settled.completion(self.request_id, reason)
+
+    def joined_to(self, completion: Completion) -> Completion:
+        """Return the whole response, where ``completion`` is the part that the current attempt generated."""
+        return _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
+
+
+def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    return TokenChunk(
+        np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
+        np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
+        np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
+        chunks[-1].finish_reason,
+    )
