@@ -399,8 +399,8 @@ class InferencePool:
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
         loaded = Loaded()
-        names = set(self._names) - (self._pinned.names if self._pinned is not None else set())
-        await self._change_each(lambda replica: self._load(replica, loaded), self._loads_at_once(publication), names)
+        at_once = self._loads_at_once(publication)
+        await self._change_each(lambda replica: self._load(replica, loaded), at_once, self._names)
         self.buffers.published(publication.version)
         return loaded
 
