@@ -137,7 +137,8 @@ def _staleness(config: PipelineConfig) -> str:
 def _weights(config: PipelineConfig) -> str:
     transport = derived.weight_transport(config).replace("_", " ")
     rhythm = _steps(config.weight_update.interval_steps)
-    return f"published every {rhythm} ({transport}); running requests: {config.weight_update.in_flight}"
+    pulled = ", pulled by each replica" if config.weight_update.mode == "pull" else ""
+    return f"published every {rhythm} ({transport}{pulled}); running requests: {config.weight_update.in_flight}"
 
 
 def _validation(config: PipelineConfig) -> str:

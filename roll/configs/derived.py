@@ -235,6 +235,11 @@ def pinned_replicas(config: PipelineConfig) -> int:
     return min(max(1, int(share * replicas)), replicas - 1) if share else 0
 
 
+def pull_after_seconds(config: PipelineConfig) -> float | None:
+    """Return the longest time for which a replica with requests stays behind; None if weights are pushed."""
+    return config.weight_update.pull_after_seconds if config.weight_update.mode == "pull" else None
+
+
 def weight_buffers(config: PipelineConfig) -> int:
     """Return the number of copies of the weights that the trainer has memory for."""
     return (2 if config.weight_update.dual_buffer else 1) + (1 if pinned_replicas(config) else 0)

@@ -5,6 +5,9 @@ same call is the engine's sign of life. When a replica dies, its requests contin
 far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
 last cause. Weights reach a share of the replicas at a time, and each update is verified by checksums.
 
+Weights reach them when they are published, or (`Pulls`) when each of them takes the newest; then `on_oldest` gets the
+version of the oldest one.
+
 For a validation beside the training, some replicas keep a version (`InferencePool.pin`): they take no newer weights and
 no requests but those of the validation, and then catch up.
 
@@ -30,6 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
+from roll.engines.pulls import Pulls
 from roll.engines.response import PartialResponse
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
@@ -262,6 +266,8 @@ class PoolSettings:
     """Share of the replicas that may load weights at the same time."""
     pinned_replicas: int = 0
     """Number of replicas that `InferencePool.pin` makes keep their version."""
+    pull_after_seconds: float | None = None
+    """Longest time for which a replica with requests stays behind the newest version; None: updates are pushed."""
 
 
 @dataclass(frozen=True)
@@ -322,6 +328,16 @@ class InferencePool:
         self.buffers = WeightBuffers(2 if settings.dual_buffer else 1, spare=1 if settings.pinned_replicas else 0)
         self._awake = asyncio.Event()
         self._awake.set()
+        self.on_oldest: Callable[[int], None] = lambda version: None
+        """Function that is called with the version that all live replicas have, if replicas pull and it has risen."""
+        self._oldest = -1
+        self._pulled = Loaded()
+        """What replicas have pulled since it was last told."""
+        self._pulls: Pulls | None = None
+        if settings.pull_after_seconds is not None:
+            at_once = max(1, int(count * settings.max_unavailable))
+            after = settings.pull_after_seconds
+            self._pulls = Pulls(self._router, self._is_behind, self._pull, after_seconds=after, at_once=at_once)
         self._starting = 0
         self._none_starting = asyncio.Event()
         self._none_starting.set()
@@ -340,6 +356,11 @@ class InferencePool:
         return self._settings.pinned_replicas > 0
 
     @property
+    def pulls(self) -> bool:
+        """True if each replica takes new weights when it chooses to."""
+        return self._pulls is not None
+
+    @property
     def dtype(self) -> str:
         """The dtype in which the engines hold their weights."""
         return self._spec.dtype
@@ -355,6 +376,9 @@ class InferencePool:
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._names)):
                 group.create_task(self._supervise(index))
+            if self._pulls is not None:
+                for name in self._names:
+                    group.create_task(self._pulls.run(name))
 
     async def generate(
         self,
@@ -391,13 +415,21 @@ class InferencePool:
                 return None
 
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
-        """Bring every live replica to this version, a share of them at a time, and run the parity check on each.
+        """Bring every live replica to this version, a share of them at a time, and run the parity check on each. If
+        replicas pull, only the first version is brought; later ones are there for them, and what they have pulled since
+        the last call is returned.
 
         Replicas that keep a version (`pin`) are left out. The caller has acquired the buffer that holds the version. A
         replica that dies during the update loads this version when it restarts. Raises `WeightsDiffer`.
         """
+        is_first = self._publication is None
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
+        if self._pulls is not None and not is_first:
+            self.buffers.published(publication.version)
+            self._pulls.published()
+            loaded, self._pulled = self._pulled, Loaded()
+            return loaded
         loaded = Loaded()
         at_once = self._loads_at_once(publication)
         await self._change_each(lambda replica: self._load(replica, loaded), at_once, self._names)
@@ -421,6 +453,12 @@ class InferencePool:
         self.buffers.hold(version, VALIDATION)
         self._router.reserve(chosen)
 
+    async def ready_to_validate(self) -> None:
+        """Bring the replicas that a validation uses to the version it measures, if they pull."""
+        if self._publication is not None and self.pulls:
+            names = self._names if self._pinned is None else self._pinned.names
+            await self._change_each(self._catch_up, self._loads_at_once(self._publication), names)
+
     async def unpin(self) -> None:
         """Bring the replicas that kept a version to the newest one; then they take requests of all kinds again."""
         pinned, self._pinned = self._pinned, None
@@ -429,6 +467,7 @@ class InferencePool:
         self.buffers.release(pinned.publication.version, VALIDATION)
         await self._change_each(self._catch_up, self._loads_at_once(self._publication), pinned.names)
         self._router.reserve(())
+        self._tell_oldest()
 
     async def offload_states(self) -> None:
         """Put every replica to sleep: requests wait, weights and caches leave the devices.
@@ -538,7 +577,22 @@ class InferencePool:
         while (publication := self._wanted(replica)[0]) is not None and replica.version < publication.version:
             if not self.buffers.has(publication.version):
                 return
-            await self._load(replica, Loaded())
+            await self._load(replica, self._pulled if self.pulls else Loaded())
+        self._tell_oldest()
+
+    def _is_behind(self, name: str) -> bool:
+        replica = self._replicas.get(name)
+        publication = None if replica is None else self._wanted(replica)[0]
+        return replica is not None and publication is not None and replica.version < publication.version
+
+    async def _pull(self, name: str) -> None:
+        await self._change_each(self._catch_up, 1, {name})
+
+    def _tell_oldest(self) -> None:
+        oldest = self._router.oldest()
+        if self.pulls and oldest is not None and oldest > self._oldest:
+            self._oldest = oldest
+            self.on_oldest(oldest)
 
     async def _load(self, replica: Replica, loaded: Loaded) -> None:
         """Bring one replica to the version that it should have. Requests reach it once this is verified."""

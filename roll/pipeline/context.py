@@ -108,6 +108,7 @@ class RunContext:
 
         self.scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
         self.scheduler.pause_admission()
+        self.pool.on_oldest = self.scheduler.weights_published
         settings = rollout_settings(config)
         if point is not None:
             resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)

@@ -25,7 +25,7 @@ from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
-from roll.pipeline.stages import ChainedStage, announce, gather, groups_of_steps, publish, record
+from roll.pipeline.stages import ChainedStage, announce, gather, groups_of_steps, publish, reached_engines, record
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.runtime.placement import Placement
 from roll.runtime.workers import WorkerHandle
@@ -92,7 +92,7 @@ async def publish_initial(context: RunContext) -> None:
         context.recorder.show(metrics, 0)
         context.records.put(0, metrics)
     else:
-        context.scheduler.weights_published(version)
+        reached_engines(context, version)
     context.recorder.start_clock()
     context.scheduler.resume_admission()
 

@@ -92,6 +92,7 @@ class StepRecords:
     async def _validate(self, version: int) -> None:
         if self.validator is None:
             raise RuntimeError(f"version {version} cannot be validated: this run has no validation")
+        await self.pool.ready_to_validate()
         with self.recorder.validating(version):
             result = await self.validator.run(version)
         await self.pool.unpin()

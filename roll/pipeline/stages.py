@@ -213,7 +213,7 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
     """
     due = run.validator is not None and validation_due(run.config, version)
     if run.validator is None or not due or run.pool.can_pin:
-        run.scheduler.weights_published(version)
+        reached_engines(run, version)
         if due:
             with run.pool.buffers.kept(version):
                 await run.records.validated()
@@ -224,15 +224,22 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
     if pause:
         run.scheduler.pause_admission()
     else:
-        run.scheduler.weights_published(version)
+        reached_engines(run, version)
     # A replica that dies meanwhile must find this version, the only one that is measured.
     with run.recorder.validating(version), run.pool.buffers.kept(version):
+        await run.pool.ready_to_validate()
         result = await run.validator.run(version)
     if pause:
-        run.scheduler.weights_published(version)
+        reached_engines(run, version)
         run.scheduler.resume_admission()
     await run.recorder.validation(result)
     return result.metrics
+
+
+def reached_engines(run: RunContext, version: int) -> None:
+    """Report a version that all engines have to the scheduler. If they pull, the pool does so."""
+    if not run.pool.pulls:
+        run.scheduler.weights_published(version)
 
 
 async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:

@@ -68,6 +68,7 @@ class Router:
         self._sticky: dict[Hashable, Lease] = {}
         self._reserved: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
+        self._became_idle = asyncio.Event()
 
     def state(self, replica_id: str) -> ReplicaState:
         """Return the replica's state, to be read only. Raises `KeyError` naming the known replicas."""
@@ -111,6 +112,11 @@ class Router:
             raise ValueError(f"replica {replica_id} went back from version {state.version} to {version}")
         state.version = version
         self._wake_waiting()
+
+    def oldest(self) -> int | None:
+        """Return the smallest version over the live replicas that are not reserved; None if there is none."""
+        live = (name for name, state in self._replicas.items() if state.live and name not in self._reserved)
+        return min((self._replicas[name].version for name in live), default=None)
 
     def reserve(self, replica_ids: Iterable[str]) -> None:
         """Reserve these replicas, and their successors, in place of those that were reserved before."""
@@ -186,6 +192,14 @@ class Router:
         if state.load == 0:
             raise RuntimeError(f"replica {lease.replica_id} was released more often than acquired")
         state.load -= 1
+        if state.load == 0:
+            self._became_idle.set()
+
+    async def idle(self, replica_id: str) -> None:
+        """Wait until a replica has no request."""
+        while self.state(replica_id).load:
+            self._became_idle.clear()
+            await self._became_idle.wait()
 
     def forget(self, sticky_key: Hashable) -> None:
         """Forget the replica of an episode that has ended."""

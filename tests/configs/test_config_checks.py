@@ -445,6 +445,16 @@ WRONG = [
         "validation.replicas", "shares its devices", "remove",
     ),
     # Weights.
+    ({"weight_update.pull_after_seconds": 5.0}, "weight_update.pull_after_seconds", "mode` is push", "mode: pull"),
+    (
+        {"weight_update": {"mode": "pull", "pull_after_seconds": -1.0}},
+        "weight_update.pull_after_seconds", ">= 0", "30",
+    ),
+    ({"weight_update": {"mode": "pull", "dual_buffer": False}}, "weight_update.mode", "single buffer", "dual_buffer"),
+    (
+        {"weight_update": {"mode": "pull"}, "actor_infer.device_mapping": [0]},
+        "weight_update.mode", "shares its devices", "push",
+    ),
     (
         {"cluster": {"num_nodes": 2, "num_devices_per_node": 1, "address": "auto"},
          "weight_update.transport": "shared_memory"},
@@ -764,6 +774,8 @@ def test_a_push_goes_to_other_gpus_with_nccl_and_stays_on_them_with_ipc(tree, mo
     found = problems_of(merged(tree, changes | {"actor_infer.device_mapping": [engines]}))
     assert list(found) == ["weight_update.transport"]
     assert words in found["weight_update.transport"].message
+    found = problems_of(merged(tree, changes | {"weight_update.mode": "pull"}))
+    assert "the trainer pushes into each engine" in found["weight_update.mode"].message
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,7 @@ class Run:
         self.pool = pool
         self.scheduler = build_scheduler(config, side, self.rollout)
         self.scheduler.pause_admission()
+        pool.on_oldest = self.scheduler.weights_published
         locks = self.locks = build_device_locks(self.devices)
         self.gate = EngineGate(pool, locks["actor_infer"], "actor_infer")
         locks["actor_infer"].register("actor_infer", pool)

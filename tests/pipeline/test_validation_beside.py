@@ -39,9 +39,9 @@ class Measures(Validator):
         return ValidationResult(version, {"val/addition/accuracy": float(version)}, list(groups.values()))
 
 
-def beside(tmp_path, monkeypatch, *, tokens=6, pool, **changes) -> Run:
+def beside(tmp_path, monkeypatch, *, tokens=6, pool, mode="overlap", **changes) -> Run:
     """A run that validates on replicas of its own; ``pool``: settings of its engines."""
-    settings = {"mode": "overlap", "data_args": {"file_name": "val.jsonl"}}
+    settings = {"mode": mode, "data_args": {"file_name": "val.jsonl"}}
     run = Run(tmp_path, monkeypatch, validation=settings, **changes)
     local = run.local
     run.local = lambda: local(**{"replicas": 4, "pinned_replicas": 1, **pool})
@@ -131,27 +131,39 @@ def test_a_replica_that_dies_during_a_validation_comes_back_with_its_version(tmp
 def schedule(tmp_path, monkeypatch, seed: int) -> None:
     dice = random.Random(seed)
     replicas = dice.randint(2, 4)
-    dual = dice.random() < 0.7
+    mode = dice.choice(["pause", "overlap", "overlap"])
+    pulls = dice.random() < 0.4
+    dual = pulls or dice.random() < 0.7
     run = beside(
         tmp_path,
         monkeypatch,
         tokens=dice.choice([2, 6, 15, 40]),
         pool={
             "replicas": replicas,
-            "pinned_replicas": dice.randint(1, replicas - 1),
+            "pinned_replicas": 0 if mode == "pause" else dice.randint(0, replicas - 1),
             "dual_buffer": dual,
             "in_place": dual and dice.random() < 0.6,
             "in_flight": dice.choice(["keep", "drain"]),
             "max_unavailable": dice.choice([0.25, 1.0]),
             "max_restarts": 10_000,
+            "pull_after_seconds": dice.choice([0.0, 3.0, 40.0]) if pulls else None,
         },
         max_steps=dice.randint(3, 9),
         eval_steps=dice.randint(1, 4),
+        mode=mode,
         async_generation_ratio=dice.choice([0, 0.5, 1, 2]),
         rollout_batch_size=dice.randint(1, 4),
         weight_update__interval_steps=dice.randint(1, 3),
     )
     often = dice.choice([8, 25, 100])
+    told: list[tuple[int, int]] = []
+    """The version with which groups start, and the oldest one of the engines that take their requests."""
+
+    async def look():
+        while True:
+            await asyncio.sleep(0.7)
+            oldest = run.pool._router.oldest()
+            told.append((run.scheduler._admission.version, 10**6 if oldest is None else oldest))
 
     async def kill():
         while True:
@@ -160,11 +172,12 @@ def schedule(tmp_path, monkeypatch, seed: int) -> None:
             for replica in dice.sample(alive, min(len(alive), dice.choice([1, 1, 1, 2, 4]))):
                 replica.handle.kill()
 
-    run.background["kill"] = kill
+    run.background |= {"kill": kill, "look": look}
     done = run.run()
     steps = done.config.max_steps
     check_records(done, sorted({*range(0, steps + 1, done.config.eval_steps), steps}))
     assert done.scheduler.ledger.consumed == steps * done.config.rollout_batch_size
+    assert all(version <= oldest for version, oldest in told) and len(told) > 9
     assert done.pool._pinned is None and not done.pool._router._reserved
 
 
