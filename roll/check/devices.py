@@ -114,11 +114,27 @@ def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]
             yield ConfigProblem(f"{second}.device_mapping", message, remedy)
 
 
+def _cannot_be_pulled(config: PipelineConfig, mappings: Mapping[str, list[int]]) -> Iterator[ConfigProblem]:
+    path, remedy = "weight_update.mode", "write `push`"
+    update, engine = config.weight_update, mappings.get("actor_infer", [])
+    if update.transport in ("nccl", "cuda_ipc"):
+        message = f"'pull', but with {update.transport} the trainer pushes into each engine"
+        yield ConfigProblem(path, message, f"{remedy}, or another transport")
+    if not update.dual_buffer:
+        message = "'pull', but a single buffer is written over before each replica has chosen to read it"
+        yield ConfigProblem(path, message, f"{remedy}, or `dual_buffer: true`")
+    if any({*engine} & {*others} for name, others in mappings.items() if name != "actor_infer"):
+        message = "'pull', but the engine shares its devices, and takes turns with the other roles"
+        yield ConfigProblem(path, message, remedy)
+
+
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject a transport that cannot reach every engine: shared memory, and vLLM's own transfer from GPU to GPU, where
     NCCL needs different devices, CUDA IPC the same ones."""
     transport, path = config.weight_update.transport, "weight_update.transport"
     mappings = readable_mappings(config)
+    if config.weight_update.mode == "pull":
+        yield from _cannot_be_pulled(config, mappings)
     if transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:

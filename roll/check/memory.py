@@ -129,7 +129,7 @@ def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: Model
         how = f"{name}: 12 bytes for each weight that learns, shared out over ranks"
         host.append(Part("state being saved", memory.state, how))
     if name == "actor_train":
-        dtype, buffers = config.actor_infer.model_args.dtype, 2 if config.weight_update.dual_buffer else 1
+        dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
         how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of the first rank"
         publication = Part("publication", buffers * shape.parameters * ELEMENT_BYTES[dtype], how)
         if derived.weight_transport(config) in ("nccl", "cuda_ipc"):

@@ -137,7 +137,8 @@ def _staleness(config: PipelineConfig) -> str:
 def _weights(config: PipelineConfig) -> str:
     transport = derived.weight_transport(config).replace("_", " ")
     rhythm = _steps(config.weight_update.interval_steps)
-    return f"published every {rhythm} ({transport}); running requests: {config.weight_update.in_flight}"
+    pulled = ", pulled by each replica" if config.weight_update.mode == "pull" else ""
+    return f"published every {rhythm} ({transport}{pulled}); running requests: {config.weight_update.in_flight}"
 
 
 def _validation(config: PipelineConfig) -> str:
@@ -152,7 +153,9 @@ def _validation(config: PipelineConfig) -> str:
         groups, size = count(manager.num_env_groups or 0, "seed"), count(manager.group_size, "episode")
         data = f"{groups} x {size}: {_environments(config, manager)}"
     rhythm = f"before the first step, every {_steps(config.eval_steps)} and after the last"
-    return f"{count(times, 'time')} ({rhythm}) on {data}"
+    pinned = derived.pinned_replicas(config)
+    kept = f"; {count(pinned, 'replica')} of {derived.engine_replicas(config)} meanwhile" if pinned else ""
+    return f"{count(times, 'time')} ({rhythm}) on {data}{kept}"
 
 
 def _steps(number: int) -> str:

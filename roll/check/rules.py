@@ -120,6 +120,16 @@ def _inert_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, .
             reason, remedy = "no layer has adapters", "set `lora_target`, or remove this key"
         if name != "actor_train" or section.model_args.lora_target is None:
             yield f"{name}.model_args.", section.model_args, ADAPTER_KEYS, reason, remedy
+    validation, mappings = derived.validation_settings(config), readable_mappings(config)
+    engine = mappings.pop("actor_infer", [])
+    if validation is not None and validation.mode == "overlap":
+        remedy = "remove this key"
+        if any({*engine} & {*others} for others in mappings.values()):
+            reason = "the engine shares its devices, and takes turns with the other roles"
+            yield "validation.", validation, ("replicas",), reason, remedy
+        elif len(engine) == config.actor_infer.num_gpus_per_engine:
+            reason = "the engine has one replica, which cannot keep a version"
+            yield "validation.", validation, ("replicas",), reason, remedy
     if not isinstance(config, AgenticConfig):
         return
     reason = "episodes begin with what their environment says"

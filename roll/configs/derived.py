@@ -230,6 +230,25 @@ def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
     return rlvr(config).validation
 
 
+def pinned_replicas(config: PipelineConfig) -> int:
+    """Return the number of replicas that keep a version for its validation while the others take newer ones."""
+    settings = validation_settings(config)
+    if settings is None or settings.mode == "pause" or shares_devices(config, "actor_infer"):
+        return 0
+    share, replicas = settings.replicas, engine_replicas(config)
+    return min(max(1, int(share * replicas)), replicas - 1) if share else 0
+
+
+def pull_after_seconds(config: PipelineConfig) -> float | None:
+    """Return the longest time for which a replica with requests stays behind; None if weights are pushed."""
+    return config.weight_update.pull_after_seconds if config.weight_update.mode == "pull" else None
+
+
+def weight_buffers(config: PipelineConfig) -> int:
+    """Return the number of copies of the weights that the trainer has memory for."""
+    return (2 if config.weight_update.dual_buffer else 1) + (1 if pinned_replicas(config) else 0)
+
+
 def reward_weights(config: PipelineConfig, counted_in_turns: bool) -> tuple[float, float]:
     """Return the weights of the episode's reward and of its turns' rewards, for an estimator that counts in turns or
     not. In RLVR a response is its own episode."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from roll.configs.fields import (
     Count,
@@ -14,6 +14,7 @@ from roll.configs.fields import (
     NotNegative,
     Nucleus,
     Positive,
+    Range,
     Seed,
     Share,
     option,
@@ -295,7 +296,15 @@ class ValidationSettings:
         ValidationGeneratingArguments, "Sampling in validation; greedy by default."
     )
     mode: Literal["pause", "overlap"] = option(
-        "pause", "`pause`: no training group starts while validation runs; `overlap`: both share the engine."
+        "pause",
+        "`pause`: no training group starts while validation runs, and new weights wait; `overlap`: groups start.",
+    )
+    replicas: Annotated[float, Range(at_least=0, below=1)] = option(
+        0.25,
+        "Share of the engine's replicas, at least one and never all, that keep the validated version until its "
+        "validation is over. The others go on with newer weights, and nothing waits. 0, a single replica, or an engine "
+        "that shares its devices: all replicas keep it, and new weights wait.",
+        needs="mode: overlap",
     )
     timeout_seconds: Positive = option(1800.0, "Longest time for one validation before the run fails.")
 

@@ -132,6 +132,15 @@ class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
     interval_steps: Count = option(1, "Publish weights every n training steps.")
+    mode: Literal["push", "pull"] = option(
+        "push",
+        "`push`: a publication is brought to the replicas at once, and groups start with it when all have it. `pull`: "
+        "each replica takes the newest one when it has no request, or after `pull_after_seconds`; groups start with "
+        "the version of the oldest replica.",
+    )
+    pull_after_seconds: NotNegative = option(
+        30.0, "Longest time for which a replica with requests stays behind the newest publication.", needs="mode: pull"
+    )
     in_flight: Literal["keep", "resume", "drain"] = option(
         "keep",
         "Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues them "

@@ -541,8 +541,13 @@ def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
     publisher = waits.PUBLISHER if any(stage.name == waits.PUBLISHER for stage in status.stages) else waits.START
     if node == waits.PUBLICATION_MEMORY:
         holders = status.memory_holders
-        work = {waits.PUBLISHING: "to publish what lies there", waits.VALIDATION: "to measure what lies there"}
-        publishing = [Wait(node, publisher, what, since) for holder, what in work.items() if holder in holders]
+        measure = "to measure what lies there"
+        work = {
+            waits.PUBLISHING: (publisher, "to publish what lies there"),
+            waits.STAGE_VALIDATION: (publisher, measure),
+            waits.VALIDATION: (waits.VALIDATION, measure),
+        }
+        publishing = [Wait(node, who, what, since) for holder, (who, what) in work.items() if holder in holders]
         taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(waits.WORKER)]
         return publishing + taking
     if node == waits.REPLICAS:

@@ -7,6 +7,12 @@ from the tokens fetched so far, and a new process with the current weights takes
 many stop the run with the last cause. Weights reach a share of the replicas at a time, and each update is verified by
 checksums.
 
+Weights reach them when they are published, or (`Pulls`) when each of them takes the newest; then `on_oldest` gets the
+version of the oldest one.
+
+For a validation beside the training, some replicas keep a version (`InferencePool.pin`): they take no newer weights and
+no requests but those of the validation, and then catch up.
+
 A request fails if its engine yields no token of any request for too long. So neither its length counts nor the time for
 which it is queued there, before its first token or after the engine took back its cache. A request that an engine has
 lost fails once the engine has nothing else to do.
@@ -20,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -28,12 +34,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
+from roll.engines.pulls import Pulls
 from roll.engines.response import PartialResponse
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.pool import all_or_none
 from roll.runtime.workers import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
-from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
+from roll.tracking.waits import VALIDATION, WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
 from roll.weights.publisher import EngineCallFailed, Publication, PushTarget, check_weights
@@ -276,6 +283,19 @@ class PoolSettings:
     silence_timeout_seconds: float
     max_unavailable: float
     """Share of the replicas that may load weights at the same time."""
+    pinned_replicas: int = 0
+    """Number of replicas that `InferencePool.pin` makes keep their version."""
+    pull_after_seconds: float | None = None
+    """Longest time for which a replica with requests stays behind the newest version; None: updates are pushed."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The replicas that keep a version, and what their successors load."""
+
+    names: frozenset[str]
+    publication: Publication
+    canaries: CanaryScores | None
 
 
 @dataclass
@@ -322,15 +342,26 @@ class InferencePool:
         self._router = Router(self._names, limit=self._deadlines.limit)
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
-        self.buffers = WeightBuffers(count=2 if settings.dual_buffer else 1)
         self._canaries: CanaryScores | None = None
         self._loaded = Loaded()
         self._verified: set[str | None] = set()
         """Nodes on which the update that is being loaded was verified for all replicas."""
         self._arrived = asyncio.Event()
         self._arrived.set()
+        self._pinned: Pinned | None = None
+        self.buffers = WeightBuffers(2 if settings.dual_buffer else 1, spare=1 if settings.pinned_replicas else 0)
         self._awake = asyncio.Event()
         self._awake.set()
+        self.on_oldest: Callable[[int], None] = lambda version: None
+        """Function that is called with the version that all live replicas have, if replicas pull and it has risen."""
+        self._oldest = -1
+        self._pulled = Loaded()
+        """What replicas have pulled since it was last told."""
+        self._pulls: Pulls | None = None
+        if settings.pull_after_seconds is not None:
+            at_once = max(1, int(count * settings.max_unavailable))
+            after = settings.pull_after_seconds
+            self._pulls = Pulls(self._router, self._is_behind, self._pull, after_seconds=after, at_once=at_once)
         self._starting = 0
         self._none_starting = asyncio.Event()
         self._none_starting.set()
@@ -342,6 +373,16 @@ class InferencePool:
         self.completed = 0
         self.tokens_seen = 0
         """Number of tokens that running requests were seen to get."""
+
+    @property
+    def can_pin(self) -> bool:
+        """True if some replicas can keep a version while the others go on."""
+        return self._settings.pinned_replicas > 0
+
+    @property
+    def pulls(self) -> bool:
+        """True if each replica takes new weights when it chooses to."""
+        return self._pulls is not None
 
     @property
     def dtype(self) -> str:
@@ -359,27 +400,38 @@ class InferencePool:
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._names)):
                 group.create_task(self._supervise(index))
+            if self._pulls is not None:
+                for name in self._names:
+                    group.create_task(self._pulls.run(name))
 
     async def generate(
-        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        sticky_key: str | None = None,
+        min_version: int | None = None,
+        pinned: bool = False,
     ) -> Completion:
         """Run a request to its end, continuing on another replica if one dies. No token is older than ``min_version``,
-        or than the token before it."""
+        or than the token before it. ``pinned`` requests go to the replicas that keep a version, if some do."""
         response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
-        completion = await self._attempt(response, sticky_key)
+        completion = await self._attempt(response, sticky_key, pinned)
         while completion is None:
             self.resumed_tokens += response.cut_off()
             completion = response.completion
             if completion is None:
                 self.reissued += 1
-                completion = await self._attempt(response, sticky_key)
+                completion = await self._attempt(response, sticky_key, pinned)
         self.completed += 1
         return completion
 
-    async def _attempt(self, response: PartialResponse, sticky_key: str | None) -> Completion | None:
+    async def _attempt(self, response: PartialResponse, sticky_key: str | None, pinned: bool) -> Completion | None:
         """Return the whole response, or None if the replica dies while generating it."""
         async with self._router.lease(
-            timeout=self._settings.start_timeout_seconds, sticky_key=sticky_key, min_version=response.min_version
+            timeout=self._settings.start_timeout_seconds,
+            sticky_key=sticky_key,
+            min_version=response.min_version,
+            reserved=pinned,
         ) as name:
             try:
                 return response.joined_to(await self._replicas[name].generate(response))
@@ -387,18 +439,25 @@ class InferencePool:
                 return None
 
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
-        """Bring every live replica to this version, a share of them at a time, and run the parity check on each.
+        """Bring every live replica to this version, a share of them at a time, and run the parity check on each. If
+        replicas pull, only the first version is brought; later ones are there for them, and what they have pulled since
+        the last call is returned.
 
-        The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
-        version when it restarts. Raises `WeightsDiffer`.
+        Replicas that keep a version (`pin`) are left out. The caller has acquired the buffer that holds the version. A
+        replica that dies during the update loads this version when it restarts. Raises `WeightsDiffer`.
         """
+        is_first = not any(self._router.state(name).live for name in self._names)
         if publication is not self._publication:
             self.announce(publication, canaries)
+        if self._pulls is not None and not is_first:
+            self.buffers.published(publication.version)
+            self._pulls.published()
+            pulled, self._pulled = self._pulled, Loaded()
+            return pulled
         loaded = self._loaded
         await self._verify(publication)
-        # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
-        at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
-        await self._change_each(lambda replica: self._load(replica, loaded), max(1, at_once))
+        at_once = self._loads_at_once(publication)
+        await self._change_each(lambda replica: self._load(replica, loaded), at_once, self._names)
         self._verified.clear()
         self.buffers.published(publication.version)
         return loaded
@@ -415,6 +474,39 @@ class InferencePool:
         self.buffers.publishing(publication.version)
         self._arrived.set()
 
+    def pin(self) -> None:
+        """Let some replicas keep the newest version, for requests that want it, until `unpin`.
+
+        The least loaded ones. What they are generating for other requests they end. A replica that dies meanwhile comes
+        back with the same version, which stays in its buffer. Call it between two calls of `publish`.
+        """
+        if self._publication is None or self._pinned is not None:
+            raise RuntimeError("one published version is kept at a time")
+        version = self._publication.version
+        states = {name: self._router.state(name) for name in self._names}
+        ready = {name: state.live and state.version == version for name, state in states.items()}
+        names = sorted(self._names, key=lambda name: (not ready[name], states[name].load))
+        chosen = frozenset(names[: self._settings.pinned_replicas])
+        self._pinned = Pinned(chosen, self._publication, self._canaries)
+        self.buffers.hold(version, VALIDATION)
+        self._router.reserve(chosen)
+
+    async def ready_to_validate(self) -> None:
+        """Bring the replicas that a validation uses to the version it measures, if they pull."""
+        if self._publication is not None and self.pulls:
+            names = self._names if self._pinned is None else self._pinned.names
+            await self._change_each(self._catch_up, self._loads_at_once(self._publication), names)
+
+    async def unpin(self) -> None:
+        """Bring the replicas that kept a version to the newest one; then they take requests of all kinds again."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is None or self._publication is None:
+            raise RuntimeError("no replica keeps a version")
+        self.buffers.release(pinned.publication.version, VALIDATION)
+        await self._change_each(self._catch_up, self._loads_at_once(self._publication), pinned.names)
+        self._router.reserve(())
+        self._tell_oldest()
+
     async def offload_states(self) -> None:
         """Put every replica to sleep: requests wait, weights and caches leave the devices.
 
@@ -425,7 +517,7 @@ class InferencePool:
         self._deadlines.stop()
         with waiting("replicas that start", "the end of their start"):
             await self._none_starting.wait()
-        await self._change_each(self._settle, len(self._names))
+        await self._change_each(self._settle, len(self._names), self._names)
 
     async def load_states(self) -> None:
         """Wake every replica. Those without weights load the newest ones, of an update that is being sent if there is
@@ -436,7 +528,7 @@ class InferencePool:
                 await self._arrived.wait()
             if self._publication is not None:
                 await self._verify(self._publication)
-        await self._change_each(self._settle, len(self._names))
+        await self._change_each(self._settle, len(self._names), self._names)
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
@@ -492,10 +584,7 @@ class InferencePool:
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
             async with replica.change():
                 self._replicas[self._names[index]] = replica
-                while (publication := self._publication) is not None and replica.version < publication.version:
-                    if not self.buffers.has(publication.version):
-                        break  # The next `publish` brings another one.
-                    await self._load(replica, Loaded())
+                await self._catch_up(replica)
                 await self._settle(replica)
         except BaseException as error:
             # Requests may have arrived as soon as the replica had its weights.
@@ -527,7 +616,8 @@ class InferencePool:
         nodes: dict[str | None, list[Replica]] = {}
         if publication.layout is None and TRANSPORTS[self._spec.transport].one_copy_per_host:
             for replica in self._replicas.values():
-                if replica.version < publication.version and replica.handle.node not in self._verified:
+                is_behind = self._wanted(replica)[0] is publication and replica.version < publication.version
+                if is_behind and replica.handle.node not in self._verified:
                     nodes.setdefault(replica.handle.node, []).append(replica)
 
         async def verify(node: str | None, replicas: list[Replica]) -> None:
@@ -542,9 +632,43 @@ class InferencePool:
 
         await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
 
+    def _wanted(self, replica: Replica) -> tuple[Publication | None, CanaryScores | None]:
+        """Return the version that a replica should have, and its canaries if they are compared."""
+        if self._pinned is not None and replica.name in self._pinned.names:
+            return self._pinned.publication, self._pinned.canaries
+        return self._publication, self._canaries
+
+    def _loads_at_once(self, publication: Publication) -> int:
+        # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
+        at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
+        return max(1, at_once)
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Bring one replica to the version that it should have. If it is in no buffer any more, `publish` brings the
+        next one."""
+        while (publication := self._wanted(replica)[0]) is not None and replica.version < publication.version:
+            if not self.buffers.has(publication.version):
+                return
+            await self._load(replica, self._pulled if self.pulls else Loaded())
+        self._tell_oldest()
+
+    def _is_behind(self, name: str) -> bool:
+        replica = self._replicas.get(name)
+        publication = None if replica is None else self._wanted(replica)[0]
+        return replica is not None and publication is not None and replica.version < publication.version
+
+    async def _pull(self, name: str) -> None:
+        await self._change_each(self._catch_up, 1, {name})
+
+    def _tell_oldest(self) -> None:
+        oldest = self._router.oldest()
+        if self.pulls and oldest is not None and oldest > self._oldest:
+            self._oldest = oldest
+            self.on_oldest(oldest)
+
     async def _load(self, replica: Replica, loaded: Loaded) -> None:
-        """Bring one replica to the current version. Requests for the version reach it once it is verified."""
-        publication, canaries = self._publication, self._canaries
+        """Bring one replica to the version that it should have. Requests reach it once this is verified."""
+        publication, canaries = self._wanted(replica)
         if publication is None or replica.version >= publication.version:
             return
         self.buffers.hold(publication.version, replica)
@@ -553,7 +677,7 @@ class InferencePool:
             if publication.layout is not None:
                 receipt, seconds = await self._push(replica, publication)
             else:
-                verified = replica.handle.node in self._verified
+                verified = publication is self._publication and replica.handle.node in self._verified
                 order = (publication, settings.load_bucket_bytes, settings.in_flight, verified)
                 receipt, seconds = await self._change(replica, "load_weights", *order)
         if self._replicas.get(replica.name) is not replica:
@@ -612,8 +736,11 @@ class InferencePool:
                 raise
             raise replica.give_up(str(failure)) from failure
 
-    async def _change_each(self, change: Callable[[Replica], Awaitable[None]], at_once: int) -> None:
-        """Change all live replicas, at most so many at once. Those that die meanwhile are restarted by `run`."""
+    async def _change_each(
+        self, change: Callable[[Replica], Awaitable[None]], at_once: int, names: Collection[str]
+    ) -> None:
+        """Change the live replicas among these, at most so many at once. Those that die meanwhile are restarted by
+        `run`."""
         turns = asyncio.Semaphore(at_once)
 
         async def change_one(replica: Replica) -> None:
@@ -623,7 +750,7 @@ class InferencePool:
             except WorkerDied:
                 self.buffers.keep_only(replica, None)
 
-        await all_or_none(change_one(replica) for replica in list(self._replicas.values()))
+        await all_or_none(change_one(replica) for name, replica in list(self._replicas.items()) if name in names)
 
     async def _settle(self, replica: Replica) -> None:
         """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""

@@ -24,9 +24,17 @@ from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.records import StepRecords
 from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import EngineGate, Pace, RolloutSide, Validator, has_score_variance
+from roll.pipeline.rollouts import (
+    EngineGate,
+    Pace,
+    RolloutSide,
+    ValidationGenerator,
+    Validator,
+    has_score_variance,
+)
 from roll.pipeline.stage import StepCounter
 from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.journal import read_journal, recover
@@ -76,6 +84,7 @@ class RunContext:
     train_temperature: float
     """Temperature at which the trainer computes log-probabilities: that of the rollouts."""
     checkpoints: Checkpointer
+    records: StepRecords
     chaos: Chaos
     first_step: int
     """Number of training steps that were done when this process began."""
@@ -112,11 +121,12 @@ class RunContext:
         self.max_staleness = derived.resolved_max_staleness(config)
         self.train_temperature = config.actor_infer.generating_args.temperature
         self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
-        self.validator = side.validator(self.gate)
+        self.validator = side.validator(ValidationGenerator(self.gate))
         self.parity_check = ParityCheck(config, side.canary_prompts())
         rollout = paced(side.rollout(self.gate), derived.group_size(config), recorder.waits)
         self.scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
         self.scheduler.pause_admission()
+        self.pool.on_oldest = self.scheduler.weights_published
         settings = rollout_settings(config)
         if point is not None:
             resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)
@@ -135,6 +145,7 @@ class RunContext:
             source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         )
+        self.records = StepRecords(recorder, self.checkpoints, self.pool, self.validator)
 
     def require_critic(self) -> TrainerGroup:
         """Return the critic, in stages that exist only with one. Raises `RuntimeError` if there is none."""

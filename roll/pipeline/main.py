@@ -25,13 +25,22 @@ from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
-from roll.pipeline.stages import ChainedStage, advantage, announce, gather, groups_of_steps, publish, record
+from roll.pipeline.stages import (
+    ChainedStage,
+    advantage,
+    announce,
+    gather,
+    groups_of_steps,
+    publish,
+    reached_engines,
+    record,
+)
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.runtime.garbage import collect_rarely
 from roll.runtime.placement import Placement
 from roll.runtime.workers import WorkerHandle
 from roll.tracking.status import StatusFile
-from roll.tracking.waits import ENGINE, SCHEDULER, START, acting
+from roll.tracking.waits import ENGINE, SCHEDULER, START, VALIDATION, acting
 from roll.trainers.worker import TrainerGroup
 
 
@@ -80,7 +89,7 @@ async def run_pipeline(
 
 
 async def publish_initial(context: RunContext) -> None:
-    """Bring the first version to the engine and validate it before anything is generated.
+    """Bring the first version to the engine and validate it, with `pause` before anything is generated.
 
     A resumed run does not validate it again, since the result is on record.
     """
@@ -89,9 +98,11 @@ async def publish_initial(context: RunContext) -> None:
         canaries = await gather(context, version)
     metrics = await publish(context, version, canaries)
     if version == 0:
-        context.recorder.before_training({**metrics, **await announce(context, 0)})
+        metrics |= await announce(context, 0)
+        context.recorder.show(metrics, 0)
+        context.records.put(0, metrics)
     else:
-        context.scheduler.weights_published(version)
+        reached_engines(context, version)
     context.recorder.start_clock()
     context.scheduler.resume_admission()
 
@@ -129,7 +140,8 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
 
 def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
-    """Return the tasks beside the stages: scheduler, engine and its gate, checkpoints, garbage collection, watches."""
+    """Return the tasks beside the stages: scheduler, engine and its gate, validations and records, checkpoints, garbage
+    collection, watches."""
     tasks: dict[str, Callable[[], Awaitable[None]]] = {
         SCHEDULER: context.scheduler.run,
         ENGINE: context.pool.run,
@@ -137,6 +149,7 @@ def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Cal
         "stall": partial(watch_for_stall, status, context.config.stall_timeout_seconds),
         "checkpoints": context.checkpoints.run,
         "garbage": collect_rarely,
+        VALIDATION: context.records.run,
     }
     trainers = {"actor_train": context.trainer, "reference": context.reference, "critic": context.critic}
     watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}

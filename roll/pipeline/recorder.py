@@ -295,7 +295,7 @@ class RunRecorder:
         pool: InferencePool,
         workers: WorkerProcesses,
     ) -> None:
-        """Record a finished training step."""
+        """Measure a finished training step, add the results to its metrics, and show them."""
         step = batch.step + 1
         window = (self._step_ended, time.time())
         self._step_ended = window[1]
@@ -314,20 +314,33 @@ class RunRecorder:
             "engine/reissued": float(pool.reissued),
             "engine/resumed_tokens": float(pool.resumed_tokens),
         }
-        self._log(batch.metrics, step)
+        self.show(batch.metrics, step)
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
+
+    def show(self, metrics: dict[str, float], step: int) -> None:
+        """Show the metrics of a step on the console and in the summary. Step 0: those of version 0."""
+        self.summary.update(metrics, step, self.ledger)
+        self.console.step(metrics, step)
+
+    def show_validation(self, result: ValidationResult) -> None:
+        """Show the metrics of a validation that has ended after the metrics of its step were shown."""
+        self.summary.update(result.metrics, result.version)
+        self.console.validation(result.metrics, result.version)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Write the record of a step to `metrics.jsonl` and the trackers. They want it once, in the order of steps."""
+        self._metrics.log(metrics, step)
+        if self._events is not None:
+            self._events.log(metrics, step)
+        self._plug_ins.log(metrics, step)
 
     async def sync(self) -> None:
         """Wait until the metrics of all steps so far are on the disk."""
         await asyncio.to_thread(self._metrics.sync)
 
-    def before_training(self, metrics: dict[str, float]) -> None:
-        """Record the metrics of version 0 as step 0, since they belong to no training step."""
-        self._log(metrics, 0)
-
     async def validation(self, result: ValidationResult) -> None:
-        """Record the samples and episodes of a validation. Its metrics are recorded with those of its step."""
+        """Record the samples and episodes of a validation. Its metrics belong to the record of its step."""
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         pictures = await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, result.version)
@@ -369,14 +382,6 @@ class RunRecorder:
         self._plug_ins.end(Ending(status, summary, summary["error"]))
         self.console.close(summary)
         return status
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self._metrics.log(metrics, step)
-        if self._events is not None:
-            self._events.log(metrics, step)
-        self._plug_ins.log(metrics, step)
-        self.summary.update(metrics, step, self.ledger)
-        self.console.step(metrics, step)
 
     def _draw(self, spans: Mapping[str, Sequence[tuple[float, float]]]) -> None:
         """Add the work of other processes to the timeline, each span once.

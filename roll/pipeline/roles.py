@@ -137,6 +137,8 @@ class Roles:
             dual_buffer=config.weight_update.dual_buffer,
             silence_timeout_seconds=role.silence_timeout_seconds,
             max_unavailable=config.weight_update.max_unavailable,
+            pinned_replicas=derived.pinned_replicas(config),
+            pull_after_seconds=derived.pull_after_seconds(config),
         )
         start = partial(self._start_worker, "actor_infer", InferWorker, engines)
         spec = engine_spec(config, self._transport.name)

@@ -8,8 +8,8 @@ The gate holds the engine's devices while requests are running. When another rol
 the device lock interrupts the requests by putting the engine to sleep. They continue when the gate has the devices
 again. An engine with devices of its own is never interrupted.
 
-Validation measures one pinned policy version. It runs inside the stage that publishes weights, so no newer version can
-arrive before it ends.
+Validation measures one policy version. It runs inside the stage that publishes weights, so no newer version can arrive
+before it ends; or on replicas that keep the version, beside the stages (`roll.pipeline.records`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,12 @@ class EngineGate(Generator):
         self._open = asyncio.Event()
 
     async def generate(
-        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        sticky_key: str | None = None,
+        min_version: int | None = None,
+        pinned: bool = False,
     ) -> Completion:
         self._requests += 1
         self._demanded.set()
@@ -124,7 +129,7 @@ class EngineGate(Generator):
         try:
             with waiting("gate", "the engine to have its devices"):
                 await self._open.wait()
-            return await self._pool.generate(request, sticky_key=sticky_key, min_version=min_version)
+            return await self._pool.generate(request, sticky_key=sticky_key, min_version=min_version, pinned=pinned)
         finally:
             self._requests -= 1
             if self._requests == 0:
@@ -187,6 +192,21 @@ class Pace:
                 self._begun += 1
         if self._begun:
             asyncio.get_running_loop().call_soon(self._next_turn)
+
+
+@dataclass(frozen=True)
+class ValidationGenerator(Generator):
+    """Generator of a validation: its requests go to the replicas that keep the validated version, if some do."""
+
+    gate: EngineGate
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion:
+        return await self.gate.generate(request, sticky_key=sticky_key, min_version=min_version, pinned=True)
+
+    def forget(self, sticky_key: str) -> None:
+        self.gate.forget(sticky_key)
 
 
 def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:

@@ -208,14 +208,14 @@ async def critic_learned(run: RunContext, batch: TrainingBatch) -> None:
 
 
 async def record(run: RunContext, batch: TrainingBatch) -> None:
-    """Record a step that has passed all stages. Then its checkpoint may be completed."""
+    """Record a step that has passed all stages. After the last one, wait for all records and checkpoints."""
     step = batch.step + 1
     if run.critic is not None:
         await run.critic_steps.reached(step)
     await run.recorder.step(batch, run.scheduler, run.pool, run.side.workers)
-    if run.checkpoints.due(step):
-        await run.recorder.sync()
-        await run.checkpoints.step_recorded(step)
+    run.records.put(step, batch.metrics)
+    if step == run.config.max_steps:
+        await run.records.written()
 
 
 def train_plan(config: PipelineConfig, role: str, batch: TrainingBatch) -> TrainPlan:
@@ -267,27 +267,40 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
 
 
 async def announce(run: RunContext, version: int) -> dict[str, float]:
-    """Report a published version to the scheduler, and validate it when due. Returns the metrics of the validation.
+    """Report a published version to the scheduler, and validate it when due: now, or beside the stages on replicas that
+    keep it. Returns the metrics of a validation that has ended.
 
-    With `validation.mode: pause` no training group starts until the validation has ended.
+    With `validation.mode: pause` no training group starts until then.
     """
-    if run.validator is None or not validation_due(run.config, version):
-        run.scheduler.weights_published(version)
+    due = run.validator is not None and validation_due(run.config, version)
+    if run.validator is None or not due or run.pool.can_pin:
+        reached_engines(run, version)
+        if due:
+            with run.pool.buffers.kept(version):
+                await run.records.validated()
+                run.records.validate(version)
         return {}
     settings = derived.validation_settings(run.config)
     pause = settings is not None and settings.mode == "pause"
     if pause:
         run.scheduler.pause_admission()
     else:
-        run.scheduler.weights_published(version)
+        reached_engines(run, version)
     # A replica that dies meanwhile must find this version, the only one that is measured.
     with run.recorder.validating(version), run.pool.buffers.kept(version):
+        await run.pool.ready_to_validate()
         result = await run.validator.run(version)
     if pause:
-        run.scheduler.weights_published(version)
+        reached_engines(run, version)
         run.scheduler.resume_admission()
     await run.recorder.validation(result)
     return result.metrics
+
+
+def reached_engines(run: RunContext, version: int) -> None:
+    """Report a version that all engines have to the scheduler. If they pull, the pool does so."""
+    if not run.pool.pulls:
+        run.scheduler.weights_published(version)
 
 
 async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
@@ -318,7 +331,7 @@ async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
     """Wait for a free weight buffer before taking devices that other roles use, too.
 
     The role that frees a buffer may need these devices first: the engine to load newer weights, or a reward model to
-    end the validation that holds up their publication. A trainer with devices of its own need not wait, since `gather`
+    end a validation that a publication waits for. A trainer with devices of its own need not wait, since `gather`
     does.
     """
     version = batch.step + 1

@@ -3,6 +3,9 @@
 A request leases a replica: the least loaded live one, or the one its episode used before. Only leased requests count as
 load. Requests that still wait for a replica hold nothing, so a weight update never waits for them. Waiting ends at a
 deadline, with an error that names the state of each replica. This module never calls an engine.
+
+Some replicas may be reserved. From then on requests that ask for a reserved one go there, and others do not: what they
+are generating there ends there, and an episode's next turn goes to another replica.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import heapq
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from roll.tracking.waits import REPLICAS, waiting
 
@@ -50,6 +54,13 @@ Rank = tuple[bool, int, int]
 """Whether a replica drains, its load, and its place among the names: the least one takes the next request."""
 
 
+class Shelf(NamedTuple):
+    """Replicas that a request chooses among together."""
+
+    version: int
+    reserved: bool
+
+
 class Router:
     """Least-loaded routing with sticky episodes. Ties go to the replica named first.
 
@@ -71,11 +82,13 @@ class Router:
         self._replicas = {name: ReplicaState() for name in names}
         self._names = names
         self._place = {name: place for place, name in enumerate(names)}
-        self._ranks: dict[int, list[Rank]] = {}
-        """A heap of the ranks of the live replicas of each version; ranks that are over leave it late."""
+        self._ranks: dict[Shelf, list[Rank]] = {}
+        """A heap of the ranks of the live replicas of each shelf; ranks that are over leave it late."""
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
+        self._reserved: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
+        self._became_idle = asyncio.Event()
 
     def state(self, replica_id: str) -> ReplicaState:
         """Return the replica's state, to be read only. Raises `KeyError` naming the known replicas."""
@@ -122,6 +135,18 @@ class Router:
         self._rank(replica_id)
         self._wake_waiting()
 
+    def oldest(self) -> int | None:
+        """Return the smallest version over the live replicas that are not reserved; None if there is none."""
+        live = (name for name, state in self._replicas.items() if state.live and name not in self._reserved)
+        return min((self._replicas[name].version for name in live), default=None)
+
+    def reserve(self, replica_ids: Iterable[str]) -> None:
+        """Reserve these replicas, and their successors, in place of those that were reserved before."""
+        before, self._reserved = self._reserved, frozenset(replica_ids)
+        for replica_id in before ^ self._reserved:
+            self._rank(replica_id)
+        self._wake_waiting()
+
     @contextmanager
     def draining(self, replica_id: str) -> Iterator[None]:
         """Send requests, even of this replica's episodes, to other replicas during a block, if there are any."""
@@ -138,27 +163,38 @@ class Router:
 
     @asynccontextmanager
     async def lease(
-        self, *, timeout: float, sticky_key: Hashable | None = None, min_version: int | None = None
+        self,
+        *,
+        timeout: float,
+        sticky_key: Hashable | None = None,
+        min_version: int | None = None,
+        reserved: bool = False,
     ) -> AsyncIterator[str]:
         """Acquire a lease for the duration of a block and yield the replica's id."""
-        lease = await self.acquire(timeout=timeout, sticky_key=sticky_key, min_version=min_version)
+        lease = await self.acquire(timeout=timeout, sticky_key=sticky_key, min_version=min_version, reserved=reserved)
         try:
             yield lease.replica_id
         finally:
             self.release(lease)
 
     async def acquire(
-        self, *, timeout: float, sticky_key: Hashable | None = None, min_version: int | None = None
+        self,
+        *,
+        timeout: float,
+        sticky_key: Hashable | None = None,
+        min_version: int | None = None,
+        reserved: bool = False,
     ) -> Lease:
         """Lease a live replica that holds ``min_version`` or newer, waiting up to ``timeout`` seconds for one.
 
         Requests with the same ``sticky_key`` go to the same replica while it lives and is new enough; call `forget`
-        when the episode ends. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
+        when the episode ends. ``reserved`` requests go to reserved replicas, and others to the others; without reserved
+        replicas, all go to any. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
         nothing.
         """
-        replica_id = self._choose(sticky_key, min_version)
+        replica_id = self._choose(sticky_key, min_version, reserved)
         if replica_id is None:
-            replica_id = await self._wait_for_one(timeout, sticky_key, min_version)
+            replica_id = await self._wait_for_one(timeout, sticky_key, min_version, reserved)
         state = self._replicas[replica_id]
         state.load += 1
         self._rank(replica_id)
@@ -176,32 +212,47 @@ class Router:
             raise RuntimeError(f"replica {lease.replica_id} was released more often than acquired")
         state.load -= 1
         self._rank(lease.replica_id)
+        if state.load == 0:
+            self._became_idle.set()
+
+    async def idle(self, replica_id: str) -> None:
+        """Wait until a replica has no request."""
+        while self.state(replica_id).load:
+            self._became_idle.clear()
+            await self._became_idle.wait()
 
     def forget(self, sticky_key: Hashable) -> None:
         """Forget the replica of an episode that has ended."""
         self._sticky.pop(sticky_key, None)
 
-    def _choose(self, sticky_key: Hashable | None, min_version: int | None) -> str | None:
+    def _choose(self, sticky_key: Hashable | None, min_version: int | None, reserved: bool) -> str | None:
         earlier = self._sticky.get(sticky_key) if sticky_key is not None else None
-        if earlier is not None:
+        if earlier is not None and self._is_for(earlier.replica_id, reserved):
             state = self._replicas[earlier.replica_id]
             if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
+        wanted = bool(self._reserved) and reserved
         firsts = [
             first
-            for version in list(self._ranks)
-            if (min_version is None or version >= min_version) and (first := self._first(version)) is not None
+            for shelf in list(self._ranks)
+            if shelf.reserved == wanted and (min_version is None or shelf.version >= min_version)
+            if (first := self._first(shelf)) is not None
         ]
         return self._names[min(firsts)[-1]] if firsts else None
 
-    async def _wait_for_one(self, timeout: float, sticky_key: Hashable | None, min_version: int | None) -> str:
+    async def _wait_for_one(
+        self, timeout: float, sticky_key: Hashable | None, min_version: int | None, reserved: bool
+    ) -> str:
         try:
             async with self._limit(timeout):
-                while (replica_id := self._choose(sticky_key, min_version)) is None:
+                while (replica_id := self._choose(sticky_key, min_version, reserved)) is None:
                     with waiting(REPLICAS, _wanted(min_version)):
                         await self._changed.wait()
         except TimeoutError:
-            states = "; ".join(_describe_state(name, state) for name, state in self._replicas.items())
+            states = "; ".join(
+                _describe_state(name, state) + (" (reserved)" if name in self._reserved else "")
+                for name, state in self._replicas.items()
+            )
             raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
         return replica_id
 
@@ -210,26 +261,35 @@ class Router:
         state = self._replicas[replica_id]
         if not state.live:
             return
-        ranks = self._ranks.setdefault(state.version, [])
+        shelf = self._shelf(replica_id)
+        ranks = self._ranks.setdefault(shelf, [])
         heapq.heappush(ranks, (state.draining, state.load, self._place[replica_id]))
         if len(ranks) > 4 * len(self._names):
-            ranks[:] = [rank for rank in set(ranks) if self._is_rank(rank, state.version)]
+            ranks[:] = [rank for rank in set(ranks) if self._is_rank(rank, shelf)]
             heapq.heapify(ranks)
 
-    def _first(self, version: int) -> Rank | None:
-        """Return the rank of the replica of this version that takes the next request, if there is one."""
-        ranks = self._ranks[version]
-        while ranks and not self._is_rank(ranks[0], version):
+    def _first(self, shelf: Shelf) -> Rank | None:
+        """Return the rank of the replica that takes the next request, if the shelf has one."""
+        ranks = self._ranks[shelf]
+        while ranks and not self._is_rank(ranks[0], shelf):
             heapq.heappop(ranks)
         if not ranks:
-            del self._ranks[version]
+            del self._ranks[shelf]
             return None
         return ranks[0]
 
-    def _is_rank(self, rank: Rank, version: int) -> bool:
+    def _is_rank(self, rank: Rank, shelf: Shelf) -> bool:
         draining, load, place = rank
-        state = self._replicas[self._names[place]]
-        return state.live and (state.version, state.draining, state.load) == (version, draining, load)
+        name = self._names[place]
+        state = self._replicas[name]
+        return state.live and self._shelf(name) == shelf and (state.draining, state.load) == (draining, load)
+
+    def _shelf(self, replica_id: str) -> Shelf:
+        return Shelf(self._replicas[replica_id].version, replica_id in self._reserved)
+
+    def _is_for(self, replica_id: str, reserved: bool) -> bool:
+        """Return True if a replica takes requests that want a reserved one, or those that do not."""
+        return not self._reserved or (replica_id in self._reserved) == reserved
 
     def _wake_waiting(self) -> None:
         """Let every waiting caller look again, in the order of their requests."""

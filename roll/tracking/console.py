@@ -50,12 +50,15 @@ class Progress:
 
     def after(self, metrics: Mapping[str, float], step: int, now: float) -> Progress:
         """Return the progress once ``step`` training steps are done."""
+        marks = (*self.marks, (now, step))[-_STEPS_OF_ESTIMATE:]
+        return replace(self.validated(metrics), step=step, marks=marks)
+
+    def validated(self, metrics: Mapping[str, float]) -> Progress:
+        """Return the progress with newer metrics, such as those of a validation."""
         return replace(
             self,
-            step=step,
             metrics={**self.metrics, **metrics},
             first_accuracy={**validation_accuracy(metrics), **self.first_accuracy},
-            marks=(*self.marks, (now, step))[-_STEPS_OF_ESTIMATE:],
         )
 
     def seconds_left(self, now: float) -> float | None:
@@ -111,6 +114,12 @@ class Console:
         due = regular or step == self._progress.max_steps or validation_accuracy(metrics)
         if self._live is None and due:
             self._print(plain_line(self._progress, now))
+
+    def validation(self, metrics: Mapping[str, float], version: int) -> None:
+        """Show the metrics of a validation that has ended after the step of its version was shown."""
+        printable = {self._printable(name): value for name, value in metrics.items()}
+        self._progress = self._progress.validated(printable)
+        self._print(f"validation of version {version}: {', '.join(_accuracy(self._progress))}")
 
     def resume(self, metrics: Mapping[str, float], step: int) -> None:
         """Take over a step of an earlier process, without a line."""
@@ -211,15 +220,20 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def _accuracy(progress: Progress) -> list[str]:
+    """Return the first and the last accuracy of each domain as text."""
+    first, last = progress.first_accuracy, validation_accuracy(progress.metrics)
+    return [f"{domain} {_change(first[domain], value)}" for domain, value in last.items()]
+
+
 def _facts(progress: Progress) -> list[tuple[str, str]]:
     """Return label and text of the present metrics, the most important first."""
-    metrics, first = progress.metrics, progress.first_accuracy
+    metrics = progress.metrics
     idle, speed = _by_role(metrics, "idle/"), _by_role(metrics, "tokens_per_second/")
-    accuracy = [f"{domain} {_change(first[domain], last)}" for domain, last in validation_accuracy(metrics).items()]
     lag = [f"{metrics[f'lag/{kind}']:.3g} {kind}" for kind in ("mean", "max") if f"lag/{kind}" in metrics]
     facts = [
         ("reward", f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else ""),
-        ("val", ", ".join(accuracy)),
+        ("val", ", ".join(_accuracy(progress))),
         ("lag", ", ".join(lag)),
         ("tokens/s", ", ".join(f"{role} {_thousands(rate)}" for role, rate in speed.items())),
         ("idle", ", ".join(f"{role} {share:.0%}" for role, share in idle.items())),

@@ -25,7 +25,8 @@ SCHEDULER = "scheduler"  # the wait for a batch
 REPLICAS = "replicas"  # any engine that may take a request
 REWARD_MODEL = "rewards."  # prefix of the name of a reward that has processes on devices: any of these
 PUBLICATION_MEMORY = "publication memory"
-VALIDATION = "a validation"  # holder of publication memory while the version in it is measured
+STAGE_VALIDATION = "a validation"  # holder of publication memory while the publisher measures the version in it
+VALIDATION = "validation"  # the task that validates beside the stages, and then holder of publication memory
 PUBLISHING = "the publication under way"  # holder of publication memory while a weight update is under way
 
 

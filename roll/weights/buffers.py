@@ -7,6 +7,10 @@ given out, and waiters get free buffers in the order in which they asked.
 
 With a single buffer nothing is kept for restarts, so that the next version need not wait. The version stays until the
 buffer is given out again; a replica that restarts later waits for the next update (see `has`).
+
+Where replicas keep a version while newer ones are published, there is one buffer more for it. So at most the kept
+version, the newest one and the one under way are needed at a time, and `acquire` waits for no validation but the one
+that the update under way waits for.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, VALIDATION, waiting
+from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, STAGE_VALIDATION, waiting
 
 NEWEST = "replicas that may restart"
 """Holder of the newest published version."""
@@ -24,8 +28,10 @@ NEWEST = "replicas that may restart"
 class WeightBuffers:
     """The buffers and their holders. A holder is any hashable object, such as a replica."""
 
-    def __init__(self, count: int) -> None:
-        self._versions: list[int | None] = [None] * count
+    def __init__(self, count: int, spare: int = 0) -> None:
+        """Begin with ``count`` buffers for versions on their way, and ``spare`` ones for versions that are kept."""
+        self._keeps_newest = count > 1
+        self._versions: list[int | None] = [None] * (count + spare)
         self._holders: dict[int, set[Hashable]] = {}
         self._turn = asyncio.Lock()
         """The right to take the next free buffer; passed on in the order in which callers asked for it."""
@@ -80,7 +86,7 @@ class WeightBuffers:
         holders = self._holders.get(version, set())
         if holder in holders:
             holders.remove(holder)
-            if not holders and len(self._versions) > 1:
+            if not holders and self._keeps_newest:
                 self._forget(version)
             self._released.set()
 
@@ -92,15 +98,15 @@ class WeightBuffers:
     @contextmanager
     def kept(self, version: int) -> Iterator[None]:
         """Keep a published version during a block for replicas that restart, with a single buffer as well."""
-        self.hold(version, VALIDATION)
+        self.hold(version, STAGE_VALIDATION)
         try:
             yield
         finally:
-            self.release(version, VALIDATION)
+            self.release(version, STAGE_VALIDATION)
 
     def publishing(self, version: int) -> None:
         """Record that this version is complete and the newest: a restarting replica loads it."""
-        if len(self._versions) > 1:
+        if self._keeps_newest:
             self.hold(version, NEWEST)
             self.keep_only(NEWEST, version)
 
@@ -114,8 +120,10 @@ class WeightBuffers:
         self.on_free(version)
 
     def _free(self) -> int | None:
-        """Return a buffer whose version has no holder."""
-        for buffer, version in enumerate(self._versions):
-            if version is None or not self._holders[version]:
-                return buffer
-        return None
+        """Return a buffer whose version has no holder, the one with the oldest version."""
+        free = [
+            (-1 if version is None else version, buffer)
+            for buffer, version in enumerate(self._versions)
+            if version is None or not self._holders[version]
+        ]
+        return min(free)[1] if free else None

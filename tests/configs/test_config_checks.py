@@ -55,10 +55,13 @@ def problems_of(tree: dict[str, Any]) -> dict[str, ConfigProblem]:
     return {problem.path: problem for problem in caught.value.problems}
 
 
+def validating(**settings: Any) -> dict[str, Any]:
+    return {"eval_steps": 5, "validation": {"data_args": {"reasoning_gym": [GYM | {"seed": 1}]}, **settings}}
+
+
 @pytest.fixture
 def with_validation(tree: dict[str, Any]) -> dict[str, Any]:
-    tree |= {"eval_steps": 5, "validation": {"data_args": {"reasoning_gym": [GYM | {"seed": 1}]}}}
-    return tree
+    return tree | validating()
 
 
 def test_a_valid_configuration_passes_without_warnings(tree):
@@ -434,7 +437,24 @@ WRONG = [
         {"validation": {"data_args": {"reasoning_gym": [GYM]}, "generating_args": {"top_k": 5}}, "eval_steps": 1},
         "validation.generating_args.top_k", "greedy", "temperature",
     ),
+    (validating(replicas=0.5), "validation.replicas", "`validation.mode` is pause", "mode: overlap"),
+    (validating(mode="overlap", replicas=0.5), "validation.replicas", "one replica", "remove"),
+    (validating(mode="overlap", replicas=1.0), "validation.replicas", "< 1", "0.25"),
+    (
+        validating(mode="overlap", replicas=0.5) | {"actor_infer.device_mapping": [0, 1]},
+        "validation.replicas", "shares its devices", "remove",
+    ),
     # Weights.
+    ({"weight_update.pull_after_seconds": 5.0}, "weight_update.pull_after_seconds", "mode` is push", "mode: pull"),
+    (
+        {"weight_update": {"mode": "pull", "pull_after_seconds": -1.0}},
+        "weight_update.pull_after_seconds", ">= 0", "30",
+    ),
+    ({"weight_update": {"mode": "pull", "dual_buffer": False}}, "weight_update.mode", "single buffer", "dual_buffer"),
+    (
+        {"weight_update": {"mode": "pull"}, "actor_infer.device_mapping": [0]},
+        "weight_update.mode", "shares its devices", "push",
+    ),
     (
         {"cluster": {"num_nodes": 2, "num_devices_per_node": 1, "address": "auto"},
          "weight_update.transport": "shared_memory"},
@@ -754,6 +774,8 @@ def test_a_push_goes_to_other_gpus_with_nccl_and_stays_on_them_with_ipc(tree, mo
     found = problems_of(merged(tree, changes | {"actor_infer.device_mapping": [engines]}))
     assert list(found) == ["weight_update.transport"]
     assert words in found["weight_update.transport"].message
+    found = problems_of(merged(tree, changes | {"weight_update.mode": "pull"}))
+    assert "the trainer pushes into each engine" in found["weight_update.mode"].message
 
 
 @pytest.mark.parametrize(

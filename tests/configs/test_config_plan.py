@@ -111,3 +111,34 @@ def test_consumption_follows_the_ratio():
     assert derived.resolved_consumption(RLVRConfig()) == "fifo"
     assert derived.resolved_consumption(RLVRConfig(async_generation_ratio=0.5)) == "ready_first"
     assert derived.resolved_consumption(RLVRConfig(async_generation_ratio=1, consumption="fifo")) == "fifo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "kept"),
+    [
+        ({"mode": "pause"}, 8, 0),
+        ({"mode": "overlap"}, 1, 0),
+        ({"mode": "overlap"}, 2, 1),
+        ({"mode": "overlap"}, 8, 2),
+        ({"mode": "overlap", "replicas": 0.01}, 8, 1),
+        ({"mode": "overlap", "replicas": 0.99}, 2, 1),
+        ({"mode": "overlap", "replicas": 0.99}, 8, 7),
+        ({"mode": "overlap", "replicas": 0}, 8, 0),
+    ],
+)
+def test_the_replicas_that_validate_leave_some_to_the_training(tree, settings, devices, kept):
+    tree |= {"eval_steps": 10, "cluster": {"num_devices_per_node": 9}}
+    tree["validation"] = {"data_args": {"reasoning_gym": [{"dataset": "chain_sum", "domain": "math"}]}, **settings}
+    tree["actor_infer"] |= {"device_mapping": list(range(1, devices + 1))}
+    config = check_config(config_from_tree(tree))
+    assert derived.pinned_replicas(config) == kept and derived.weight_buffers(config) == (3 if kept else 2)
+    assert (f" of {devices} meanwhile" in plan(config)) == bool(kept)
+
+
+def test_an_engine_that_shares_its_devices_keeps_no_version(tree):
+    tree |= {"eval_steps": 10, "cluster": {"num_devices_per_node": 4}}
+    tree["validation"] = {
+        "data_args": {"reasoning_gym": [{"dataset": "chain_sum", "domain": "math"}]}, "mode": "overlap"
+    }  # fmt: skip
+    tree["actor_infer"] |= {"device_mapping": "0-3"}
+    assert derived.pinned_replicas(check_config(config_from_tree(tree))) == 0

@@ -29,7 +29,7 @@ from roll.tracking.status import (
     WorkerStatus,
 )
 from roll.tracking.summary import Summary
-from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHER, PUBLISHING, Wait
+from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHER, PUBLISHING, STAGE_VALIDATION, VALIDATION, Wait
 from roll.weights.buffers import NEWEST
 
 NOW = 1000.0
@@ -156,6 +156,9 @@ def test_a_batch_without_groups_waits_for_whoever_lets_them_start(refusal, whose
 def test_the_memory_of_a_publication_comes_free_by_whoever_publishes():
     busy = status(waits=(wait("stage/train", PUBLICATION_MEMORY),), memory_holders=(NEWEST, PUBLISHING))
     assert wait_graph(busy).chain("stage/train")[-1].on == PUBLISHER
+    for holder, whose in ((STAGE_VALIDATION, PUBLISHER), (VALIDATION, VALIDATION)):
+        measured = replace(busy, memory_holders=(NEWEST, holder))
+        assert wait_graph(measured).chain("stage/train")[-1].on == whose
     taking = replace(busy, memory_holders=("worker/actor_infer/0",))
     assert wait_graph(taking).chain("stage/train")[-1].on == "worker/actor_infer/0"
 

@@ -416,3 +416,67 @@ def test_with_a_single_buffer_a_restart_between_publications_loads_what_is_there
             assert (await local.pool.generate(request())).versions.tolist() == [0] * 4
 
     run_virtual(scenario())
+
+
+def test_a_replica_that_keeps_a_version_serves_who_wants_it_and_then_catches_up(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=3, pinned_replicas=1) as local, asyncio.timeout(500):
+            pool = local.pool
+            long = [asyncio.create_task(pool.generate(request(f"long{index}", 40))) for index in range(2)]
+            await asyncio.sleep(1)
+            episode = await pool.generate(request("turn-0"), sticky_key="episode")
+            await pool.generate(request("other-0"), sticky_key="other")
+            pool.pin()
+            (kept,) = pool._pinned.names
+            assert kept == "actor_infer/2", "the least loaded one"
+            for version in (1, 2, 3):
+                await local.publish(version)
+            assert [handle.engine.version for handle in local.handles] == [3, 3, 0]
+            both = [pool.generate(request(f"r{index}"), pinned=index % 2 == 0) for index in range(6)]
+            assert [done.versions.tolist() for done in await asyncio.gather(*both)] == [[0] * 4, [3] * 4] * 3
+            # Its replica is the kept one; its next turn goes to another, with newer weights.
+            assert episode.versions.tolist() == [0] * 4
+            assert (await pool.generate(request("turn-1"), sticky_key="episode")).versions.tolist() == [3] * 4
+            await pool.unpin()
+            assert [handle.engine.version for handle in local.handles] == [3] * 3
+            assert local.handles[2].calls["load_weights"] == 2, "versions between the two are left out"
+            await asyncio.gather(*long)
+            await local.publish(4)
+            assert [handle.engine.version for handle in local.handles] == [4] * 3
+            assert not pool.buffers.has(0) and not pool.buffers.has(3)
+
+    run_virtual(scenario())
+
+
+def test_with_a_single_buffer_a_kept_version_is_there_for_a_restart_and_the_next_one_may_be_written(monkeypatch):
+    async def scenario():
+        single = {"in_place": False, "dual_buffer": False, "pinned_replicas": 1}
+        async with LocalPool(monkeypatch, replicas=2, **single) as local, asyncio.timeout(500):
+            pool = local.pool
+            pool.pin()
+            for version in (1, 2):
+                await local.publish(version)
+            local.handles[0].kill()
+            assert (await pool.generate(request(), pinned=True)).versions.tolist() == [0] * 4
+            assert pool._replicas["actor_infer/0"].version == 0
+            await pool.buffers.acquire(3)  # 2 is gone, so the replica cannot catch up with it
+            await pool.unpin()
+            assert pool._replicas["actor_infer/0"].version == 0
+            served = asyncio.create_task(pool.generate(request("newer"), min_version=2))
+            assert (await served).versions.tolist() == [2] * 4
+            await local.publish(3)
+            assert [pool._replicas[f"actor_infer/{index}"].version for index in range(2)] == [3, 3]
+
+    run_virtual(scenario())
+
+
+def test_one_version_is_kept_at_a_time(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2, pinned_replicas=1) as local:
+            with pytest.raises(RuntimeError, match="no replica keeps a version"):
+                await local.pool.unpin()
+            local.pool.pin()
+            with pytest.raises(RuntimeError, match="kept at a time"):
+                local.pool.pin()
+
+    run_virtual(scenario())

@@ -17,7 +17,7 @@ class Engine:
         self.awake.set()
         self.moves = []
 
-    async def generate(self, request, *, sticky_key=None, min_version=None):
+    async def generate(self, request, *, sticky_key=None, min_version=None, pinned=False):
         for _ in range(10):
             await asyncio.sleep(1)
             await self.awake.wait()

@@ -22,6 +22,7 @@ from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.context import build_scheduler
 from roll.pipeline.main import build_stages, publish_initial
+from roll.pipeline.records import StepRecords
 from roll.pipeline.rollouts import EngineGate, ValidationResult
 from roll.pipeline.stage import StageGraph, StepCounter
 from roll.pipeline.stages import ChainedStage, stage_chain
@@ -41,11 +42,14 @@ class Trainer:
     def __init__(self) -> None:
         self.trained_on: list[set[int]] = []
         """Versions of the tokens of each step."""
+        self.ends: list[float] = []
+        """Times at which the optimizer steps ended."""
         self.sent: list[int] = []
         self._gathered: set[int] = set()
 
     async def train(self, batch, objective, plan):
         await asyncio.sleep(10)  # longer than a publication, so that a step ends while a validation runs
+        self.ends.append(asyncio.get_running_loop().time())
         self.trained_on.append(set(batch.tokens["versions"][batch.tokens["response_mask"]].tolist()))
         return {}
 
@@ -90,6 +94,8 @@ class Recorder:
         self.timeline = Timeline(folder / "timeline.json")
         self.steps: dict[int, dict[str, float]] = {}
         self.validated: list[int] = []
+        self.shown: list[int] = []
+        """Versions whose validation ended after their step was shown."""
         self.ends: dict[int, float] = {}
         self.busy_seconds: Counter[str] = Counter()
 
@@ -108,16 +114,23 @@ class Recorder:
     def start_clock(self):
         pass
 
-    def before_training(self, metrics):
-        self.steps[0] = metrics
+    def show(self, metrics, step):
+        pass
+
+    def show_validation(self, result):
+        self.shown.append(result.version)
 
     async def validation(self, result):
         self.validated.append(result.version)
 
     async def step(self, batch, scheduler, pool, workers):
-        self.steps[batch.step + 1] = batch.metrics
         self.ends[batch.step + 1] = asyncio.get_running_loop().time()
-        self.events.append(("written", batch.step + 1))
+
+    def log(self, metrics, step):
+        assert step not in self.steps, "a step has one record"
+        self.steps[step] = metrics
+        if step:
+            self.events.append(("written", step))
 
     async def sync(self):
         self.events.append(("synced", max(self.steps)))
@@ -149,7 +162,7 @@ class Run:
         }  # fmt: skip
         self.config = config_from_tree(tiny_config(folder, **small))
         self.folder = folder
-        self.local = lambda **settings: LocalPool(monkeypatch, replicas=2, **settings)
+        self.local = lambda **settings: LocalPool(monkeypatch, **{"replicas": 2, **settings})
         self.trainer = Trainer()
         self.events: list[tuple[str, int]] = []
         """Records and checkpoints, in order."""
@@ -161,16 +174,20 @@ class Run:
         """Time that stages take."""
         self.colocated: dict[str, Resident] = {}
         """States of the roles that share devices."""
+        self.background: dict = {}
 
     async def rollout(self, asked) -> Group:
         completion = await self.gate.generate(
             request(f"{asked.group_id}-{asked.attempt}"), min_version=asked.start_version
         )
+        return self.group(asked.group_id, completion)
+
+    def group(self, group_id, completion) -> Group:
         tokens = np.concatenate([[7], completion.token_ids]).astype(np.int32)
         mask, versions = tokens == tokens, np.concatenate([[-1], completion.versions]).astype(np.int32)
         mask[0] = False
         sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, "stop", score=1.0)
-        return Group(asked.group_id, Prompt("p", "addition", tokens[:1], "text"), [sample])
+        return Group(group_id, Prompt("p", "addition", tokens[:1], "text"), [sample])
 
     def context(self, pool) -> SimpleNamespace:
         config = self.config
@@ -180,6 +197,7 @@ class Run:
         self.pool = pool
         self.scheduler = build_scheduler(config, side, self.rollout)
         self.scheduler.pause_admission()
+        pool.on_oldest = self.scheduler.weights_published
         locks = self.locks = build_device_locks(self.devices)
         self.gate = EngineGate(pool, locks["actor_infer"], "actor_infer")
         locks["actor_infer"].register("actor_infer", pool)
@@ -190,6 +208,7 @@ class Run:
             self.announced_to_chaos.append(version)
 
         algorithms = build_algorithms(config)
+        checkpoints = Checkpoints(self.events)
         return SimpleNamespace(
             config=config,
             streams=algorithms.streams,
@@ -217,7 +236,8 @@ class Run:
             parity_check=OneSequence(),
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,
-            checkpoints=Checkpoints(self.events),
+            checkpoints=checkpoints,
+            records=StepRecords(self.recorder, checkpoints, pool, self.validator),
             chaos=SimpleNamespace(publication=undisturbed),
             first_step=0,
         )
@@ -244,6 +264,7 @@ class Run:
             context = self.context(local.pool)
             graph = StageGraph(build_stages(self.chain(), context))
             background = {"scheduler": self.scheduler.run, "engine": local.pool.run, "gate": self.gate.run}
+            background |= {"validation": context.records.run, **self.background}
             async with asyncio.timeout(10_000):
                 await graph.run(background, lambda: publish_initial(context))
             self.held_at_the_end = [handle.engine.version for handle in local.handles]

@@ -181,7 +181,8 @@ def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task, ray_c
 
 
 @tier("all")
-def test_two_replicas_validation_and_publication_every_other_step(task, ray_cluster):
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_two_replicas_validation_and_publication_every_other_step(task, ray_cluster, mode):
     config = tiny_config(
         task,
         max_steps=4,
@@ -190,6 +191,7 @@ def test_two_replicas_validation_and_publication_every_other_step(task, ray_clus
         actor_infer__device_mapping=[1, 2],
         async_generation_ratio=1,
         weight_update__interval_steps=2,
+        weight_update__mode=mode,
         is_num_return_sequences_expand=False,
         validation={
             "data_args": {"file_name": str(task / "val.jsonl")},

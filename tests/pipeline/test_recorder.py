@@ -51,7 +51,9 @@ def test_a_plug_in_tracker_is_told_what_the_metrics_file_is_told_and_how_the_run
     config = RLVRConfig(exp_name="sums", track_with="diary", tracker_kwargs={"diary": {"after": 7}})
     directory = RunDirectory.create(str(tmp_path / "run"), "sums")
     recorder = RunRecorder(config, directory, started=time.monotonic(), decoder=Letters())
-    recorder.before_training({"val/sums/accuracy": 0.25, "actor/kl": math.nan})
+    metrics = {"val/sums/accuracy": 0.25, "actor/kl": math.nan}
+    recorder.show(metrics, 0)
+    recorder.log(metrics, 0)
     assert recorder.close("failed", RuntimeError("engine gone; api_key=hush")) == "failed"
     (folder,) = [path for path in directory.trackers.iterdir() if path.is_dir()]
     begun, logged, ended = [json.loads(line) for line in (folder / "diary.jsonl").read_text().splitlines()]

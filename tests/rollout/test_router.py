@@ -307,3 +307,33 @@ def test_a_choice_among_thousands_costs_about_as_much_as_among_a_few():
         return time.thread_time() - began
 
     assert seconds(4096) < 10 * seconds(16)
+
+
+def test_a_reserved_replica_takes_no_request_but_those_that_want_one():
+    async def main():
+        router = two_live()
+        async with router.lease(timeout=1, sticky_key="episode") as before:
+            assert before == "a"
+        running = await router.acquire(timeout=1)  # goes on where it is
+        router.reserve(["a"])
+        assert running.replica_id == "a"
+        for _ in range(3):
+            assert (await router.acquire(timeout=1)).replica_id == "b"
+            assert (await router.acquire(timeout=1, reserved=True)).replica_id == "a"
+        async with router.lease(timeout=1, sticky_key="episode") as moved:
+            assert moved == "b"
+        router.mark_dead("a", "killed")
+        with pytest.raises(NoReplica, match=r"a is not live: killed \(reserved\)"):
+            await router.acquire(timeout=1, reserved=True)
+        router.mark_live("a", 0)
+        assert (await router.acquire(timeout=1)).replica_id == "b"
+        waiting = asyncio.create_task(router.acquire(timeout=5, min_version=1, reserved=True))
+        await asyncio.sleep(1)
+        router.set_version("b", 1)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        router.reserve([])
+        assert (await waiting).replica_id == "b"
+        assert (await router.acquire(timeout=1, reserved=True)).replica_id == "a"
+
+    run_virtual(main())

@@ -61,6 +61,18 @@ def test_lines_come_every_logging_steps_and_at_validations_and_at_the_end():
     assert [int(re.match(r"step (\d+)", line)[1]) for line in stream.getvalue().splitlines()] == [5, 7, 10, 12]
 
 
+def test_a_validation_that_ends_after_later_steps_has_its_own_line():
+    stream = io.StringIO()
+    view = console(stream, logging_steps=5)
+    view.validation({"val/addition/accuracy": 0.25}, 0)
+    view.step({"reward/mean": 0.5}, 5)
+    view.validation({"val/addition/accuracy": 0.75, "val/logic/accuracy": 0.5}, 2)
+    first, step, later = stream.getvalue().splitlines()
+    assert first == "validation of version 0: addition 25.0%" and step.startswith("step 5/40 | reward 0.500 | val addi")
+    assert later == "validation of version 2: addition 25.0% -> 75.0%, logic 50.0%"
+    assert view._progress.step == 5 and view._progress.first_accuracy == {"addition": 0.25, "logic": 0.5}
+
+
 def test_the_end_of_a_run_is_told_once_with_its_error():
     stream = io.StringIO()
     view = console(stream)

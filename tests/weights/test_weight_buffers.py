@@ -13,8 +13,8 @@ from roll.weights.buffers import WeightBuffers
 from tests.tiers import examples
 
 
-def buffers_with(count: int = 2):
-    buffers, freed = WeightBuffers(count), []
+def buffers_with(count: int = 2, spare: int = 0):
+    buffers, freed = WeightBuffers(count, spare), []
     buffers.on_free = freed.append
     return buffers, freed
 
@@ -125,6 +125,24 @@ def test_a_single_half_is_there_for_restarts_until_it_is_given_out_again():
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_version_that_is_kept_delays_no_later_one(count):
+    async def scenario():
+        buffers, _ = buffers_with(count, spare=1)
+        replica = ["a"] if count == 2 else []
+        await publish(buffers, 0, ["a", "keeper"], in_place=count == 2)
+        buffers.hold(0, "keeper")
+        for version in range(1, 6):
+            async with asyncio.timeout(1):
+                await publish(buffers, version, ["a"], in_place=count == 2)
+            assert buffers.has(0) and buffers.has(version)
+        buffers.release(0, "keeper")
+        await publish(buffers, 6, replica)
+        assert buffers.has(6) and (count == 2 or buffers.has(5)), "the oldest version is written over"
+
+    run_virtual(scenario())
+
+
 def test_asking_again_for_a_version_gives_the_same_half_and_no_second_one():
     async def scenario():
         buffers, _ = buffers_with()
@@ -178,16 +196,18 @@ def test_those_who_wait_are_served_in_order():
 @given(
     count=st.integers(1, 2),
     in_place=st.booleans(),
+    kept=st.sets(st.integers(0, 7)),
     fates=st.lists(
         st.tuples(st.sampled_from("ab"), st.sampled_from(["dies", "dies loading", "restarts", "slow"])), max_size=12
     ),
 )
-def test_whatever_replicas_do_no_buffer_is_written_under_them_and_every_version_gets_one(count, in_place, fates):
-    """A model of trainer, publisher and two replicas; ``written`` is what the buffers would hold."""
+def test_whatever_replicas_do_no_buffer_is_written_under_them_and_every_version_gets_one(count, in_place, kept, fates):
+    """A model of trainer, publisher and two replicas; ``written`` is what the buffers would hold. A third replica keeps
+    some versions for a while, one at a time, and nobody waits for it."""
     in_place = in_place and count == 2
 
     async def scenario():
-        buffers, _ = buffers_with(count)
+        buffers, _ = buffers_with(count, spare=1 if kept else 0)
         written: dict[int, int] = {}
         using: dict[str, int | None] = {"a": None, "b": None}
         newest: list[int] = []
@@ -228,6 +248,16 @@ def test_whatever_replicas_do_no_buffer_is_written_under_them_and_every_version_
                 for replica in ("a", "b"):
                     await load(replica, lambda: newest[-1])
                 buffers.published(version)
+                if version in kept and not keeping:
+                    buffers.hold(version, "keeper")
+                    keeping[version] = asyncio.create_task(keep(version))
+
+        async def keep(version):
+            for _ in range(40):
+                intact(version)
+                await asyncio.sleep(1)
+            buffers.release(version, "keeper")
+            del keeping[version]
 
         async def trouble():
             for replica, fate in fates:
@@ -240,7 +270,9 @@ def test_whatever_replicas_do_no_buffer_is_written_under_them_and_every_version_
                     await load(replica, for_a_restart, dies=fate == "dies loading")
 
         to_publish: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+        keeping: dict[int, asyncio.Task] = {}
         async with asyncio.timeout(1000):
             await asyncio.gather(train(), publisher(), trouble())
+            await asyncio.gather(*keeping.values())
 
     run_virtual(scenario())

@@ -1,0 +1,57 @@
+"""Weights that replicas take when they choose to: between two requests, or some time after newer ones were published.
+
+Nobody waits for a replica here but a trainer that needs the memory that the replica computes with. So the time is
+bounded, and counts from the first version that the replica lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from roll.rollout.router import Router
+from roll.tracking.waits import unobserved
+
+
+class Pulls:
+    """The loops that bring the newest version to each replica, a share of them at a time."""
+
+    def __init__(
+        self,
+        router: Router,
+        is_behind: Callable[[str], bool],
+        catch_up: Callable[[str], Awaitable[None]],
+        *,
+        after_seconds: float,
+        at_once: int,
+    ) -> None:
+        """Keep the functions that tell if a replica is behind, and bring it to the newest version.
+
+        ``after_seconds``: longest time for which a replica with requests stays behind; ``at_once``: number of replicas
+        that may change at the same time.
+        """
+        self._router = router
+        self._is_behind = is_behind
+        self._catch_up = catch_up
+        self._after_seconds = after_seconds
+        self._turns = asyncio.Semaphore(at_once)
+        self._published = asyncio.Event()
+
+    def published(self) -> None:
+        """Let all replicas look if they are behind."""
+        published, self._published = self._published, asyncio.Event()
+        published.set()
+
+    async def run(self, name: str) -> None:
+        """Bring one replica to each version that is the newest when it looks. Runs until cancelled."""
+        with unobserved():
+            while True:
+                while not self._is_behind(name):
+                    await self._published.wait()
+                try:
+                    async with asyncio.timeout(self._after_seconds):
+                        await self._router.idle(name)
+                except TimeoutError:
+                    pass
+                async with self._turns:
+                    await self._catch_up(name)
