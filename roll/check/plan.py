@@ -117,12 +117,14 @@ def _optimizer(config: PipelineConfig) -> str:
 
 
 def _schedule(config: PipelineConfig) -> str:
+    streams = config.actor_train.stream_groups
+    early = "groups are trained on as they finish" + (", unless that needs the whole batch" if streams == "auto" else "")
     if config.async_generation_ratio == 0:
-        return "ratio 0: generation and training take turns (on-policy)"
+        return f"ratio 0 (on-policy): {'generation and training take turns' if streams is False else early}"
     return (
         f"ratio {config.async_generation_ratio:g} x {count(config.rollout_batch_size, 'group')} = up to "
         f"{count(derived.groups_ahead(config), 'group')} in flight beyond the batch being trained; "
-        f"{derived.resolved_consumption(config)}"
+        f"{derived.resolved_consumption(config)}" + ("" if streams is False else f"; {early}")
     )
 
 

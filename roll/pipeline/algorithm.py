@@ -232,7 +232,7 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         correction,
         _advantages(config, estimator),
         streams,
-        reasons[0][0] if reasons else None,
+        "; ".join(reason for reason, _ in reasons) or None,
     )
 
 

@@ -110,7 +110,8 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
         await asyncio.to_thread(whole.describe_rollouts, run.side.sample_metrics)
     whole.metrics.update(await asyncio.to_thread(add_advantages, whole, run.advantages))
     whole.advantage_state = run.advantages.state_dict()
-    whole.untrained = part if run.streams else None
+    if part is not batch:
+        whole.untrained = part
     return whole
 
 
@@ -161,15 +162,15 @@ async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
             # Only at this point does the trainer have exactly the weights of this step.
             batch.data.tokens["proximal_logprobs"] = await run.trainer.log_probs(batch.data, run.train_temperature)
             await _correct(run, batch)
+        metrics = await run.trainer.train(batch.data, run.objective, plan)
         run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * run.config.ppo_epochs)
-        return await run.trainer.train(batch.data, run.objective, plan)
+        return metrics
     part = batch.untrained or batch
     run.streamed.note_advantages(part)
     if batch.complete:
         run.streamed.check(batch, run.advantages.estimator)
+    metrics, logprobs = await run.trainer.train_part(part.data, run.objective, plan, completes=batch.complete)
     run.recorder.count_tokens("actor_train", int(part.data.lengths.sum()))
-    plan = replace(plan, part="last" if batch.complete else "more")
-    metrics, logprobs = await run.trainer.train_part(part.data, run.objective, plan)
     if logprobs is not None:
         run.streamed.proximal |= by_group(part, logprobs)
     if batch.complete:

@@ -1,10 +1,11 @@
 """Batches in parts: what may be done with the groups of a step before the last one has finished.
 
 Parts pass through the stages one after the other. The reference and the critic add what they know of each token as soon
-as a part is there. With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its
-gradients; after the last part it divides by the totals of the batch and updates. This is the step that the whole batch
-would have taken, but for rounding: advantages of a group depend on that group only, which is checked on every batch
-before its update, and all other sums are over tokens.
+as a part is there (at ratio 0 without streaming they wait for the batch, since nothing there may depend on timing).
+With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its gradients; after the last
+part it divides by the totals of the batch and updates. This is the step that the whole batch would have taken, but for
+rounding: advantages of a group depend on that group only, which is checked on every batch before its update, and all
+other sums are over tokens.
 
 A part is at least a sixteenth of the batch, and has a sample for each rank of every role that works on parts.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from roll.algorithms.advantages.base import AdvantageEstimator
 from roll.algorithms.correction import Correction
 from roll.configs import derived
-from roll.configs.run import PipelineConfig
+from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import SampleBatch
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 PARTS_PER_BATCH = 16
 """Number of parts into which a batch is cut at most."""
+WORKING_ON_PARTS: list[str] = ["reference", "critic"]
+"""Roles that compute on a part of a batch as on the whole, in runs that do not stream as well."""
 WHOLE_BATCH_MOMENTS = ("batch", "tag", "running")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 """Allowed difference between advantages of a part and of the batch: sums in another order, and no more."""
@@ -42,12 +45,16 @@ def obstacles(
     config: PipelineConfig, estimator: AdvantageEstimator, correction: Correction | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the reasons why groups cannot be trained on before their batch is whole, each with a remedy."""
-    remedy = "give `actor_train` devices of its own"
-    if derived.shares_devices(config, "actor_train"):
-        yield "actor_train takes turns with other roles on its devices", remedy
+    present = derived.present_roles(config)
+    for role in ("actor_train", *WORKING_ON_PARTS):
+        if role in present and derived.shares_devices(config, role):
+            yield f"{role} takes turns with other roles on its devices", f"give `{role}` devices of its own"
     steps = derived.optimizer_steps_per_step(config, config.actor_train)
     if steps > 1:
         yield f"{steps} optimizer steps are taken on each batch", "take one: `ppo_epochs: 1`, no accumulation steps"
+    elif isinstance(config, AgenticConfig) and config.actor_train.training_args.gradient_accumulation_steps is not None:
+        # An episode may be several samples, so the number of optimizer steps is known with the batch only.
+        yield "accumulation steps cut a batch by its samples", "remove `gradient_accumulation_steps`"
     if estimator.requirements.whitens:
         yield f"{estimator.name} gives advantages the moments of the whole batch", "use grpo, rloo or another estimator"
     if config.whiten_advantages:
@@ -64,8 +71,11 @@ def obstacles(
 def least_groups(config: PipelineConfig, streams: bool) -> int:
     """Return the number of groups that are handed out together: those of a batch, or of a part."""
     roles = derived.present_roles(config)
-    by_part: list[str] = [name for name in ("reference", "critic") if name in roles and not derived.shares_devices(config, name)]
-    by_part += ["actor_train"] if streams else []
+    by_part = [role for role in WORKING_ON_PARTS if role in roles and not derived.shares_devices(config, role)]
+    if streams:
+        by_part.append("actor_train")
+    elif config.async_generation_ratio == 0:
+        by_part = []  # which groups are computed on together would depend on timing, and low bits with them
     if config.stages or not by_part:
         return config.rollout_batch_size
     ranks = max(derived.data_parallel_ranks(roles[name]) for name in by_part)

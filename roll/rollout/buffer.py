@@ -283,6 +283,8 @@ class GroupBuffer(Generic[Item, Result]):
         if not self.batch_ready():
             return None
         self.choose()
+        if len(self._chosen) < self._batch_size:
+            raise RuntimeError(f"batch {self.batches_taken} was ready and has {len(self._chosen)} groups")
         batch, self._chosen = self._chosen, []
         self._next.index += 1
         self._next.chosen.clear()

@@ -182,7 +182,11 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         return parts
 
     def _divide_gradients(self, divisor: float) -> None:
-        if self.options.zero_stage > 0:
+        if self.options.zero_stage == 1 and self.bfloat16:
+            # DeepSpeed has another optimizer for this case, which knows no scale.
+            for gradients in self.engine.optimizer.fp32_groups_gradients_flat:
+                gradients.div_(divisor)
+        elif self.options.zero_stage > 0:
             # The next step undoes this scale, whatever the gradients were multiplied with.
             self.engine.optimizer.loss_scale = divisor
         else:
@@ -194,9 +198,11 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         pending, self._pending = self._pending, False
         if nothing_to_learn:
             if pending:
-                # The correction rejected all tokens, and DeepSpeed drops gradients (here 0) in a step only.
+                # The correction rejected all tokens, and DeepSpeed drops gradients (here 0) in a step only: one that
+                # leaves the weights as they are.
                 self._set_learning_rate(0.0)
                 self.engine.step()
+                self.updates += 1
             return 0.0, False
         if self.options.zero_stage > 0:
             self.engine.step()

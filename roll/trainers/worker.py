@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -61,8 +61,6 @@ class TrainPlan:
     optimizer_batch_size: int
     """Samples per optimizer step."""
     temperature: float
-    part: Literal["whole", "more", "last"] = "whole"
-    """The batch, or a part of it: one that others follow, or the last one, after which the optimizer step is taken."""
 
 
 class TrainWorker(Worker):
@@ -118,26 +116,28 @@ class TrainWorker(Worker):
         """Return the values on rank 0 only: all ranks have the same, and one copy of them travels."""
         return values if self.identity.rank == 0 else None
 
-    async def train(
-        self, batch: SampleBatch, objective: Objective, plan: TrainPlan
-    ) -> tuple[dict[str, float], np.ndarray | None]:
-        """Run all optimizer steps of one training step, or a part of its only one; see `TrainStrategy.train_part`.
+    async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
+        """Run all optimizer steps of one training step; metrics as `mean_over_updates` returns them."""
 
-        Metrics are as `mean_over_updates` returns them.
-        """
-
-        def train() -> tuple[dict[str, float], np.ndarray | None]:
-            if plan.part != "whole":
-                completes = plan.part == "last"
-                metrics, logprobs = self._trainer.train_part(batch, objective, plan.temperature, completes=completes)
-                return metrics, None if logprobs is None else self._from_first(logprobs)
+        def train() -> dict[str, float]:
             updates = [
                 self._trainer.train_step(batch.select(rows), objective, plan.temperature)
                 for rows in optimizer_batches(len(batch), plan, self._setup.seed)
             ]
-            return mean_over_updates(updates), None
+            return mean_over_updates(updates)
 
         return await self.in_thread(train)
+
+    async def train_part(
+        self, batch: SampleBatch, objective: Objective, temperature: float, completes: bool
+    ) -> tuple[dict[str, float], np.ndarray | None]:
+        """Train on a part of a batch; see `TrainStrategy.train_part`. Log-probabilities are those of rank 0."""
+
+        def train() -> tuple[dict[str, float], np.ndarray | None]:
+            return self._trainer.train_part(batch, objective, temperature, completes=completes)
+
+        metrics, logprobs = await self.in_thread(train)
+        return metrics, None if logprobs is None else self._from_first(logprobs)
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
@@ -303,14 +303,13 @@ class TrainerGroup:
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """Run one training step and return the metrics of rank 0 (equal on all ranks)."""
-        metrics, _ = await self.train_part(batch, objective, plan)
-        return metrics
+        return (await self._call("train", ray.put(batch), objective, plan))[0]
 
     async def train_part(
-        self, batch: SampleBatch, objective: Objective, plan: TrainPlan
+        self, batch: SampleBatch, objective: Objective, plan: TrainPlan, *, completes: bool
     ) -> tuple[dict[str, float], np.ndarray | None]:
-        """Train on a part of a batch; see `TrainStrategy.train_part`."""
-        return (await self._call("train", ray.put(batch), objective, plan))[0]
+        """Train on a part of a batch; the last one ``completes`` the step. See `TrainStrategy.train_part`."""
+        return (await self._call("train_part", ray.put(batch), objective, plan.temperature, completes))[0]
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update."""

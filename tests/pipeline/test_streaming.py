@@ -110,9 +110,9 @@ class StreamedTrainer:
         self.groups: list[list[int]] = [[]]
         self.lags: set[int] = set()
 
-    async def train_part(self, batch, objective, plan):
+    async def train_part(self, batch, objective, plan, *, completes):
         await self._work(batch)
-        if plan.part == "last":
+        if completes:
             self.groups.append([])
         return {}, None
 
@@ -152,11 +152,6 @@ class StreamingRun(Run):
 @pytest.mark.parametrize("consumption", ["fifo", "ready_first"])
 def test_training_begins_before_the_batch_is_full(tmp_path, monkeypatch, ratio, consumption):
     """Rollouts and training of a batch take eight seconds each, and an update four."""
-
-    async def here(function, *arguments):
-        return function(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", here)  # the clock cannot see what a thread does
     steps = 12
     seconds = {}
     for streams in (False, True):
@@ -236,7 +231,11 @@ def test_an_estimator_that_looks_at_other_groups_ends_the_run_before_it_is_train
         ({"adv_estimator": "reinforce_plus_plus"}, "gives advantages the moments of the whole batch"),
         ({"adv_estimator": "reinforce", "norm_mean_type": "batch"}, "`norm_mean_type: batch` looks at other groups"),
         ({"ppo_epochs": 2}, "2 optimizer steps are taken on each batch"),
-        ({"actor_infer__device_mapping": [0]}, "takes turns with other roles on its devices"),
+        ({"actor_infer__device_mapping": [0]}, "actor_train takes turns with other roles on its devices"),
+        (
+            {"reference": {"device_mapping": [1]}, "use_kl_loss": True},
+            "reference takes turns with other roles on its devices",
+        ),
         ({"stages": {"mine": {"after": "rollout", "use": "custom_parts:keep"}}}, "stages of your own take whole"),
         (
             {
@@ -256,3 +255,12 @@ def test_what_needs_the_whole_batch_is_refused_or_waited_for(task, changes, reas
     streams = build_algorithms(config)
     assert streams.streams and streams.not_streamed is None
     assert least_groups(config, True) == 1 and least_groups(config, False) == 8
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_without_streaming_a_reference_computes_on_parts_unless_nothing_may_depend_on_timing(task, ratio):
+    apart = {**THREE_DEVICES, "reference": {"device_mapping": [2]}, "use_kl_loss": True}
+    config = config_from_tree(tiny_config(task, async_generation_ratio=ratio, **apart))
+    assert least_groups(config, False) == (8 if ratio == 0 else 1)
+    apart["reference"]["device_mapping"] = [1]
+    assert least_groups(config_from_tree(tiny_config(task, async_generation_ratio=ratio, **apart)), False) == 8

@@ -378,7 +378,8 @@ class MegatronTrainStrategy(TrainStrategy):
 
     def _shared(self, values: np.ndarray) -> np.ndarray:
         # All tensor-parallel ranks have the same results, and each token may come from one rank only.
-        return super()._shared(values if parallel_state.get_tensor_model_parallel_rank() == 0 else values * 0)
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        return super()._shared(values if is_first else np.zeros_like(values))
 
     def _divide_gradients(self, divisor: float) -> None:
         for chunk in self.wrapped:
