@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
-from roll.engines.partial import PartialResponse
+from roll.engines.response import PartialResponse
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.pool import all_or_none
@@ -307,8 +307,8 @@ class InferencePool:
         self.buffers = WeightBuffers(count=2 if settings.dual_buffer else 1)
         self._canaries: CanaryScores | None = None
         self._loaded = Loaded()
-        self._verified: set[str | None] = set()
-        """Nodes on which the update that is being loaded was verified for all replicas."""
+        self._verified: set[tuple[str | None, int]] = set()
+        """Nodes on which one replica has verified a version that others are loading."""
         self._arrived = asyncio.Event()
         self._arrived.set()
         self._awake = asyncio.Event()
@@ -502,7 +502,8 @@ class InferencePool:
         nodes: dict[str | None, list[Replica]] = {}
         if publication.layout is None and TRANSPORTS[self._spec.transport].one_copy_per_host:
             for replica in self._replicas.values():
-                if replica.version < publication.version and replica.handle.node not in self._verified:
+                known = (replica.handle.node, publication.version) in self._verified
+                if replica.version < publication.version and not known:
                     nodes.setdefault(replica.handle.node, []).append(replica)
 
         async def verify(node: str | None, replicas: list[Replica]) -> None:
@@ -512,7 +513,7 @@ class InferencePool:
                 except WorkerDied:
                     continue  # if none is left, those that restart verify for themselves
                 self._loaded.seconds["fetch"] += seconds
-                self._verified.add(node)
+                self._verified.add((node, publication.version))
                 return
 
         await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
@@ -528,7 +529,7 @@ class InferencePool:
             if publication.layout is not None:
                 receipt, seconds = await self._push(replica, publication)
             else:
-                verified = replica.handle.node in self._verified
+                verified = (replica.handle.node, publication.version) in self._verified
                 order = (publication, settings.load_bucket_bytes, settings.in_flight, verified)
                 receipt, seconds = await self._change(replica, "load_weights", *order)
         if self._replicas.get(replica.name) is not replica:

@@ -13,7 +13,7 @@ from tokenizers.decoders import Fuse
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from roll.engines.base import EngineFailed
-from roll.engines.partial import PartialResponse
+from roll.engines.response import PartialResponse
 from roll.weights.buckets import pack_buckets
 from tests.engines.hf_helpers import VOCABULARY, load, make_request, make_strategy, submit
 

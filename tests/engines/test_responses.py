@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from roll.engines.base import Completion, GenerateRequest, SamplingParams, TokenChunk
-from roll.engines.partial import PartialResponse
+from roll.engines.response import PartialResponse
 
 
 def response(tokens=5, min_version=None, max_length=64, first_token_index=0):

@@ -1,4 +1,4 @@
-"""A response that several engines may generate part by part: what is known of it, and what is still missing."""
+"""The tokens of one request so far, over all attempts to generate it. Pure: no task, no engine."""
 
 from __future__ import annotations
 
