@@ -344,8 +344,8 @@ class InferencePool:
         self._publication: Publication | None = None
         self._canaries: CanaryScores | None = None
         self._loaded = Loaded()
-        self._verified: set[str | None] = set()
-        """Nodes on which the update that is being loaded was verified for all replicas."""
+        self._verified: set[tuple[str | None, int]] = set()
+        """Nodes on which one replica has verified a version that others are loading."""
         self._arrived = asyncio.Event()
         self._arrived.set()
         self._pinned: Pinned | None = None
@@ -616,8 +616,9 @@ class InferencePool:
         nodes: dict[str | None, list[Replica]] = {}
         if publication.layout is None and TRANSPORTS[self._spec.transport].one_copy_per_host:
             for replica in self._replicas.values():
+                known = (replica.handle.node, publication.version) in self._verified
                 is_behind = self._wanted(replica)[0] is publication and replica.version < publication.version
-                if is_behind and replica.handle.node not in self._verified:
+                if is_behind and not known:
                     nodes.setdefault(replica.handle.node, []).append(replica)
 
         async def verify(node: str | None, replicas: list[Replica]) -> None:
@@ -627,7 +628,7 @@ class InferencePool:
                 except WorkerDied:
                     continue  # if none is left, those that restart verify for themselves
                 self._loaded.seconds["fetch"] += seconds
-                self._verified.add(node)
+                self._verified.add((node, publication.version))
                 return
 
         await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
@@ -677,7 +678,7 @@ class InferencePool:
             if publication.layout is not None:
                 receipt, seconds = await self._push(replica, publication)
             else:
-                verified = publication is self._publication and replica.handle.node in self._verified
+                verified = (replica.handle.node, publication.version) in self._verified
                 order = (publication, settings.load_bucket_bytes, settings.in_flight, verified)
                 receipt, seconds = await self._change(replica, "load_weights", *order)
         if self._replicas.get(replica.name) is not replica:
