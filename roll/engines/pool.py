@@ -28,14 +28,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import Any
 
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
-from roll.engines.pulls import Pulls
 from roll.engines.response import PartialResponse
+from roll.engines.updates import Loaded, Pinned, Pulls, WeightSource
 from roll.engines.worker import EngineSpec, RequestFailed
 from roll.rollout.router import Router
 from roll.runtime.pool import all_or_none
@@ -287,35 +285,6 @@ class PoolSettings:
     """Number of replicas that `InferencePool.pin` makes keep their version."""
     pull_after_seconds: float | None = None
     """Longest time for which a replica with requests stays behind the newest version; None: updates are pushed."""
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """The replicas that keep a version, and what their successors load."""
-
-    names: frozenset[str]
-    publication: Publication
-    canaries: CanaryScores | None
-
-
-@dataclass
-class Loaded:
-    """Result of a weight update over all replicas."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
-    """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
-    canaries: list[np.ndarray] = field(default_factory=list)
-    """Differences that `compare_canaries` found in each compared replica."""
-
-
-class WeightSource(Protocol):
-    """The trainer's side of pushed weights."""
-
-    async def push(self, version: int, target: PushTarget) -> None:
-        """Push a version into one paused engine."""
-
-    def disconnect(self, name: str) -> None:
-        """Drop the connection to a dead engine, so that no push waits for it."""
 
 
 class InferencePool:

@@ -18,7 +18,8 @@ from roll.engines.base import (
     SamplingParams,
     TokenChunk,
 )
-from roll.engines.pool import InferencePool, Loaded, PoolSettings
+from roll.engines.pool import InferencePool, PoolSettings
+from roll.engines.updates import Loaded
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.placement import WorkerPlace
 from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerIdentity, WorkerTimeout

@@ -1,16 +1,52 @@
-"""Weights that replicas take when they choose to: between two requests, or some time after newer ones were published.
+"""Weight updates over all replicas: their results, the replicas that keep a version, and those that pull.
 
-Nobody waits for a replica here but a trainer that needs the memory that the replica computes with. So the time is
-bounded, and counts from the first version that the replica lacks.
+A replica pulls when it chooses to: between two requests, or some time after newer weights were published. Nobody waits
+for it but a trainer that needs the memory that the replica computes with. So the time is bounded, and counts from the
+first version that the replica lacks.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
 
 from roll.rollout.router import Router
-from roll.tracking.waits import unobserved
+from roll.tracking.waits import apart
+from roll.weights.publisher import Publication, PushTarget
+from roll.weights.verify import CanaryScores
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The replicas that keep a version, and what their successors load."""
+
+    names: frozenset[str]
+    publication: Publication
+    canaries: CanaryScores | None
+
+
+@dataclass
+class Loaded:
+    """Result of a weight update over all replicas."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
+    """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
+    canaries: list[np.ndarray] = field(default_factory=list)
+    """Differences that `compare_canaries` found in each compared replica."""
+
+
+class WeightSource(Protocol):
+    """The trainer's side of pushed weights."""
+
+    async def push(self, version: int, target: PushTarget) -> None:
+        """Push a version into one paused engine."""
+
+    def disconnect(self, name: str) -> None:
+        """Drop the connection to a dead engine, so that no push waits for it."""
 
 
 class Pulls:
@@ -44,7 +80,7 @@ class Pulls:
 
     async def run(self, name: str) -> None:
         """Bring one replica to each version that is the newest when it looks. Runs until cancelled."""
-        with unobserved():
+        with apart(f"pull/{name}"):
             while True:
                 while not self._is_behind(name):
                     await self._published.wait()
