@@ -118,7 +118,7 @@ def _optimizer(config: PipelineConfig) -> str:
 
 def _schedule(config: PipelineConfig) -> str:
     streams = config.actor_train.stream_groups
-    early = "groups are trained on as they finish" + (", unless that needs the whole batch" if streams == "auto" else "")
+    early = "groups are trained on as they finish" + (", if nothing needs the whole batch" if streams == "auto" else "")
     if config.async_generation_ratio == 0:
         return f"ratio 0 (on-policy): {'generation and training take turns' if streams is False else early}"
     return (
