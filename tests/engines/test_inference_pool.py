@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from roll.engines.base import EngineFailed
-from roll.engines.pool import RequestError
+from roll.engines.replica import RequestError
 from roll.rollout.clock import run_virtual
 from roll.runtime.workers import WorkerFailed
 from tests.runtime import local_engines

@@ -9,7 +9,8 @@ import pytest
 
 from roll.engines import worker as infer_worker
 from roll.engines.base import EngineFailed, TokenChunk
-from roll.engines.pool import FETCHED_AT_ONCE, PROGRESS_SECONDS
+from roll.engines.pool import FETCHED_AT_ONCE
+from roll.engines.replica import PROGRESS_SECONDS
 from roll.engines.worker import InferWorker
 from roll.rollout.clock import run_virtual
 from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerTimeout

@@ -1,0 +1,243 @@
+"""One engine process and the requests that it works on.
+
+The engine says every two seconds how many tokens it has generated, which is its sign of life. A request fails if its
+engine yields no token of any request for too long. So neither its length counts nor the time for which it is queued
+there, before its first token or after the engine took back its cache. A request that an engine has lost fails once the
+engine has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from roll.engines.base import Completion, GenerateRequest
+from roll.engines.response import PartialResponse
+from roll.engines.worker import RequestFailed
+from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
+from roll.tracking.waits import WORKER, holding, unobserved, waiting
+
+if TYPE_CHECKING:
+    from roll.engines.pool import PoolSettings
+
+COLLECT_WAIT_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+"""Grace period of the long poll. A later replica counts as dead: a stopped process does not close connections."""
+PROGRESS_SECONDS = 2.0
+"""Interval between two looks at an engine."""
+SUBMIT_TURNS = 8
+"""Turns of the event loop for which requests wait for others that leave in the same call. An idle loop takes well below
+a millisecond for them; a call costs a busy one as much as several requests."""
+
+
+class RequestError(RuntimeError):
+    """The engine refused or lost a request for a reason that a retry would not cure."""
+
+
+@dataclass
+class OpenRequest:
+    """A request that a replica is working on."""
+
+    sent: GenerateRequest
+    response: PartialResponse
+    future: asyncio.Future[Completion]
+    sent_at: float
+
+
+class Replica:
+    """One engine process and the requests it works on."""
+
+    def __init__(
+        self,
+        handle: WorkerHandle,
+        settings: PoolSettings,
+        *,
+        fetches: Iterator[bool],
+        on_death: Callable[[Replica, WorkerDied], None],
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        """``fetches``: at each look at the engine, whether the new tokens are fetched."""
+        self.handle = handle
+        self.version = -1
+        self.asleep = False
+        self._silence_seconds = settings.silence_timeout_seconds
+        self._request_silence_seconds = settings.request_timeout_seconds
+        self._fetches, self._tokens_seen = fetches, 0
+        self._on_death, self._on_tokens = on_death, on_tokens
+        self._death: WorkerDied | None = None
+        self._changing = asyncio.Lock()
+        self._changed_at = self._heard_at = asyncio.get_running_loop().time()
+        self._numbers = itertools.count()
+        self._pending: dict[str, OpenRequest] = {}
+        self._outgoing: list[GenerateRequest] = []
+        self._submitting: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        """The worker's name, such as ``actor_infer/0``."""
+        return self.handle.name
+
+    def __str__(self) -> str:
+        return f"{WORKER}{self.name}"
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Hold the lock for one change: loading weights, sleeping or waking. Each call inside has its own deadline, so
+        the engine's silence is not taken for a death."""
+        with waiting(f"changes of {self.name}", "another change of its weights"):
+            await self._changing.acquire()
+        try:
+            with holding(f"changes of {self.name}", "changing its weights"):
+                yield
+        finally:
+            self._changed_at = asyncio.get_running_loop().time()
+            self._changing.release()
+
+    async def generate(self, response: PartialResponse) -> Completion:
+        """Generate the rest of a response. Requests made within a few turns of the event loop leave in one call.
+
+        Each attempt has its own request id in the engine, so a retried request is never answered with leftovers of an
+        aborted attempt. After `WorkerDied` the response keeps the tokens that were known of this attempt.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        request = response.remaining()
+        sent = replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
+        self._pending[sent.request_id] = OpenRequest(sent, response, future, loop.time())
+        if not self._outgoing:
+            loop.call_soon(self._submit_outgoing, SUBMIT_TURNS)
+        self._outgoing.append(sent)
+        try:
+            with waiting(f"{WORKER}{self.name}", "a response"):
+                return await future
+        except asyncio.CancelledError:
+            self._abandon(sent)
+            raise
+        finally:
+            del self._pending[sent.request_id]
+
+    def _submit_outgoing(self, turns: int) -> None:
+        """Submit the requests after some more turns of the event loop."""
+        if turns:
+            asyncio.get_running_loop().call_soon(self._submit_outgoing, turns - 1)
+            return
+        requests, self._outgoing = self._outgoing, []
+        if requests:
+            task = asyncio.get_running_loop().create_task(self._submit(requests))
+            self._submitting.add(task)
+            task.add_done_callback(self._submitting.discard)
+
+    async def _submit(self, requests: Sequence[GenerateRequest]) -> None:
+        try:
+            await self.handle.call("submit", requests)
+        except WorkerDied as error:
+            self.fail_all(error)
+        except WorkerFailed as error:
+            for request in requests:
+                self._deliver(RequestFailed(request.request_id, str(error)))
+
+    def _abandon(self, request: GenerateRequest) -> None:
+        if any(request is waiting for waiting in self._outgoing):
+            self._outgoing = [waiting for waiting in self._outgoing if waiting is not request]
+            return
+        # Not immediately: the call that submits the request may be about to leave.
+        asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
+
+    async def serve(self) -> WorkerDied:
+        """Deliver results and record tokens until the process dies or its engine fails. Return the first cause, with
+        which every open request has failed."""
+        with unobserved():
+            watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
+        try:
+            await asyncio.gather(*watches)
+        except WorkerDied as cause:
+            death = cause
+        except (WorkerFailed, WorkerTimeout) as error:
+            death = WorkerDied(self.name, str(error))
+        finally:
+            for watch in watches:
+                watch.cancel()
+        return self.fail_all(death)
+
+    async def _collect(self) -> None:
+        """Deliver results until the process dies."""
+        timeout = COLLECT_WAIT_SECONDS + SILENCE_SECONDS
+        while True:
+            for item in await self.handle.call("collect", COLLECT_WAIT_SECONDS, timeout=timeout):
+                self._deliver(item)
+
+    async def _follow(self) -> None:
+        """Watch the engine until the process dies or its engine is silent for too long."""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Ask how many tokens there are, and at times for the new ones. A late answer may be dropped: the next look
+        asks again."""
+        known = None
+        if next(self._fetches):
+            known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
+        try:
+            tokens_seen, chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
+        except WorkerTimeout:
+            quiet_since = asyncio.get_running_loop().time() - self._changed_at
+            if self._changing.locked() or quiet_since < self._silence_seconds:
+                return
+            cause = f"its engine did not answer for {self._silence_seconds:g} s (actor_infer.silence_timeout_seconds)"
+            raise WorkerDied(self.name, cause) from None
+        now = asyncio.get_running_loop().time()
+        for request_id, chunk in chunks.items():
+            open_request = self._pending.get(request_id)
+            if open_request is not None:
+                open_request.response.add(chunk)
+        if tokens_seen > self._tokens_seen:
+            self._heard_at = now
+            self._on_tokens(tokens_seen - self._tokens_seen)
+            self._tokens_seen = tokens_seen
+        self._fail_silent(now)
+
+    def _fail_silent(self, now: float) -> None:
+        """Fail the requests of an engine that is silent for too long. A change of the replica silences it, too."""
+        if self.asleep or self._changing.locked():
+            return
+        for open_request in self._pending.values():
+            heard_at = max(open_request.sent_at, self._changed_at, self._heard_at)
+            if now - heard_at > self._request_silence_seconds and not open_request.future.done():
+                open_request.future.set_exception(
+                    RequestError(
+                        f"{self.name}, request {open_request.sent.request_id}: no new token for "
+                        f"{self._request_silence_seconds:g} s (actor_infer.request_timeout_seconds)"
+                    )
+                )
+                self._abandon(open_request.sent)
+
+    def _deliver(self, ended: Completion | RequestFailed) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        open_request = self._pending.get(ended.request_id)
+        if open_request is None or open_request.future.done():
+            return
+        if isinstance(ended, RequestFailed):
+            cause = RequestError(f"{self.name}, request {ended.request_id}: {ended.cause}")
+            open_request.future.set_exception(cause)
+        else:
+            open_request.future.set_result(ended)
+
+    def fail_all(self, death: WorkerDied) -> WorkerDied:
+        """Fail every open request with the first cause reported, report the death, and return that cause."""
+        self._death = self._death or death
+        self._on_death(self, self._death)
+        for open_request in self._pending.values():
+            if not open_request.future.done():
+                open_request.future.set_exception(WorkerDied(self._death.worker, self._death.cause))
+        return self._death
+
+    def give_up(self, cause: str) -> WorkerDied:
+        """Kill a process that lives but cannot be used, and return its death."""
+        death = self.fail_all(WorkerDied(self.name, cause))
+        self.handle.kill()
+        return death
