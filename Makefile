@@ -126,7 +126,7 @@ bench-infer: venv
 bench-scheduler: venv
 	$(RUN) benchmarks/scheduler_cost.py
 
-# About a minute, and 4 GiB.
+# About a minute.
 bench-driver: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/driver.py
 

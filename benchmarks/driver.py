@@ -1,4 +1,4 @@
-"""Measure what a run's driver costs with 256 engine replicas of 256 requests each, and what passes through it.
+"""Measure what a run's driver costs with 256 engine replicas, and what passes through it.
 
 Everything is the driver's own code: scheduler, stages, gate, pool of replicas, router, groups of RLVR, journal, batch,
 advantages, records of the run, status. Stand-ins begin below the handle of a worker process: engines that make tokens
@@ -11,7 +11,9 @@ of a call is measured beside it, on one real actor.
 - ``block``: longest turn of the event loop, in CPU seconds of its thread.
 - ``bytes``: bytes a sample through the driver, in either direction, by what they are.
 
-All figures count from the end of the first training step, except for the longest turn.
+Figures count from the end of the warm-up on, the longest turn from the first request on. By default a replica has 64
+requests in flight instead of 256, each four times as fast: as many tokens, samples and calls a second, in a quarter of
+the memory and of the time. Twice as many begin, because a group is in flight until the last of its samples has ended.
 
     python benchmarks/driver.py --replicas 256 --requests 256 --tokens 1024
 """
@@ -381,7 +383,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_config(arguments: argparse.Namespace) -> RLVRConfig:
     """Return the configuration of a run that keeps every engine full."""
-    in_flight = arguments.replicas * arguments.requests // arguments.group
+    # Of the samples of a group half have ended when the last one does.
+    in_flight = 2 * arguments.replicas * arguments.requests // arguments.group
     batch = in_flight // arguments.batches
     return derived.rlvr(
         load_config(
@@ -499,11 +502,12 @@ class DriverRun:
                 status.now()
 
         async def measure_steps() -> None:
+            meter.longest_turn = 0.0
             await run.steps.reached(self._arguments.warm_up)
             meter.start()
             began = asyncio.get_running_loop().time()
             await run.steps.reached(self._arguments.warm_up + self._arguments.steps)
-            self.cpu_seconds = meter.cpu_seconds()
+            self.cpu_seconds, self.longest_turn = meter.cpu_seconds(), meter.longest_turn
             self.virtual_seconds = asyncio.get_running_loop().time() - began
             raise Measured
 
@@ -605,7 +609,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "cpu_seconds_per_million_tokens": round(run.cpu_seconds / millions, 3),
         "of_it_calls_of_ray": round(calls * call_seconds / millions, 3),
-        "longest_turn_seconds": round(meter.longest_turn, 3),
+        "longest_turn_seconds": round(run.longest_turn, 3),
         "bytes_per_sample": round(meter.bytes.total() / samples),
         "bytes_by_kind": {kind: round(count / samples) for kind, count in meter.bytes.most_common() if count > samples},
         "calls_per_sample": {name: round(count / samples, 2) for name, count in meter.calls.most_common(6)},
@@ -622,7 +626,7 @@ def main() -> None:
     """Print the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description="Cost of the driver with many engine replicas.")
     parser.add_argument("--replicas", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=256, help="requests in flight at each replica")
+    parser.add_argument("--requests", type=int, default=64, help="requests in flight at each replica")
     parser.add_argument("--tokens", type=int, default=1024, help="mean length of a response")
     parser.add_argument("--group", type=int, default=8, help="samples per group")
     parser.add_argument("--batches", type=int, default=8, help="training batches that the requests in flight make")

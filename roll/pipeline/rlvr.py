@@ -290,12 +290,18 @@ class RolloutFunction:
 
 def sample_from_completion(prompt: Prompt, completion: Completion, text: str) -> Sample:
     """Return prompt and completion as one record; only the completion's tokens are marked as chosen by the policy."""
-    given, sampled = len(prompt.token_ids), len(completion.token_ids)
+    given, length = len(prompt.token_ids), len(prompt.token_ids) + len(completion.token_ids)
+
+    def filled(start: np.ndarray | int, values: np.ndarray | int, dtype: type) -> np.ndarray:
+        whole: np.ndarray = np.empty(length, dtype)
+        whole[:given], whole[given:] = start, values
+        return whole
+
     return Sample(
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-        response_mask=np.concatenate([np.zeros(given, dtype=bool), np.ones(sampled, dtype=bool)]),
-        behaviour_logprobs=np.concatenate([np.zeros(given), completion.logprobs]).astype(np.float32),
-        versions=np.concatenate([np.full(given, -1), completion.versions]).astype(np.int32),
+        token_ids=filled(prompt.token_ids, completion.token_ids, np.int32),
+        response_mask=filled(0, 1, np.bool_),
+        behaviour_logprobs=filled(0, completion.logprobs, np.float32),
+        versions=filled(-1, completion.versions, np.int32),
         finish_reason=completion.finish_reason,
         response_text=text,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll.configs import derived
@@ -42,9 +42,9 @@ class StepGroups:
 
     step: int
     groups: list[FinishedGroup[Any, Group]]
-    complete: bool
+    complete: bool = True
     """False if others of this step follow."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step."""
 
 

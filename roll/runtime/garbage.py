@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable
 
-SHORTEST_WAIT_SECONDS = 60.0
+SHORTEST_WAIT_SECONDS = 600.0
 LARGEST_SHARE = 0.001
 """Largest share of the time that is spent on old objects."""
 NEVER = 2**30

@@ -480,3 +480,39 @@ def test_one_version_is_kept_at_a_time(monkeypatch):
                 local.pool.pin()
 
     run_virtual(scenario())
+
+
+def test_results_leave_the_engine_together_after_a_hundredth_of_their_time_at_most(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            clock = asyncio.get_running_loop().time
+            began, arrived = clock(), {}
+
+            async def arrive(length):
+                await local.pool.generate(request(f"r{length}", length))
+                arrived[length] = clock() - began
+
+            lengths = [3, *range(301, 331), 600]
+            running = [asyncio.create_task(arrive(length)) for length in lengths]
+            await asyncio.sleep(300)
+            before = local.handles[0].calls["collect"]
+            await asyncio.sleep(35)
+            assert local.handles[0].calls["collect"] - before <= 12, "30 results in calls of four, and empty ones"
+            await asyncio.gather(*running)
+            assert all(length <= arrived[length] <= 1.011 * length for length in lengths)
+            assert arrived[600] == pytest.approx(600), "the last one waits for nobody"
+
+    run_virtual(scenario())
+
+
+def test_requests_that_are_made_shortly_one_after_the_other_leave_in_one_call(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = []
+            for number in range(8):
+                running.append(asyncio.create_task(local.pool.generate(request(f"r{number}"))))
+                await asyncio.sleep(0)
+            await asyncio.gather(*running)
+            assert local.handles[0].calls["submit"] == 1
+
+    run_virtual(scenario())
