@@ -242,6 +242,7 @@ def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
     sample = Sample(tokens, tokens > 1, np.zeros(2, np.float32), np.array([-1, 0], np.int32), "stop")
     finished = StepGroups(0, [FinishedGroup(0, None, Group(0, prompt(), [sample]), 0)])
     run = SimpleNamespace(
+        config=SimpleNamespace(rollout_batch_size=1),
         max_staleness=0,
         scheduler=SimpleNamespace(ledger=Ledger()),
         side=SimpleNamespace(sample_metrics="reward", metrics=dict),
