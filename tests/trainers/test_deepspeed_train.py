@@ -113,11 +113,33 @@ IN_BFLOAT16 = {
 }
 
 
+def in_parts(trainer, _):
+    """Metrics of the same steps, each batch in two parts."""
+
+    def step(batch):
+        first, rest = batch.select(range(3)), batch.select(range(3, len(batch)))
+        trainer.train_part(first, OBJECTIVE, 0.9, completes=False)
+        return trainer.train_part(rest, OBJECTIVE, 0.9, completes=True)[0]
+
+    return [step(make_batch(number)) for number in range(3)]
+
+
 @pytest.fixture(scope="module")
 def in_bfloat16(model_path):
     setup = {"model_args": BFLOAT16, "training_args": SMALL_STEPS, "max_tokens": 14}
     jobs = {name: deepspeed_job(precise, model_path, options, **setup) for name, options in IN_BFLOAT16.items()}
-    return Results(jobs | {"fsdp2": Job(precise, "fsdp2_train", model_path, setup=setup)})
+    parts = {f"{name}, in parts": deepspeed_job(in_parts, model_path, IN_BFLOAT16[name], **setup) for name in jobs}
+    return Results(jobs | parts | {"fsdp2": Job(precise, "fsdp2_train", model_path, setup=setup)})
+
+
+@needs_deepspeed
+@everything
+@pytest.mark.parametrize("case", IN_BFLOAT16)
+def test_gradients_of_parts_are_divided_by_the_totals_of_their_batch_in_bfloat16(in_bfloat16, case):
+    _, _, expected, _ = in_bfloat16[case][0]
+    for values, wanted in zip(in_bfloat16[f"{case}, in parts"][0], expected, strict=True):
+        assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
+        assert values["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
 
 
 @needs_deepspeed
