@@ -7,7 +7,7 @@ training take about as long as the rollouts. This balance depends on the machine
 options; streaming takes one pass. Rollout and training seconds are those of the ratio-0 run, in which nothing overlaps.
 The bound is the gain of perfect overlap: (rollout + training) / max(rollout, training). Prints one JSON line.
 
-    python benchmarks/async_overlap.py [--steps 20] [--prompts 96] [--epochs 1]
+    python benchmarks/async_overlap.py [--steps 12] [--prompts 192] [--epochs 1]
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _ratios(seconds: dict[str, Summary], statistic: str) -> Summary:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each run")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each run")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    parser.add_argument("--prompts", type=int, default=96, help="prompts per step")
+    parser.add_argument("--prompts", type=int, default=192, help="prompts per step")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
     parser.add_argument("--response-length", type=int, default=16, help="tokens of every response")
     parser.add_argument("--epochs", type=int, default=1, help="passes of training over a batch")
