@@ -57,12 +57,14 @@ from roll.pipeline.context import build_scheduler, paced
 from roll.pipeline.journal import JournalKeeper
 from roll.pipeline.main import build_stages, publish_initial
 from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.records import StepRecords
 from roll.pipeline.rlvr import Rewards, RolloutFunction
 from roll.pipeline.roles import engine_spec
 from roll.pipeline.rollouts import EngineGate, sampling_params
 from roll.pipeline.stage import StageGraph, StepCounter
 from roll.pipeline.stages import stage_chain
 from roll.pipeline.status import StatusKeeper
+from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rewards.base import RewardInput, RewardOutput
 from roll.rollout.clock import VirtualTimeLoop
 from roll.rollout.scheduler import GroupRequest
@@ -186,7 +188,7 @@ class Handle:
 
     pid = None
     is_local = False
-    host, port = "", 0
+    host, node, port = "", "node", 0
 
     def __init__(self, name: str, meter: Meter) -> None:
         self.name, self._meter = name, meter
@@ -292,7 +294,11 @@ class EngineHandle(Handle):
                     chunks[name] = TokenChunk(*self._content(running, before, min(there, running.length)))
             return self._looks, chunks
 
-    async def load_weights(self, publication: Publication, bucket_bytes: int, mode: str) -> Any:
+    async def verify_weights(self, publication: Publication) -> float:
+        """Compare nothing."""
+        return 0.0
+
+    async def load_weights(self, publication: Publication, bucket_bytes: int, mode: str, verified: bool) -> Any:
         """Hold the version after a while."""
         await asyncio.sleep(LOAD_SECONDS)
         self._versions.append(publication.version)
@@ -464,6 +470,7 @@ class DriverRun:
             handle: Any = TrainerHandle(f"{name}/0", meter, store)
             return TrainerGroup(WorkerGroup([handle]), start_timeout_seconds=60, call_timeout_seconds=600)
 
+        checkpoints: Any = SimpleNamespace(due=lambda step: False, progress=lambda: ())
         run: Any = SimpleNamespace(
             config=config,
             scheduler=scheduler,
@@ -485,7 +492,12 @@ class DriverRun:
             parity_check=SimpleNamespace(score=nothing),
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,
-            checkpoints=SimpleNamespace(due=lambda step: False, progress=lambda: ()),
+            streams=False,
+            least_groups=least_groups(config, streams=False),
+            parts=PartsOfBatch(),
+            streamed=StreamedStep(),
+            records=StepRecords(recorder, checkpoints, pool, None),
+            checkpoints=checkpoints,
             chaos=SimpleNamespace(publication=nothing),
             first_step=0,
             steps=StepCounter(),
@@ -519,6 +531,7 @@ class DriverRun:
             "status": keep_status,
             "meter": measure_steps,
             "garbage": collect_rarely,
+            "records": run.records.run,
         }
         try:
             await graph.run(background, first=partial(publish_initial, run))

@@ -42,6 +42,7 @@ from roll.weights.publisher import EngineCallFailed, Publication, PushTarget, ch
 from roll.weights.transports import TRANSPORTS
 from roll.weights.verify import CanaryScores, compare_canaries
 
+VERIFIERS = "replicas that verify for their node"
 FETCHED_AT_ONCE = 4
 """Number of replicas whose new tokens are fetched within one interval, in turn. What was not fetched is generated again
 after a death."""
@@ -275,7 +276,7 @@ class InferencePool:
         if any(replica.version < 0 for replica in self._replicas.values()):
             with waiting("weights that are being sent", "their arrival"):
                 await self._arrived.wait()
-            if self._publication is not None:
+            if self._publication is not None and self.buffers.has(self._publication.version):
                 await self._verify(self._publication)
         await self._change_each(self._settle, len(self._names), self._names)
         self._deadlines.resume()
@@ -380,7 +381,12 @@ class InferencePool:
                 self._verified.add((node, publication.version))
                 return
 
-        await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
+        # An engine may have to wake while the next version is announced or gathered.
+        self.buffers.hold(publication.version, VERIFIERS)
+        try:
+            await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
+        finally:
+            self.buffers.release(publication.version, VERIFIERS)
 
     def _wanted(self, replica: Replica) -> tuple[Publication | None, CanaryScores | None]:
         """Return the version that a replica should have, and its canaries if they are compared."""
@@ -399,7 +405,10 @@ class InferencePool:
         while (publication := self._wanted(replica)[0]) is not None and replica.version < publication.version:
             if not self.buffers.has(publication.version):
                 return
-            await self._load(replica, self._pulled if self.pulls else Loaded())
+            loaded = Loaded()
+            await self._load(replica, loaded)
+            if self.pulls:
+                self._pulled.add(loaded)
         self._tell_oldest()
 
     def _is_behind(self, name: str) -> bool:
@@ -509,7 +518,9 @@ class InferencePool:
         if replica.asleep:
             await self._change(replica, "wake")
             replica.asleep = False
-            if replica.version < 0:
+            wanted, _ = self._wanted(replica)
+            # If its buffer is being written, `publish` brings the next version; until then it gets no request.
+            if replica.version < 0 and wanted is not None and self.buffers.has(wanted.version):
                 await self._load(replica, self._loaded)
         else:
             if await self._change(replica, "sleep", self._weights_follow()):
@@ -530,3 +541,4 @@ class InferencePool:
         # A late report about a predecessor says nothing about the process that replaced it.
         if self._replicas.get(replica.name) is replica:
             self._router.mark_dead(replica.name, death.cause)
+            self._tell_oldest()

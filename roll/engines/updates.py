@@ -38,6 +38,13 @@ class Loaded:
     canaries: list[np.ndarray] = field(default_factory=list)
     """Differences that `compare_canaries` found in each compared replica."""
 
+    def add(self, other: Loaded) -> None:
+        """Add the result of other loads."""
+        for name in ("fetch", "load"):
+            self.seconds[name] += other.seconds[name]
+        self.seconds["stall"] = max(self.seconds["stall"], other.seconds["stall"])
+        self.canaries += other.canaries
+
 
 class WeightSource(Protocol):
     """The trainer's side of pushed weights."""

@@ -82,6 +82,8 @@ class RequestFailed:
 
 PATIENCE = 0.01
 """Share of the time that a request took for which its result may wait for others that leave with it."""
+LONGEST_PATIENCE_SECONDS = 1.0
+"""Longest such wait, also for a request that slept or was queued for long."""
 
 
 class Outbox:
@@ -90,16 +92,17 @@ class Outbox:
     def __init__(self) -> None:
         self._ended: list[Completion | RequestFailed] = []
         self._leaving = asyncio.Event()
-        self._next: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
+        self._leaves_at = 0.0
 
     def add(self, ended: Completion | RequestFailed, patience: float) -> None:
         """Add a result that may wait for so many seconds."""
         loop = asyncio.get_running_loop()
         self._ended.append(ended)
         leaves_at = loop.time() + patience
-        if self._next is None or leaves_at < self._next.when():
+        if self._next is None or leaves_at < self._leaves_at:
             self._forget_next()
-            self._next = loop.call_at(leaves_at, self._leaving.set)
+            self._leaves_at, self._next = leaves_at, loop.call_at(leaves_at, self._leaving.set)
 
     def leave(self) -> None:
         """Let everything leave now, and be it nothing."""
@@ -139,6 +142,7 @@ class InferWorker(Worker):
         self._counted: dict[str, int] = {}
         self._tokens_seen = 0
         self._decoder: asyncio.Future[PreTrainedTokenizerBase] | None = None
+        self._cannot_decode = False
         self._spec = spec
         self.set_threads()
         self._strategy = spec.build(self.identity.place.device)
@@ -165,7 +169,7 @@ class InferWorker(Worker):
         self._tasks.pop(request.request_id, None)
         self._counted.pop(request.request_id, None)
         if ended is not None:
-            self._outbox.add(ended, PATIENCE * (clock() - began))
+            self._outbox.add(ended, min(LONGEST_PATIENCE_SECONDS, PATIENCE * (clock() - began)))
         if ended is None or not self._tasks:
             self._outbox.leave()
 
@@ -178,7 +182,9 @@ class InferWorker(Worker):
         try:
             decoder = await asyncio.shield(self._decoder)
         except OSError as error:
-            logger.info("responses are decoded elsewhere: %s", error)
+            if not self._cannot_decode:
+                logger.info("responses are decoded elsewhere: %s", error)
+            self._cannot_decode = True
             return completion
         text = await self.in_thread(lambda: decoder.decode(token_ids, skip_special_tokens=True))
         return replace(completion, text=text)
@@ -224,7 +230,8 @@ class InferWorker(Worker):
         The engine decodes meanwhile. Raises `WeightsDiffer` or `WeightMismatch` naming the tensor."""
         started = time.perf_counter()
         buckets = self._receiver.receive(publication.handles, publication.version)
-        counted = await self.in_thread(manifest, buckets)
+        # In another thread than `in_thread`, in which responses are decoded.
+        counted = await asyncio.to_thread(manifest, buckets)
         check_weights(self.identity.name, publication, HeldWeights(publication.version, *counted))
         return time.perf_counter() - started
 

@@ -230,7 +230,9 @@ class EpisodeRollout:
             request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
             # All turns on one replica, for its prefix cache.
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
-            return SampledTurn(done.token_ids, done.logprobs, done.versions, done.finish_reason)
+            # Copies: what arrived shares memory with the results of other requests.
+            arrays = (np.array(values) for values in (done.token_ids, done.logprobs, done.versions))
+            return SampledTurn(*arrays, done.finish_reason)
 
         losses = 0
         try:

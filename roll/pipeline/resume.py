@@ -68,6 +68,8 @@ IMPOSSIBLE = {
 """Key -> why it cannot change. Changes of prompts or environments are judged elsewhere."""
 
 HARMLESS = (
+    # the step is that of the whole batch, but for rounding
+    "actor_train.stream_groups",
     # where a run is, how long it is, what it reports
     "exp_name", "output_dir", "max_steps", "save_steps", "max_ckpt_to_keep", "eval_steps", "logging_steps",
     "console_output", "track_with*", "tracker_*", "num_logged_samples", "val_batch_size", "validation*",
@@ -92,6 +94,7 @@ HARMLESS = (
     # how weights travel
     "weight_update.transport", "weight_update.dual_buffer", "weight_update.*bucket_size_mb",
     "weight_update.checkpoint_dir", "weight_update.timeout_seconds", "weight_update.canary*",
+    "weight_update.max_unavailable",
 )  # fmt: skip
 """Patterns of keys that change how a run is carried out, but not what it learns."""
 

@@ -194,7 +194,10 @@ class RLVRSide(RolloutSide):
         """Return the function that makes a group, in training or in validation."""
         config, training = self._config, purpose == "train"
         engine, trainer = config.actor_infer, config.actor_train
-        same_tokenizer = derived.model_path(config, engine) == derived.model_path(config, trainer)
+        same_tokenizer = (
+            derived.model_path(config, engine) == derived.model_path(config, trainer)
+            and engine.model_args.trust_remote_code == trainer.model_args.trust_remote_code
+        )
         return RolloutFunction(
             generator=generator,
             judge=self.workers,
@@ -241,11 +244,14 @@ class RolloutFunction:
             sampling = replace(sampling, seed=seed)
             request_id = f"{name}-{index}"
             requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
+        running: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._sample(request, prompt, sticky_key, min_version)) for request in requests
-                ]
+                for request in requests:
+                    running.append(tasks.create_task(self._sample(request, prompt, sticky_key, min_version)))
+        except BaseException:
+            running.clear()  # the exception is in a cycle with this frame, and cycles are collected rarely
+            raise
         finally:
             if sticky_key is not None:
                 self.generator.forget(sticky_key)

@@ -274,7 +274,9 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
     With `validation.mode: pause` no training group starts until then.
     """
     due = run.validator is not None and validation_due(run.config, version)
-    if run.validator is None or not due or run.pool.can_pin:
+    # After the last step nothing else needs the replicas: all of them validate.
+    beside = run.pool.can_pin and version < run.config.max_steps
+    if run.validator is None or not due or beside:
         reached_engines(run, version)
         if due:
             with run.pool.buffers.kept(version):
@@ -288,9 +290,11 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
     else:
         reached_engines(run, version)
     # A replica that dies meanwhile must find this version, the only one that is measured.
-    with run.recorder.validating(version), run.pool.buffers.kept(version):
-        await run.pool.ready_to_validate()
-        result = await run.validator.run(version)
+    with run.pool.buffers.kept(version):
+        await run.records.validated()
+        with run.recorder.validating(version):
+            await run.pool.ready_to_validate()
+            result = await run.validator.run(version)
     if pause:
         reached_engines(run, version)
         run.scheduler.resume_admission()

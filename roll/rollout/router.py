@@ -235,8 +235,9 @@ class Router:
         firsts = [
             first
             for shelf in list(self._ranks)
-            if shelf.reserved == wanted and (min_version is None or shelf.version >= min_version)
+            # Every shelf is looked at, so that empty ones go.
             if (first := self._first(shelf)) is not None
+            if shelf.reserved == wanted and (min_version is None or shelf.version >= min_version)
         ]
         return self._names[min(firsts)[-1]] if firsts else None
 

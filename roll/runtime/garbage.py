@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 
 SHORTEST_WAIT_SECONDS = 600.0
+LONGEST_WAIT_SECONDS = 3600.0
 LARGEST_SHARE = 0.001
-"""Largest share of the time that is spent on old objects."""
+"""Largest share of the time that is spent on old objects, unless they would wait for longer than the longest wait."""
 NEVER = 2**30
 
 
@@ -24,6 +25,7 @@ async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None
     ``clock``: seconds, to measure a collection.
     """
     before = gc.get_threshold()
+    gc.collect()
     gc.freeze()
     gc.set_threshold(*before[:2], NEVER)
     try:
@@ -32,7 +34,7 @@ async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None
             await asyncio.sleep(wait)
             began = clock()
             gc.collect()
-            wait = max(SHORTEST_WAIT_SECONDS, (clock() - began) / LARGEST_SHARE)
+            wait = min(LONGEST_WAIT_SECONDS, max(SHORTEST_WAIT_SECONDS, (clock() - began) / LARGEST_SHARE))
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()

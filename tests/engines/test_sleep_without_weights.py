@@ -130,3 +130,22 @@ def test_requests_outlive_a_sleep_without_weights_and_a_replica_that_dies_in_it(
             assert [handle.engine.version for handle in local.handles[1:]] == [1, 1]
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("dual_buffer", [False, True])
+def test_a_replica_that_restarted_while_the_next_version_was_written_wakes_without_weights(monkeypatch, dual_buffer):
+    """With a single buffer its version is gone: it waits for the next one, and others serve meanwhile."""
+
+    async def scenario():
+        settings = {"dual_buffer": dual_buffer, "in_place": False}
+        async with LocalPool(monkeypatch, replicas=2, **settings) as local, asyncio.timeout(500):
+            await local.pool.buffers.acquire(1)
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 3)
+            await local.pool.offload_states()
+            await local.pool.load_states()
+            assert (await local.pool.generate(request())).versions.tolist() == [0] * 4
+            await local.publish(1)
+            assert (await local.pool.generate(request("next"))).versions.tolist() == [1] * 4
+
+    run_virtual(scenario())

@@ -8,7 +8,7 @@ import pytest
 from test_publication_schedule import Run
 
 from roll.rollout.clock import run_virtual
-from tests.runtime.local_engines import LOAD_SECONDS, LocalPool, request
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 
 def versions(local) -> list[int]:
@@ -85,3 +85,21 @@ def test_a_run_that_pulls_keeps_the_bound_and_no_publication_waits_for_an_engine
     assert done.scheduler.ledger.consumed == 24
     if ratio == 0:
         assert done.trainer.trained_on == [{step} for step in range(8)]
+
+
+def test_groups_do_not_wait_for_the_successor_of_a_dead_replica_that_was_behind(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2, pull_after_seconds=1000.0) as local, asyncio.timeout(5000):
+            clock, told = asyncio.get_running_loop().time, {}
+            local.pool.on_oldest = lambda version: told.setdefault(version, clock())
+            busy = asyncio.create_task(local.pool.generate(request("busy", 60)))
+            await asyncio.sleep(1)
+            await local.publish(1)
+            await asyncio.sleep(5)
+            assert 1 not in told
+            killed = clock()
+            local.handles[0].kill()
+            await busy
+            assert told[1] - killed < START_SECONDS
+
+    run_virtual(scenario())

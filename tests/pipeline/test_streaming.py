@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from test_publication_schedule import Run
 from tiny import tiny_config
 
+from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group
 from roll.pipeline.algorithm import TrainingBatch, build_algorithms, with_own_advantages
+from roll.pipeline.resume import changes
 from roll.pipeline.stages import stage_chain
 from roll.pipeline.streaming import AdvantagesNeedBatch, PartsOfBatch, StreamedStep, by_group, in_order, least_groups
 from tests.pipeline.test_advantage_stage import PROMPT, batch_of, sample, settings
@@ -264,3 +266,12 @@ def test_without_streaming_a_reference_computes_on_parts_unless_nothing_may_depe
     assert least_groups(config, False) == (8 if ratio == 0 else 1)
     apart["reference"]["device_mapping"] = [1]
     assert least_groups(config_from_tree(tiny_config(task, async_generation_ratio=ratio, **apart)), False) == 8
+
+
+def test_a_run_that_streams_may_fall_back_to_synchronous_mode(task):
+    config = tiny_config(task, actor_train__stream_groups="auto", async_generation_ratio=1, restarts__max_in_a_row=3)
+    config["restarts"]["synchronous_after"] = 2
+    config = config_from_tree(config)
+    fallback = derived.synchronous(config)
+    assert fallback.actor_train.stream_groups is False
+    assert {change.judgement for change in changes(config, fallback)} == {"harmless"}

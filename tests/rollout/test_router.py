@@ -337,3 +337,17 @@ def test_a_reserved_replica_takes_no_request_but_those_that_want_one():
         assert (await router.acquire(timeout=1, reserved=True)).replica_id == "a"
 
     run_virtual(main())
+
+
+def test_versions_that_no_replica_has_any_more_cost_nothing():
+    async def main():
+        router = two_live()
+        for version in range(2, 100):
+            for name in ("a", "b"):
+                router.set_version(name, version)
+            router.reserve(["a"] if version % 10 == 0 else [])
+            async with router.lease(timeout=1, min_version=version):
+                pass
+        assert len(router._ranks) <= 2
+
+    run_virtual(main())
