@@ -231,8 +231,8 @@ class EpisodeRollout:
             # All turns on one replica, for its prefix cache.
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
             # Copies: what arrived shares memory with the results of other requests.
-            arrays = (np.array(values) for values in (done.token_ids, done.logprobs, done.versions))
-            return SampledTurn(*arrays, done.finish_reason)
+            token_ids, logprobs, versions = map(np.array, (done.token_ids, done.logprobs, done.versions))
+            return SampledTurn(token_ids, logprobs, versions, done.finish_reason)
 
         losses = 0
         try:
