@@ -88,8 +88,7 @@ def policy_metrics(
     current policy, ``behaviour_logprobs`` of the policy that sampled. ``buckets`` are the `lag_buckets` of the response
     mask. ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights behind ``logprobs``;
     without it, the mismatch is not measured. ``trained`` (bool) marks the tokens of the loss; default: the response
-    mask. Entries outside the masks are never read. The ratio is not clamped,
-    because an overflow must be visible.
+    mask. Entries outside the masks are never read. The ratio is not clamped, because an overflow must be visible.
 
     The whole batch has these metrics: the totals; the means of the token metrics; ``ratio_max`` and ``ratio_mean``;
     ``ess``, ``kl`` (k3), ``k1`` and ``chi2``, and per lag ``lag_<n>/...``, as in `off_policy_metrics`; and

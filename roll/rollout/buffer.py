@@ -30,6 +30,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -109,7 +110,6 @@ class _Batch:
     """The next batch, as far as it was chosen."""
 
     size: int
-    max_staleness: int
     index: int = 0
     chosen: Counter[int] = field(default_factory=Counter)
     """Number of chosen groups by deadline."""
@@ -134,25 +134,33 @@ class _ReadyFirst(Generic[Item, Result]):
     def takeable(self, in_flight: _InFlight) -> int:
         return self._size
 
-    def pop(self, batch: _Batch, in_flight: _InFlight) -> FinishedGroup[Item, Result] | None:
-        """Return the group that finished first, among those that leave room for all deadlines."""
-        due = 0
-        earliest: deque[tuple[int, FinishedGroup[Item, Result]]] | None = None
-        for deadline in sorted({*self._by_deadline, *in_flight.by_deadline, *batch.chosen}):
-            ready = self._by_deadline.get(deadline, ())
-            if ready and (earliest is None or ready[0][0] < earliest[0][0]):
-                earliest = self._by_deadline[deadline]
-            due += len(ready) + len(in_flight.by_deadline.get(deadline, ()))
+    def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
+        """Yield the groups that finished first, as long as they leave room for all deadlines."""
+        deadlines = sorted({*self._by_deadline, *in_flight.by_deadline, *batch.chosen})
+        room, due, missing = [], 0, batch.size - batch.chosen.total()
+        for deadline in deadlines:
+            due += len(self._by_deadline.get(deadline, ())) + len(in_flight.by_deadline.get(deadline, ()))
             # Those chosen count whether they are due by then or later.
-            if due + batch.chosen.total() >= (deadline - batch.index + 1) * batch.size:
-                break
-        if earliest is None:
-            return None
-        _, group = earliest.popleft()
-        if not earliest:
-            del self._by_deadline[group.start_version + batch.max_staleness]
-        self._size -= 1
-        return group
+            room.append((deadline - batch.index) * batch.size + missing - due)
+        while missing:
+            earliest: tuple[int, int] | None = None
+            for position, deadline in enumerate(deadlines):
+                ready = self._by_deadline.get(deadline)
+                if ready and (earliest is None or ready[0][0] < earliest[0]):
+                    earliest = ready[0][0], position
+                if room[position] <= 0:
+                    break
+            if earliest is None:
+                return
+            deadline = deadlines[earliest[1]]
+            _, group = self._by_deadline[deadline].popleft()
+            if not self._by_deadline[deadline]:
+                del self._by_deadline[deadline]
+            for position in range(earliest[1]):
+                room[position] -= 1
+            missing -= 1
+            self._size -= 1
+            yield group
 
 
 class _Fifo(Generic[Item, Result]):
@@ -173,13 +181,16 @@ class _Fifo(Generic[Item, Result]):
             self._released.append(heapq.heappop(self._held_back)[1])
         return len(self._released)
 
-    def pop(self, batch: _Batch, in_flight: _InFlight) -> FinishedGroup[Item, Result] | None:
-        """Return the group with the first place, if the batch has room for all groups before it, too."""
-        if self.takeable(in_flight):
-            return self._released.popleft()
-        if self._held_back and in_flight.before(self._held_back[0][0]) + batch.chosen.total() < batch.size:
-            return heapq.heappop(self._held_back)[1]
-        return None
+    def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
+        """Yield groups in the order of their places, while the batch has room for all groups before them, too."""
+        missing = batch.size - batch.chosen.total()
+        self.takeable(in_flight)
+        while missing and self._released:
+            missing -= 1
+            yield self._released.popleft()
+        while missing and self._held_back and in_flight.before(self._held_back[0][0]) < missing:
+            missing -= 1
+            yield heapq.heappop(self._held_back)[1]
 
 
 class GroupBuffer(Generic[Item, Result]):
@@ -194,8 +205,9 @@ class GroupBuffer(Generic[Item, Result]):
         self._max_staleness = max_staleness
         self._in_flight = _InFlight()
         self._ready: _ReadyFirst[Item, Result] | _Fifo[Item, Result] = _Fifo() if order == "fifo" else _ReadyFirst()
-        self._next = _Batch(batch_size, max_staleness)
-        self._chosen: list[FinishedGroup[Item, Result]] = []
+        self._next = _Batch(batch_size)
+        self.chosen: list[FinishedGroup[Item, Result]] = []
+        """Groups that are certain to be in the next batch, as far as they were chosen."""
 
     @property
     def batches_taken(self) -> int:
@@ -205,7 +217,7 @@ class GroupBuffer(Generic[Item, Result]):
     @property
     def ready(self) -> int:
         """Finished groups in no batch that was taken."""
-        return len(self._ready) + len(self._chosen)
+        return len(self._ready) + len(self.chosen)
 
     def resume_at(self, batches_taken: int) -> None:
         """Continue after this many batches."""
@@ -245,7 +257,7 @@ class GroupBuffer(Generic[Item, Result]):
 
     def batch_ready(self) -> bool:
         """Return True if `take` would return a batch."""
-        takeable = self._ready.takeable(self._in_flight) + len(self._chosen)
+        takeable = self._ready.takeable(self._in_flight) + len(self.chosen)
         return takeable >= self._batch_size and not self._blocked_by_deadline()
 
     def held_up(self) -> bool:
@@ -267,25 +279,20 @@ class GroupBuffer(Generic[Item, Result]):
                 overdue.append(in_time.popleft())
         return overdue
 
-    def choose(self) -> list[FinishedGroup[Item, Result]]:
-        """Choose further groups for the next batch, as many as are certain to be in it, and return them."""
-        already = len(self._chosen)
-        while len(self._chosen) < self._batch_size:
-            group = self._ready.pop(self._next, self._in_flight)
-            if group is None:
-                break
-            self._chosen.append(group)
-            self._next.chosen[group.start_version + self._max_staleness] += 1
-        return self._chosen[already:]
+    def choose(self) -> None:
+        """Choose further groups for the next batch, as many as are certain to be in it."""
+        chosen = list(self._ready.choose(self._next, self._in_flight))
+        self._next.chosen.update(group.start_version + self._max_staleness for group in chosen)
+        self.chosen += chosen
 
     def take(self) -> list[FinishedGroup[Item, Result]] | None:
         """Return the next batch, sorted by group id, or None if it must wait. It includes the chosen groups."""
         if not self.batch_ready():
             return None
         self.choose()
-        if len(self._chosen) < self._batch_size:
-            raise RuntimeError(f"batch {self.batches_taken} was ready and has {len(self._chosen)} groups")
-        batch, self._chosen = self._chosen, []
+        if len(self.chosen) < self._batch_size:
+            raise RuntimeError(f"batch {self.batches_taken} was ready and has {len(self.chosen)} groups")
+        batch, self.chosen = self.chosen, []
         self._next.index += 1
         self._next.chosen.clear()
         return sorted(batch, key=lambda group: group.group_id)

@@ -172,8 +172,6 @@ class RolloutScheduler(Generic[Item, Result]):
         self._in_flight: dict[int, _Running[Item]] = {}
         self._to_begin_again: deque[_Running[Item]] = deque()
         """Groups that were in flight when the run was resumed; they start before any new group."""
-        self._chosen: list[FinishedGroup[Item, Result]] = []
-        """Groups of the next batch that are certain and were not handed out."""
         self._handed_out: set[int] = set()
         """Groups of the next batch that were handed out."""
         self._untrained: deque[tuple[int, ...]] = deque()
@@ -478,21 +476,22 @@ class RolloutScheduler(Generic[Item, Result]):
         self.ledger.check()
         if self._buffer.batches_taken == self.plan.max_steps:
             self._ended.set()
-        rest = [group for group in batch if group.group_id not in self._handed_out]
+        rest = self._not_handed_out(batch)
         self._handed_out.clear()
-        self._chosen.clear()
         return BatchPart(rest, True)
 
     def _take_part(self, least: int) -> BatchPart[Item, Result] | None:
         if least >= self.plan.batch_size:
             return None
-        self._chosen += self._buffer.choose()
-        if len(self._chosen) < least:
+        self._buffer.choose()
+        if len(self._buffer.chosen) - len(self._handed_out) < least:
             return None
-        part = sorted(self._chosen, key=lambda group: group.group_id)
+        part = sorted(self._not_handed_out(self._buffer.chosen), key=lambda group: group.group_id)
         self._handed_out.update(group.group_id for group in part)
-        self._chosen.clear()
         return BatchPart(part, False)
+
+    def _not_handed_out(self, groups: list[FinishedGroup[Item, Result]]) -> list[FinishedGroup[Item, Result]]:
+        return [group for group in groups if group.group_id not in self._handed_out]
 
     def _drop_overdue(self) -> None:
         if self._phase is not _Phase.RUNNING:

@@ -26,7 +26,7 @@ from roll.trainers.model import HfForward, load_weights, prepare_model
 from roll.trainers.options import engine_config, parse_deepspeed_options
 from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
 from roll.trainers.step import TrainingStep
-from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients
+from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients, divide_gradients
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -157,20 +157,12 @@ class DeepSpeedTrainStrategy(TrainStrategy):
                 moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 
-    def _accumulate(
-        self,
-        step: TrainingStep,
-        rows: Sequence[Sequence[int]],
-        temperature: float,
-        *,
-        first: bool = True,
-        last: bool = True,
-    ) -> list[PartMetrics]:
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
         parts: list[PartMetrics] = []
         # The last backward pass makes DeepSpeed complete the gradients of all parts.
-        learns = not step.is_empty or (last and self._pending)
+        learns = not step.is_empty or (step.is_last and self._pending)
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
-            self.engine.set_gradient_accumulation_boundary(last and len(parts) + 1 == len(rows))
+            self.engine.set_gradient_accumulation_boundary(step.is_last and len(parts) + 1 == len(rows))
             with torch.set_grad_enabled(learns):
                 outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
                 loss, metrics = step.loss(micro_batch, *outputs)
@@ -190,9 +182,7 @@ class DeepSpeedTrainStrategy(TrainStrategy):
             # The next step undoes this scale, whatever the gradients were multiplied with.
             self.engine.optimizer.loss_scale = divisor
         else:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(divisor)
+            divide_gradients(self.model.parameters(), divisor)
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         pending, self._pending = self._pending, False

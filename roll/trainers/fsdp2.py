@@ -27,7 +27,7 @@ from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_wei
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep
-from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients
+from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients, divide_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,15 +193,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self._reshard()
         return values
 
-    def _accumulate(
-        self,
-        step: TrainingStep,
-        rows: Sequence[Sequence[int]],
-        temperature: float,
-        *,
-        first: bool = True,
-        last: bool = True,
-    ) -> list[PartMetrics]:
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
         parts = []
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
             outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
@@ -212,9 +204,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         return parts
 
     def _divide_gradients(self, divisor: float) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
+        divide_gradients(self.model.parameters(), divisor)
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))

@@ -287,6 +287,10 @@ class TrainingStep:
     first_logprobs: np.ndarray | None = None
     """float32 ``[total_tokens]``: filled in with the log-probabilities of this rank's response tokens, if an objective
     of one pass is to report them; else 0."""
+    is_first: bool = True
+    """False if other parts of the batch came before."""
+    is_last: bool = True
+    """False if other parts of the batch follow."""
 
     @classmethod
     def of(cls, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:

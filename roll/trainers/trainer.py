@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(owners, max_norm, norm)
     return norm
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
+    """Divide the gradients, which may be sharded."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor)
 
 
 def move_states(states: Iterable[dict[str, Any]], device: torch.device) -> None:
@@ -242,7 +250,8 @@ class TrainStrategy(ForwardStrategy):
         self.optimizer_steps = 0
         self._parts: list[PartMetrics] = []
         """Metrics of the parts of the batch that is being trained on."""
-        self._parts_begun = False
+        self._in_parts = False
+        """True between two parts of a batch."""
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return `log_probs` without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there are none."""
@@ -277,10 +286,9 @@ class TrainStrategy(ForwardStrategy):
         together, but for rounding. Returns the metrics of `train_step` (none before the last part), and for an
         objective of one pass the log-probabilities of the part's response tokens, float32 ``[total_tokens]``.
         """
-        step = self._step(batch, objective, is_part=True)
-        rows = self._rows(batch, self.setup.train_limits)
-        self._parts += self._accumulate(step, rows, temperature, first=not self._parts_begun, last=completes)
-        self._parts_begun = not completes
+        step = replace(self._step(batch, objective, is_part=True), is_first=not self._in_parts, is_last=completes)
+        self._parts += self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
+        self._in_parts = not completes
         logprobs = None if step.first_logprobs is None else self._shared(step.first_logprobs)
         if not completes:
             return {}, logprobs
@@ -349,19 +357,8 @@ class TrainStrategy(ForwardStrategy):
         return self.model
 
     @abstractmethod
-    def _accumulate(
-        self,
-        step: TrainingStep,
-        rows: Sequence[Sequence[int]],
-        temperature: float,
-        *,
-        first: bool = True,
-        last: bool = True,
-    ) -> list[PartMetrics]:
-        """Add up the gradients of the micro-batches ``rows``, and return their metrics. Collective.
-
-        ``first`` and ``last`` are False if others of the same optimizer step come before or after them.
-        """
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
+        """Add up the gradients of the micro-batches ``rows``, and return their metrics. Collective."""
 
     @abstractmethod
     def _divide_gradients(self, divisor: float) -> None:

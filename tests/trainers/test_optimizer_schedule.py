@@ -65,7 +65,7 @@ def test_a_trainer_whose_optimizer_is_not_of_torch_sets_the_rate_itself(monkeypa
 
         _divide_gradients = None
 
-        def _accumulate(self, step, rows, temperature, *, first=True, last=True):
+        def _accumulate(self, step, rows, temperature):
             return []
 
         def _joined(self, join):

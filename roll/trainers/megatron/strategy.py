@@ -340,15 +340,7 @@ class MegatronTrainStrategy(TrainStrategy):
         group = self.options.pipeline_model_parallel_size if self.options.model_chunks > 1 else 1
         return rows + [[] for _ in range(-len(rows) % group)]
 
-    def _accumulate(
-        self,
-        step: TrainingStep,
-        rows: Sequence[Sequence[int]],
-        temperature: float,
-        *,
-        first: bool = True,
-        last: bool = True,
-    ) -> list[PartMetrics]:
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
         def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PartMetrics]:
             if self.facts.kind == "value":
                 outputs: tuple[Tensor, ...] = (_values(micro_batch, output),)
@@ -357,11 +349,11 @@ class MegatronTrainStrategy(TrainStrategy):
             value, metrics = step.loss(micro_batch, *outputs)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-        if first:
+        if step.is_first:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        with nullcontext() if last else unsynchronised(self.wrapped):
+        with nullcontext() if step.is_last else unsynchronised(self.wrapped):
             return self._run(list(step.micro_batches(rows, self.device)), loss, forward_only=False)
 
     def _joined(
