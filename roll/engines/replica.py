@@ -1,9 +1,9 @@
 """One engine process and the requests that it works on.
 
-The engine says every two seconds how many tokens it has generated, which is its sign of life. A request fails if its
-engine yields no token of any request for too long. So neither its length counts nor the time for which it is queued
-there, before its first token or after the engine took back its cache. A request that an engine has lost fails once the
-engine has nothing else to do.
+The engine's sign of life are its results and, if none came for two seconds, the number of tokens it has generated. A
+request fails if its engine yields no token of any request for too long. So neither its length counts nor the time for
+which it is queued there, before its first token or after the engine took back its cache. A request that an engine has
+lost fails once the engine has nothing else to do.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Replica:
         self._death: WorkerDied | None = None
         self._changing = asyncio.Lock()
         self._changed_at = self._heard_at = asyncio.get_running_loop().time()
+        self._delivered = False
+        """True if a result has come since the last look."""
         self._numbers = itertools.count()
         self._pending: dict[str, OpenRequest] = {}
         self._outgoing: list[GenerateRequest] = []
@@ -177,11 +179,14 @@ class Replica:
             await self._look()
 
     async def _look(self) -> None:
-        """Ask how many tokens there are, and at times for the new ones. A late answer may be dropped: the next look
-        asks again."""
-        known = None
-        if next(self._fetches):
+        """Ask how many tokens there are, unless results have just come, and at times for the new ones. A late answer may
+        be dropped: the next look asks again."""
+        known, fetches = None, next(self._fetches)
+        delivered, self._delivered = self._delivered, False
+        if fetches:
             known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
+        elif delivered:
+            return
         try:
             tokens_seen, chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
         except WorkerTimeout:
@@ -217,7 +222,7 @@ class Replica:
                 self._abandon(open_request.sent)
 
     def _deliver(self, ended: Completion | RequestFailed) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at, self._delivered = asyncio.get_running_loop().time(), True
         open_request = self._pending.get(ended.request_id)
         if open_request is None or open_request.future.done():
             return

@@ -74,6 +74,31 @@ def test_of_many_replicas_tokens_are_fetched_of_a_few_at_a_time_and_kept(monkeyp
     run_virtual(scenario())
 
 
+def test_an_engine_whose_results_come_is_not_asked_for_a_sign_of_life_until_they_stop(monkeypatch):
+    async def scenario():
+        replicas, seconds = 4 * FETCHED_AT_ONCE, 40
+        async with LocalPool(monkeypatch, replicas=replicas) as local:
+            asked, progress = Counter(), InferWorker.progress
+
+            async def counted(worker, known=None):
+                asked[worker.identity.rank, known is not None] += 1
+                return await progress(worker, known)
+
+            async def one_after_the_other(name):
+                for number in range(seconds):
+                    await local.pool.generate(request(f"{name}-{number}", 1), sticky_key=name)
+
+            monkeypatch.setattr(InferWorker, "progress", counted)
+            await asyncio.gather(*(one_after_the_other(f"r{index}") for index in range(replicas)))
+            assert not any(count for (_, fetches), count in asked.items() if not fetches)
+            assert sum(asked.values()) >= FETCHED_AT_ONCE * (seconds / PROGRESS_SECONDS - 2), "tokens are still fetched"
+            asked.clear()
+            await asyncio.sleep(4 * PROGRESS_SECONDS)
+            assert all(asked[rank, False] + asked[rank, True] >= 2 for rank in range(replicas))
+
+    run_virtual(scenario())
+
+
 def test_a_response_is_decoded_where_it_was_made_also_if_two_engines_made_it(monkeypatch):
     class Numbers:
         def decode(self, token_ids, skip_special_tokens):
