@@ -172,6 +172,9 @@ def engine_arguments(
         "disable_log_stats": True,
         "load_format": "safetensors",  # vLLM would read pickles where a folder has nothing else
     }
+    if tensor_parallel_size > 1:
+        # Inside a placement group vLLM would choose Ray, and refuse bundles of more than one device.
+        arguments["distributed_executor_backend"] = "mp"
     if model.device == "cpu":
         arguments |= _cpu_defaults(strategy_config, model.max_length, tensor_parallel_size, cache_bytes_per_token)
     arguments |= strategy_config

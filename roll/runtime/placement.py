@@ -59,8 +59,8 @@ class WorkerPlace:
 
     node: int
     device: Literal["cpu", "cuda"]
-    local_devices: tuple[int, ...]
-    """CPU slots, or physical GPU numbers on that node."""
+    local_devices: tuple[int | str, ...]
+    """CPU slots, or GPUs of that node as CUDA names them: by number, or a UUID of a GPU or of a part of one (MIG)."""
     cpu_threads: int
 
 
@@ -108,7 +108,7 @@ def link_to_logs(link: Path) -> None:
 def _describe_node() -> dict[str, Any]:
     context = ray.get_runtime_context()
     return {
-        "gpus": [int(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
+        "gpus": [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
         "cores": os.cpu_count() or 1,
     }
 
@@ -163,7 +163,7 @@ class Placement:
         if len(nodes) != 1:
             raise PlacementError(f"devices {list(devices)} of one worker are on several nodes ({sorted(nodes)})")
         node = nodes.pop()
-        local = [device % per_node for device in devices]
+        local: list[int | str] = [device % per_node for device in devices]
         if self._config.device == "cuda":
             local = [self._nodes[node]["gpus"][index] for index in local]
         threads = self._config.cpu_threads_per_device or max(1, self._nodes[node]["cores"] // per_node)

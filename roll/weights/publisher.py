@@ -173,6 +173,8 @@ class PushPublisher(WeightPublisher):
             _draw(weights)
             weights = []
         self.copies[buffer] = copied(weights, dtype, self.copies.get(buffer, {}))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # checksums and transfers read the copies in other streams
         self._seconds[version] = time.perf_counter() - started
 
     def send(self, version: int) -> Publication:
@@ -226,7 +228,9 @@ class PushPublisher(WeightPublisher):
         return engine
 
     def _init_info(self, target: PushTarget) -> Any:
-        bucket_bytes = self._spec.bucket_bytes
+        # A tensor must fit into the library's buffer as a whole.
+        largest = max((tensor.nbytes for copies in self.copies.values() for tensor in copies.values()), default=0)
+        bucket_bytes = max(self._spec.bucket_bytes, largest)
         if self._spec.name == "cuda_ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import pytest
@@ -78,6 +79,39 @@ def test_a_users_arguments_go_before_the_defaults_and_never_before_the_runs_own(
     chosen = arguments({"enforce_eager": False, "max_num_seqs": 3, "kv_cache_memory_bytes": 7})
     assert (chosen["enforce_eager"], chosen["max_num_seqs"], chosen["kv_cache_memory_bytes"]) == (False, 3, 7)
     assert chosen["logprobs_mode"] == "processed_logprobs" and chosen["max_model_len"] == 96
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_of_several_devices_starts_its_own_processes_also_inside_a_placement_group(device):
+    assert arguments(device=device, tensor_parallel_size=2)["distributed_executor_backend"] == "mp"
+    chosen = arguments({"distributed_executor_backend": "external_launcher"}, device=device, tensor_parallel_size=2)
+    assert chosen["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.tier("all")
+@vllm_is_here
+def test_an_engine_gets_the_batch_sizes_of_vllms_own_server(monkeypatch):
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from roll.engines.vllm.strategy import VLLMInferStrategy
+
+    class Asked(Exception):
+        """Carries the context."""
+
+    def ask(arguments, usage_context=None):
+        raise Asked(usage_context)
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", ask)
+    engine = VLLMInferStrategy("m", device="cuda", max_length=96, strategy_config={}, **LOADING)
+    shape = dict(num_hidden_layers=1, num_attention_heads=1, hidden_size=8, num_key_value_heads=1, head_dim=8)
+    config = type("Config", (), {**shape, "to_dict": lambda self: shape, "get_text_config": lambda self, **_: self})()
+    with pytest.raises(Asked) as asked:
+        asyncio.run(engine._launch(config))
+    tokens, requests = AsyncEngineArgs.get_batch_defaults(1)
+    (context,) = asked.value.args
+    assert context is UsageContext.OPENAI_API_SERVER and context in requests.keys() & tokens.keys()
 
 
 def test_pickled_weights_are_not_read_unless_asked_for():

@@ -84,6 +84,18 @@ def test_shared_devices_use_cuda_ipc_on_every_rank(recorder):
         assert [tensor.tolist() for _, tensor in engine.source] == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_the_librarys_buffer_has_room_for_the_largest_tensor(recorder, transport):
+    publisher = PushPublisher(spec(transport), 0, "10.0.0.1", recorder.trainer_init)
+    embedding = ("embedding", torch.zeros(3000))
+    publisher.gather(0, 0, [("a", torch.zeros(2)), embedding], torch.bfloat16, 4096)
+    publisher.push(0, PushTarget("actor_infer/0", "actor", 1))
+    assert recorder.made[-1].init_info.packed_buffer_size_bytes == 3000 * 2
+    publisher.gather(1, 1, [("a", torch.zeros(2))], torch.bfloat16, 4096)
+    publisher.push(1, PushTarget("actor_infer/1", "actor", 1))
+    assert recorder.made[-1].init_info.packed_buffer_size_bytes == 6000, "the other half still holds it"
+
+
 def test_other_ranks_of_an_nccl_push_keep_no_copy_but_draw_every_weight(recorder):
     drawn = []
 

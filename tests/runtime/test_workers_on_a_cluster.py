@@ -12,6 +12,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from roll.configs.run import ClusterConfig
+from roll.runtime import placement as placement_module
 from roll.runtime import workers as distributed_group
 from roll.runtime.placement import Placement, PlacementError, link_to_logs, ray_session
 from roll.runtime.workers import (
@@ -165,6 +166,20 @@ def test_several_workers_share_one_device_and_a_worker_can_own_several(probes):
     assert owner.node == guest.node == probes.each.workers[1].node
     assert owner.identity.place.local_devices == (0, 1)
     assert asyncio.run(probes.guest.call_all("add", 1, 1)) == [2]
+
+
+def test_devices_may_be_named_by_uuids(monkeypatch):
+    names = ["GPU-8f0b", "MIG-1c2d"]
+
+    class Context:
+        def get_accelerator_ids(self):
+            return {"GPU": names}
+
+    monkeypatch.setattr("ray.get_runtime_context", Context)
+    placement = Placement(ClusterConfig(device="cuda", num_devices_per_node=2))
+    placement._nodes = [placement_module._describe_node._function()]
+    assert [placement.place([device]).local_devices for device in (0, 1)] == [("GPU-8f0b",), ("MIG-1c2d",)]
+    assert placement.place([0, 1]).local_devices == tuple(names)
 
 
 def test_a_worker_never_spans_nodes(probes):

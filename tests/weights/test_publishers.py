@@ -50,6 +50,21 @@ def test_what_will_be_pushed_is_told_with_its_checksums_in_the_precision_of_the_
     assert told.seconds.keys() == {"gather", "send"} and min(told.seconds.values()) >= 0
 
 
+def test_copies_on_a_device_are_there_before_anybody_reads_them(monkeypatch):
+    order: list[str] = []
+
+    def drawn():
+        for each in weights(1.5):
+            yield each
+            order.append(each[0])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("synchronised"))
+    publisher, _ = push_publisher()
+    publisher.gather(3, 0, drawn(), torch.bfloat16, 4096)
+    assert order == ["layer.weight", "steps", "synchronised"]
+
+
 def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
     publisher, buffers = push_publisher()
     for version, buffer in ((1, 0), (2, 1)):

@@ -57,9 +57,12 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         )
         _set_environment(arguments)
         from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        # vLLM's defaults for the size of a batch depend on who asks. These are those of its own server.
+        context = UsageContext.OPENAI_API_SERVER
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context)
         try:
             await self._answer(engine.update_weight_version("0"))
         except BaseException:
