@@ -179,8 +179,10 @@ class Replica:
             await self._look()
 
     async def _look(self) -> None:
-        """Ask how many tokens there are, unless results have just come, and at times for the new ones. A late answer may
-        be dropped: the next look asks again."""
+        """Ask how many tokens there are, unless results have just come, and at times for the new ones.
+
+        A late answer may be dropped: the next look asks again.
+        """
         known, fetches = None, next(self._fetches)
         delivered, self._delivered = self._delivered, False
         if fetches:
