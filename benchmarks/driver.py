@@ -621,7 +621,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     calls = meter.calls.total() - meter.calls["put"]
     return {
         "cpu_seconds_per_million_tokens": round(run.cpu_seconds / millions, 3),
-        "of_it_calls_of_ray": round(calls * call_seconds / millions, 3),
+        "calls_of_ray_besides": round(calls * call_seconds / millions, 3),
         "longest_turn_seconds": round(run.longest_turn, 3),
         "bytes_per_sample": round(meter.bytes.total() / samples),
         "bytes_by_kind": {kind: round(count / samples) for kind, count in meter.bytes.most_common() if count > samples},
