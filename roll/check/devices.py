@@ -138,7 +138,7 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if transport == "shared_memory" and derived.present_roles(config).keys() <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:
-            message = f"{shown('shared_memory')}, but weights travel between nodes {compact(nodes)}"
+            message = f"{shown('shared_memory')}, but trainer and receivers of weights are on nodes {compact(nodes)}"
             yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
     if transport == "shared_memory" and sys.platform != "linux":
         yield ConfigProblem(path, "'shared_memory' needs Linux (memfd_create)", "write `object_store`, or `auto`")

@@ -23,6 +23,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group
 from roll.pipeline.algorithm import build_algorithms
+from roll.pipeline.exact import exact_config
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.resume import changes as changes_between
 from roll.pipeline.stages import stage_chain
@@ -127,12 +128,13 @@ def assert_same_steps(task, address, changes):
 
 
 @pytest.mark.tier("all")
-def test_so_they_are_on_two_ranks_in_processes_of_their_own(task, ray_cluster):
+@pytest.mark.parametrize(("train", "logp"), [([0, 1], [2]), ([0], [1, 2])])
+def test_so_they_are_on_two_ranks_in_processes_of_their_own(task, ray_cluster, train, logp):
     devices = {
-        "cluster__num_devices_per_node": 5,
-        "actor_train__device_mapping": [0, 1],
-        "actor_infer__device_mapping": [4],
-        "actor_logp__device_mapping": [2, 3],
+        "cluster__num_devices_per_node": 4,
+        "actor_train__device_mapping": train,
+        "actor_infer__device_mapping": [3],
+        "actor_logp__device_mapping": logp,
         "actor_logp__use_sequence_packing": True,
     }
     assert_same_steps(task, ray_cluster, {**DECOUPLED, **SEVERAL, "async_generation_ratio": 1, **devices})
@@ -301,8 +303,8 @@ def test_the_trainer_waits_for_a_piece_of_the_batch_and_not_for_the_whole_one(tm
             assert busy == pytest.approx(8 * epochs * steps), "a trainer that waits is idle"
             waits = [run.recorder.steps[step]["actor_logp/wait_seconds"] for step in range(4, steps)]
             assert 0 < max(waits) <= (1.6 if ratio else 0.6) + 0.01
-    saved = 4.8 - 1.6
-    assert found[True] <= found[False] - saved + 0.01
+    # Of 4.8 seconds; fewer where rollouts take as long as the training.
+    assert found[True] <= found[False] - 2.6
 
 
 @pytest.mark.parametrize("dual_buffer", [True, False])
@@ -393,6 +395,12 @@ def test_a_role_that_could_not_have_the_weights_of_each_step_is_refused(task, ch
         check_config(config_from_tree(tree))
     problems = {problem.path: problem for problem in caught.value.problems}
     assert reason in problems[path].message and problems[path].remedy
+
+
+def test_a_comparison_with_the_plain_loop_is_refused(task):
+    config = config_from_tree(tiny_config(task, **RECOMPUTED, **SEVERAL, **ROLE))
+    with pytest.raises(ConfigError, match="actor_logp: the plain loop has one trainer"):
+        exact_config(config, 3)
 
 
 def test_a_role_that_nobody_asks_for_anything_is_refused(task):
