@@ -41,6 +41,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     training.lengths_fit,
     training.sampling_varies,
     training.kl_has_a_reference,
+    training.log_probabilities_have_the_weights,
     training.rewards_keep_a_meaning,
     training.mismatch_can_be_measured,
     rules.restarts_can_help,

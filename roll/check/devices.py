@@ -135,10 +135,10 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     mappings = readable_mappings(config)
     if config.weight_update.mode == "pull":
         yield from _cannot_be_pulled(config, mappings)
-    if transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
+    if transport == "shared_memory" and derived.present_roles(config).keys() <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:
-            message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(nodes)}"
+            message = f"{shown('shared_memory')}, but trainer and receivers of weights are on nodes {compact(nodes)}"
             yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
     if transport == "shared_memory" and sys.platform != "linux":
         yield ConfigProblem(path, "'shared_memory' needs Linux (memfd_create)", "write `object_store`, or `auto`")

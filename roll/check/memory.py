@@ -32,7 +32,7 @@ from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import WorkerConfig
+from roll.configs.roles import TRAINED_ROLES, WorkerConfig
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import Options, strategy_of
 
@@ -118,7 +118,7 @@ def _takes_a_share(config: PipelineConfig, roles: list[RoleMemory], peak: float)
 
 def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: ModelShape) -> RoleMemory:
     """Estimate a trainer or a forward-only role."""
-    trainer = _trainer(config, section, shape, learns=name != "reference")
+    trainer = _trainer(config, section, shape, learns=name in TRAINED_ROLES)
     memory, on_gpu = trainer_memory(trainer), trainer.on_gpu
     # Replicas join their results on the hosts; only trainers communicate from device to device.
     strategy = strategy_of(name, section)
@@ -128,6 +128,10 @@ def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: Model
     if config.save_steps > 0 and memory.state > 0:
         how = f"{name}: 12 bytes for each weight that learns, shared out over ranks"
         host.append(Part("state being saved", memory.state, how))
+    if name == "actor_logp":
+        how = f"one matrix at a time, whole, in {trainer.dtype}"
+        part = Part("a new weight", trainer.element * shape.largest_matrix, how)
+        phases.append(Phase("new weights are loaded", (part,)))
     if name == "actor_train":
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
         how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of the first rank"

@@ -40,6 +40,7 @@ def plan(config: PipelineConfig) -> str:
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
+        *([("actor_logp", "actor_train itself")] if derived.logp_is_trainer(config) else []),
         ("data", data),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),

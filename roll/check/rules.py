@@ -42,6 +42,7 @@ def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys without what they need; other rules report sections that nothing reads as a whole."""
     unread = [*UNREAD_PATHS, *(["reference"] if derived.reference_is_base(config) else [])]
+    unread += ["actor_logp"] if derived.logp_is_trainer(config) else []
     if isinstance(config, AgenticConfig):
         unread += ["actor_train.data_args", "val_env_manager"]
     for path, section, _, item in fields.values_below(config):
@@ -74,6 +75,11 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
             readers = [f"`{name}.{path}`" for name, unread in UNREAD_KEYS.items() if key not in unread]
             remedy = f"it belongs under {' or '.join(readers)}"
             yield without_effect(f"{role}.{path}", value, "nothing reads this key here", remedy)
+    if config.actor_logp is not None and derived.logp_is_trainer(config):
+        for path, value in fields.changes(config.actor_logp):
+            if path != "device_mapping":
+                reason = "without devices of its own this role is actor_train"
+                yield without_effect(f"actor_logp.{path}", value, reason, "remove this key, or give it devices")
     if config.reference is None or not derived.reference_is_base(config):
         return
     trained = dict(fields.changes(config.actor_train))

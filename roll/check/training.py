@@ -11,7 +11,7 @@ from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.roles import TRAINED_ROLES, UNREAD_KEYS
 from roll.configs.run import AgenticConfig, PipelineConfig
-from roll.configs.strategies import TRAINERS, Options, Trainer, strategy_of
+from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, Options, Trainer, strategy_of
 
 
 def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -146,6 +146,45 @@ def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
         message = "0 with an adaptive controller, which multiplies it: it would stay 0"
         yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
+
+
+def log_probabilities_have_the_weights(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require that `actor_logp` has devices of its own, and can get exactly the weights of each version."""
+    role, trained = config.actor_logp, config.actor_train
+    if role is None or derived.logp_is_trainer(config):
+        return
+    mappings, strategy = readable_mappings(config), strategy_of("actor_logp", role)
+    own, path = set(mappings.pop("actor_logp", [])), "actor_logp.device_mapping"
+    sharing = [name for name, devices in mappings.items() if own & set(devices)]
+    if sharing:
+        message = f"{shown(role.device_mapping)}: it would take turns with {' and '.join(sharing)}, and save no time"
+        remedy = "give it devices of its own, or remove the mapping: then actor_train does its work"
+        yield ConfigProblem(path, message, remedy)
+    if isinstance(strategy, Trainer) and not strategy.receives:
+        able = [f"`{name}`" for name, record in FORWARD_STRATEGIES.built_in.items() if record.receives]
+        message = f"{role.strategy_args.strategy_name} takes no new weights while it runs"
+        yield ConfigProblem("actor_logp.strategy_args.strategy_name", message, f"use {' or '.join(able)}")
+    update = config.weight_update
+    if update.interval_steps > 1:
+        message = f"{update.interval_steps}, but actor_logp computes with the weights of every step"
+        yield ConfigProblem("weight_update.interval_steps", message, "write 1, or remove `actor_logp`")
+    if update.transport in ("nccl", "cuda_ipc"):
+        message = f"{shown(update.transport)} reaches engines of vLLM only, and actor_logp needs the weights, too"
+        yield ConfigProblem("weight_update.transport", message, "write `auto`, or remove `actor_logp`")
+    model = derived.model_path(config, trained)
+    if derived.model_path(config, role) != model:
+        message = f"{shown(derived.model_path(config, role))}: it computes with the weights of actor_train, {model}"
+        yield ConfigProblem("actor_logp.model_args.model_name_or_path", message, "remove this key")
+    dtype = trained.model_args.dtype
+    for name, section in (("actor_logp", role), ("actor_infer", config.actor_infer)):
+        if section.model_args.dtype != dtype:
+            carried = "weights travel in it, and " if name == "actor_infer" else ""
+            message = f"{section.model_args.dtype}: {carried}actor_logp has to compute as actor_train does, in {dtype}"
+            yield ConfigProblem(f"{name}.model_args.dtype", message, f"write {dtype}, or remove `actor_logp`")
+    if trained.model_args.lora_target is not None and dtype != "float32":
+        message = f"in {dtype} an adapter that is merged for actor_logp is rounded away in part"
+        remedy = "write `dtype: float32` for all roles, or remove `actor_logp`"
+        yield ConfigProblem("actor_train.model_args.lora_target", message, remedy)
 
 
 def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:

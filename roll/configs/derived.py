@@ -49,14 +49,14 @@ def agentic(config: PipelineConfig) -> AgenticConfig:
 
 def role_sections(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Return the sections of the roles that are written, by name."""
-    sections = (config.actor_train, config.actor_infer, config.reference, config.critic)
+    sections = (config.actor_train, config.actor_infer, config.actor_logp, config.reference, config.critic)
     return {name: role for name, role in zip(ROLES, sections, strict=True) if role is not None}
 
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Return the roles of this run that own devices, by name."""
-    without = ("reference",) if reference_is_base(config) else ()
-    return {name: role for name, role in role_sections(config).items() if name not in without}
+    is_trainer = {"reference": reference_is_base(config), "actor_logp": logp_is_trainer(config)}
+    return {name: role for name, role in role_sections(config).items() if not is_trainer.get(name, False)}
 
 
 def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
@@ -75,8 +75,20 @@ def reference_is_base(config: PipelineConfig) -> bool:
         return False
     if reference.device_mapping is None or model_path(config, reference) != model_path(config, trained):
         return model_path(config, reference) == model_path(config, trained)
+    return _names_devices_of_trainer(config, reference)
+
+
+def logp_is_trainer(config: PipelineConfig) -> bool:
+    """Return True if `actor_logp` names the devices of the trainer or none, so the trainer does its work."""
+    role = config.actor_logp
+    return role is not None and (role.device_mapping is None or _names_devices_of_trainer(config, role))
+
+
+def _names_devices_of_trainer(config: PipelineConfig, role: WorkerConfig) -> bool:
     try:
-        return set(parse_device_mapping(reference.device_mapping)) == set(parse_device_mapping(trained.device_mapping))
+        return set(parse_device_mapping(role.device_mapping)) == set(
+            parse_device_mapping(config.actor_train.device_mapping)
+        )
     except DeviceMappingError:  # another rule reports it
         return False
 
@@ -172,8 +184,9 @@ def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> st
 
 
 def publication_nodes(config: PipelineConfig) -> set[int]:
-    """Return the nodes of the trainer and the engines, between which weights travel."""
-    mappings = (config.actor_train.device_mapping, config.actor_infer.device_mapping)
+    """Return the nodes of the trainer and of the roles that get its weights."""
+    roles = present_roles(config)
+    mappings = [roles[name].device_mapping for name in ("actor_train", "actor_infer", "actor_logp") if name in roles]
     devices = [device for mapping in mappings for device in parse_device_mapping(mapping)]
     return {device // config.cluster.num_devices_per_node for device in devices}
 

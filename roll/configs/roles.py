@@ -271,8 +271,15 @@ class ReferenceConfig(WorkerConfig):
     strategy_args: ReferenceStrategyArguments = option(ReferenceStrategyArguments, "Engine of the role.")
 
 
-ROLES = ("actor_train", "actor_infer", "reference", "critic")
+@dataclass
+class ActorLogpConfig(ReferenceConfig):
+    """The policy as it was before the first update on a batch."""
+
+
+ROLES = ("actor_train", "actor_infer", "actor_logp", "reference", "critic")
 """Roles that run a model on devices."""
+FORWARD_ROLES = ("actor_logp", "reference")
+"""Roles without an optimizer, which compute log-probabilities."""
 TRAINED_ROLES = ("actor_train", "critic")
 """Roles that are trained."""
 TRAINING_KEYS = ("training_args", "data_args", "use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train")
@@ -280,7 +287,7 @@ FORWARD_KEYS = ("infer_batch_size", "use_dynamic_batching_in_infer", "max_tokens
 UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     "actor_train": ("generating_args",),
     "actor_infer": TRAINING_KEYS + FORWARD_KEYS + ("use_sequence_packing",),
-    "reference": TRAINING_KEYS + ("generating_args",),
+    **dict.fromkeys(FORWARD_ROLES, TRAINING_KEYS + ("generating_args",)),
     "critic": ("generating_args", "data_args"),
 }
 """Keys that a role has by its type but that nothing reads; setting one is an error."""

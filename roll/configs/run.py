@@ -21,6 +21,7 @@ from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.roles import (
     ActorInferConfig,
+    ActorLogpConfig,
     ActorTrainConfig,
     ReferenceConfig,
     ValidationConfig,
@@ -59,8 +60,8 @@ class ChaosEvent:
     at_step: Count = option(1, "Once so many training steps are over; of a publication: the version of this number.")
     role: str = option(
         "actor_train",
-        "Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `reference`, `critic`, "
-        "or `rewards.<name>` of a reward model.",
+        "Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `actor_logp`, "
+        "`reference`, `critic`, or `rewards.<name>` of a reward model.",
     )
     rank: Natural = option(0, "Which of its processes.")
     seconds: Positive | None = option(
@@ -293,6 +294,12 @@ class PipelineConfig:
 
     actor_train: ActorTrainConfig = option(ActorTrainConfig, "The trained policy.")
     actor_infer: ActorInferConfig = option(ActorInferConfig, "The engine that generates.")
+    actor_logp: ActorLogpConfig | None = option(
+        None,
+        "Devices on which the log-probabilities before the first update on a batch (`old_logprobs: recompute`, "
+        "`train_infer_correction`) are computed, beside the training. The role gets every version of actor_train's "
+        "weights. Without this section, or without a `device_mapping` in it, actor_train computes them itself.",
+    )
     reference: ReferenceConfig | None = option(
         None,
         "The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of the "

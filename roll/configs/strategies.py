@@ -22,7 +22,7 @@ from roll.configs.errors import ConfigError, ConfigProblem, problems_of
 from roll.configs.fields import is_too_large
 from roll.configs.plugins import Kind, PlugIn, converted, import_object, load_subclass, made
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import WorkerConfig
+from roll.configs.roles import FORWARD_ROLES, WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Trainer(Strategy):
     """True if it can train on samples packed into rows."""
     adapters: bool = False
     """True if it can train adapters (LoRA)."""
+    receives: bool = False
+    """True if a forward-only role of it can take new weights while it runs."""
     layout: str | None = None
     """Import path of the function that checks how a role's model is split over its devices; see
     `roll.trainers.megatron.facts.layout_problems`."""
@@ -72,6 +74,7 @@ TRAINERS = Kind(
             chooses_attention=True,
             packs=True,
             adapters=True,
+            receives=True,
         ),
         "deepspeed_train": Trainer(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
@@ -104,6 +107,7 @@ FORWARD_STRATEGIES = replace(
             replicates=True,
             learns=False,
             packs=True,
+            receives=True,
         ),
     },
 )
@@ -151,7 +155,7 @@ def strategies_of(role: str) -> Kind[Any]:
         return SCORERS
     if role == "actor_infer":
         return ENGINES
-    return FORWARD_STRATEGIES if role == "reference" else TRAINERS
+    return FORWARD_STRATEGIES if role in FORWARD_ROLES else TRAINERS
 
 
 def strategy_of(role: str, section: WorkerConfig | RewardConfig) -> Any:
@@ -241,7 +245,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """Strategy -> path of an option -> its type; None and `auto` leave it to the engine. The entry of `hf_infer` is for the
-engine; the reference has no options."""
+engine; roles that only compute have no options."""
 _NOTHING = object()
 
 

@@ -546,6 +546,7 @@ def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
             waits.PUBLISHING: (publisher, "to publish what lies there"),
             waits.STAGE_VALIDATION: (publisher, measure),
             waits.VALIDATION: (waits.VALIDATION, measure),
+            waits.LOGP: (waits.LOGP, "to load what lies there"),
         }
         publishing = [Wait(node, who, what, since) for holder, (who, what) in work.items() if holder in holders]
         taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(waits.WORKER)]

@@ -224,7 +224,10 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         raise ConfigError(problems.found)
     value_objective = ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
     streams = config.actor_train.stream_groups is not False and not reasons
-    if streams and (correction is not None or "proximal_logprobs" in objective.token_fields):
+    needs_proximal = correction is not None or "proximal_logprobs" in objective.token_fields
+    problems.found += _role_problems(config, needs_proximal, streams)
+    problems.raise_any()
+    if streams and needs_proximal:
         objective = replace(objective, one_pass=True, correction=correction)
     return Algorithms(
         objective,
@@ -344,6 +347,19 @@ def _policy_problems(
             message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
             remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
             yield ConfigProblem("old_logprobs", message, remedy)
+
+
+def _role_problems(config: PipelineConfig, needs_proximal: bool, streams: bool) -> Iterator[ConfigProblem]:
+    """Yield the problem of an `actor_logp` that nobody asks for anything."""
+    if config.actor_logp is None:
+        return
+    if not needs_proximal:
+        message = "has no effect: nothing needs log-probabilities before the update"
+        remedy = "set `old_logprobs: recompute` or `train_infer_correction`, or remove this section"
+        yield ConfigProblem("actor_logp", message, remedy)
+    elif streams and not derived.logp_is_trainer(config):
+        message = "has no effect: with `stream_groups` these log-probabilities are those of the pass that trains"
+        yield ConfigProblem("actor_logp", message, "remove this section, or set `actor_train.stream_groups: false`")
 
 
 def _optimizer_steps(config: PipelineConfig) -> int:

@@ -23,6 +23,7 @@ from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
+from roll.pipeline.logp import LogProbRole
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.records import StepRecords
@@ -41,8 +42,9 @@ from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
-from roll.tracking.waits import CRITIC, GROUP, PUBLISHER, WaitBoard, acting
+from roll.tracking.waits import CRITIC, GROUP, LOGP, PUBLISHER, WaitBoard, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
+from roll.weights.publisher import Publication
 from roll.weights.verify import CanaryScores, canary_sequences
 
 MOST_KEYS_NAMED = 5
@@ -58,6 +60,8 @@ class RunContext:
     trainer: TrainerGroup
     reference: TrainerGroup | BaseOfTrainer | None
     """The reference policy, which may be the trainer without its adapters; None if the run has none."""
+    logp: LogProbRole | None
+    """The role that computes log-probabilities beside the trainer; None if the trainer computes them."""
     critic: TrainerGroup | None
     pool: InferencePool
     gate: EngineGate
@@ -71,7 +75,7 @@ class RunContext:
     advantages: AdvantageSettings
     correction: Correction | None
     needs_proximal: bool
-    """True if the trainer computes log-probabilities before its first update on a batch."""
+    """True if log-probabilities before the first update on a batch are needed."""
     streams: bool
     """True if the trainer is given groups as they finish."""
     least_groups: int
@@ -122,6 +126,7 @@ class RunContext:
             recorder.event(f"stream_groups: auto waits for whole batches: {prepared.not_streamed}")
         self.max_staleness = derived.resolved_max_staleness(config)
         self.train_temperature = config.actor_infer.generating_args.temperature
+        self.logp = None if roles.logp is None else self._log_prob_role(roles.logp)
         self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
         self.validator = side.validator(ValidationGenerator(self.gate))
         self.parity_check = ParityCheck(config, side.canary_prompts())
@@ -148,6 +153,15 @@ class RunContext:
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         )
         self.records = StepRecords(recorder, self.checkpoints, self.pool, self.validator)
+
+    def _log_prob_role(self, group: TrainerGroup) -> LogProbRole:
+        async def send(version: int) -> Publication:
+            await self.chaos.publication(version)
+            return await self.trainer.send(version)
+
+        roles = derived.present_roles(self.config)
+        ranks = max(derived.data_parallel_ranks(roles[name]) for name in ("actor_train", LOGP))
+        return LogProbRole(group, send, self.pool.buffers, self.recorder, self.train_temperature, ranks)
 
     def require_critic(self) -> TrainerGroup:
         """Return the critic, in stages that exist only with one. Raises `RuntimeError` if there is none."""

@@ -83,6 +83,9 @@ def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
     problems = Problems()
     if config.stages:
         problems.add("stages", "the plain loop has the built-in stages only", "remove them for this comparison")
+    if config.actor_logp is not None and not derived.logp_is_trainer(config):
+        message = "the plain loop has one trainer, which computes on whole batches; actor_logp sums in another order"
+        problems.add("actor_logp", message, "remove this section for this comparison")
     for name, role in derived.present_roles(config).items():
         devices = len(parse_device_mapping(role.device_mapping))
         if name != "actor_infer" and devices > 1:

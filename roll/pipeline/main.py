@@ -41,7 +41,7 @@ from roll.runtime.garbage import collect_rarely
 from roll.runtime.placement import Placement
 from roll.runtime.workers import WorkerHandle
 from roll.tracking.status import StatusFile
-from roll.tracking.waits import ENGINE, SCHEDULER, START, VALIDATION, acting
+from roll.tracking.waits import ENGINE, LOGP, SCHEDULER, START, VALIDATION, acting
 from roll.trainers.worker import TrainerGroup
 
 
@@ -152,8 +152,8 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
 
 def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
-    """Return the tasks beside the stages: scheduler, gate of the engine, validations and records, checkpoints, garbage
-    collection, watches."""
+    """Return the tasks beside the stages: scheduler, gate of the engine, log-probabilities, validations and records,
+    checkpoints, garbage collection, watches."""
     tasks: dict[str, Callable[[], Awaitable[None]]] = {
         SCHEDULER: context.scheduler.run,
         "gate": context.gate.run,
@@ -162,6 +162,13 @@ def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Cal
         "garbage": collect_rarely,
         VALIDATION: context.records.run,
     }
-    trainers = {"actor_train": context.trainer, "reference": context.reference, "critic": context.critic}
+    trainers: dict[str, object] = {
+        "actor_train": context.trainer,
+        "reference": context.reference,
+        "critic": context.critic,
+    }
+    if context.logp is not None:
+        tasks[LOGP] = context.logp.run
+        trainers[LOGP] = context.logp.group
     watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}
     return tasks | {f"watch/{role}": group.watch for role, group in watched.items()}

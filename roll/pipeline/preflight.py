@@ -30,6 +30,7 @@ from roll.check.plan import missing_packages
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.plugins import import_object, load_subclass, problem
+from roll.configs.roles import FORWARD_ROLES
 from roll.configs.run import AgenticConfig, ClusterConfig, CustomEnvConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
@@ -197,7 +198,7 @@ def _check_strategies(
                 derived.model_path(config, section),
                 path,
                 kind="value" if role == "critic" else "policy",
-                forward_only=role == "reference",
+                forward_only=role in FORWARD_ROLES,
             )
     for role, owner in derived.roles_and_reward_models(config).items():
         name, own = owner.strategy_args.strategy_name, owner.strategy_args.strategy_cls

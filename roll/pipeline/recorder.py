@@ -250,7 +250,7 @@ class RunRecorder:
         self._samples_per_step = config.num_logged_samples
         self._decoder = decoder
         self._step_ended = time.time()
-        self._tokens = {"actor_train": 0, "reference": 0, "critic": 0}
+        self._tokens = {"actor_train": 0, "actor_logp": 0, "reference": 0, "critic": 0}
         self._busy_since: dict[str, float] = {}
         self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
@@ -324,6 +324,7 @@ class RunRecorder:
         self.ledger = scheduler.ledger.counts()
         fields = {"reference": "reference_logprobs", "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
+        others += ["actor_logp"] if self._tokens["actor_logp"] else []
         engines = await pool.stats()
         spans = workers.busy_spans()
         self._draw({**spans, **{engine["name"]: engine["busy_spans"] for engine in engines}})

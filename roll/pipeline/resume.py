@@ -70,6 +70,8 @@ IMPOSSIBLE = {
 HARMLESS = (
     # the step is that of the whole batch, but for rounding
     "actor_train.stream_groups",
+    # it computes what actor_train would
+    "actor_logp*",
     # where a run is, how long it is, what it reports
     "exp_name", "output_dir", "max_steps", "save_steps", "max_ckpt_to_keep", "eval_steps", "logging_steps",
     "console_output", "track_with*", "tracker_*", "num_logged_samples", "val_batch_size", "validation*",
@@ -100,8 +102,9 @@ HARMLESS = (
 
 AFTER_THE_ROLLOUT = (
     # the models that are trained, and the losses
-    "pretrain", "actor_train*", "reference*", "critic*", "value_clip", "old_logprobs", "train_infer_correction*",
-    "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*", "entropy_loss_coef",
+    "pretrain", "actor_train*", "actor_logp*", "reference*", "critic*", "value_clip", "old_logprobs",
+    "train_infer_correction*", "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*",
+    "entropy_loss_coef",
     # rewards and advantages
     "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "max_len_mask", "difficulty_*",
     "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip", "add_token_level_kl",

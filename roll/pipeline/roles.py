@@ -15,6 +15,7 @@ from functools import partial
 
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
+from roll.configs.roles import FORWARD_ROLES
 from roll.configs.run import PipelineConfig
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
@@ -68,6 +69,7 @@ class Roles:
         self.pool = self._build_pool(on_event)
         self.trainer: TrainerGroup
         self.reference: TrainerGroup | None = None
+        self.logp: TrainerGroup | None = None
         self.critic: TrainerGroup | None = None
 
     def trained(self) -> dict[str, TrainerGroup]:
@@ -106,6 +108,7 @@ class Roles:
         self.pool.buffers.on_free = self.trainer.release
         self.pool.weight_source = self.trainer
         self.reference, self.critic = started.get("reference"), started.get("critic")
+        self.logp = started.get("actor_logp")
 
     def handles(self) -> list[WorkerHandle]:
         """Return the current processes that have models."""
@@ -222,7 +225,7 @@ def build_side(
 
 
 def trainer_setup(config: PipelineConfig, role: str) -> TrainerSetup:
-    """Return the setup of a trainer or a reference, but for its place among the ranks."""
+    """Return the setup of a trainer or a forward-only role, but for its place among the ranks."""
     section = derived.present_roles(config)[role]
     return TrainerSetup(
         section,
@@ -230,7 +233,7 @@ def trainer_setup(config: PipelineConfig, role: str) -> TrainerSetup:
         total_optimizer_steps=derived.total_optimizer_steps(config, section),
         seed=config.seed,
         kind="value" if role == "critic" else "policy",
-        forward_only=role == "reference",
+        forward_only=role in FORWARD_ROLES,
     )
 
 

@@ -4,8 +4,9 @@
                                                -> critic
 
 A stage is a function of the run and a batch that returns the batch. The scheduler, the workers and the algorithms do
-the work. The first stage gets the scheduler's groups. The last one publishes the new weights, which lets the scheduler
-start more groups. A user's own stage replaces one of these, or is inserted before or after it.
+the work. Log-probabilities before the update are computed in `train`, or for it by a role beside the stages
+(`logp.py`). The first stage gets the scheduler's groups. The last one publishes the new weights, which lets the
+scheduler start more groups. A user's own stage replaces one of these, or is inserted before or after it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from roll.algorithms.metrics import mean_over_updates
 from roll.configs import derived
 from roll.configs.errors import Problems, choose_among
 from roll.configs.plugins import Kind, PlugIn, problem
@@ -29,10 +33,11 @@ from roll.pipeline.algorithm import (
     with_own_advantages,
 )
 from roll.pipeline.context import RunContext
+from roll.pipeline.logp import LogProbRole
 from roll.pipeline.streaming import StreamedStep, by_group, in_order
 from roll.rollout.buffer import FinishedGroup
-from roll.tracking.waits import waiting
-from roll.trainers.worker import TrainPlan
+from roll.tracking.waits import LOGP, waiting
+from roll.trainers.worker import TrainPlan, optimizer_batches
 from roll.weights.verify import CanaryScores, canary_metrics
 
 
@@ -75,6 +80,9 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
     # In a thread: a large batch takes seconds.
     batch = await asyncio.to_thread(make)
     batch.metrics.update(run.side.metrics())
+    is_part = len(batch.groups) < run.config.rollout_batch_size
+    if run.logp is not None and is_part and batch.step >= run.config.critic_warmup:
+        run.logp.begin(batch)
     return batch
 
 
@@ -133,9 +141,11 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     A part of a batch only adds to the gradients of its step.
     """
     config, version = run.config, batch.step + 1
-    with run.recorder.busy("actor_train"):
-        metrics: dict[str, float] = {}
-        if version > config.critic_warmup:
+    metrics: dict[str, float] = {}
+    if version > config.critic_warmup and run.logp is not None:
+        metrics = await _learn_in_pieces(run, batch, run.logp)
+    elif version > config.critic_warmup:
+        with run.recorder.busy("actor_train"):
             metrics = await _learn(run, batch)
     if not batch.complete:
         return batch
@@ -182,12 +192,64 @@ async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
     return metrics
 
 
+async def _learn_in_pieces(run: RunContext, batch: TrainingBatch, logp: LogProbRole) -> dict[str, float]:
+    """Train on each piece of a batch when its log-probabilities are there. Returns the metrics of the optimizer steps.
+
+    The steps are those of `_learn`, on the same rows in the same order.
+    """
+    plan, data, loop = train_plan(run.config, "actor_train", batch), batch.data, asyncio.get_running_loop()
+    updates = optimizer_batches(len(data), plan, run.config.seed)
+    first = [logp.pieces(rows, len(updates) // plan.epochs) for rows in updates[: len(updates) // plan.epochs]]
+    known = logp.in_turn(batch, [piece for pieces in first for piece in pieces])
+    done: list[dict[str, float]] = []
+    waited = 0.0
+
+    async def update(rows: np.ndarray, *, corrected: bool, of: int = 1, completes: bool = True) -> dict[str, float]:
+        part = replace(batch, groups=[], data=await asyncio.to_thread(data.select, rows))
+        if not corrected:
+            await _weigh(run, part)
+        with run.recorder.busy("actor_train"):
+            if of == 1:
+                own = replace(plan, epochs=1, optimizer_batch_size=len(rows))
+                return await run.trainer.train(part.data, run.objective, own)
+            metrics, _ = await run.trainer.train_part(part.data, run.objective, plan, completes=completes)
+        return metrics
+
+    whole = run.correction is not None and run.correction.normalize
+    if whole:  # weights depend on all rows
+        began = loop.time()
+        async for _ in known:
+            pass
+        waited = loop.time() - began
+        await _correct(run, batch)
+        done = [await update(rows, corrected=True) for rows in updates]
+    else:
+        for pieces in first:
+            for number in range(len(pieces)):
+                began = loop.time()
+                rows = await anext(known)
+                waited += loop.time() - began
+                completes = number + 1 == len(pieces)
+                metrics = await update(rows, corrected=False, of=len(pieces), completes=completes)
+            done.append(metrics)
+        await _correct(run, batch)
+        done += [await update(rows, corrected=True) for rows in updates[len(first) :]]
+    run.recorder.count_tokens("actor_train", int(data.lengths.sum()) * plan.epochs)
+    batch.metrics[f"{LOGP}/wait_seconds"] = waited
+    return mean_over_updates(done)
+
+
 async def _correct(run: RunContext, batch: TrainingBatch) -> None:
     """Weigh and reject tokens by the distance of the batch's proximal log-probabilities from those that sampled."""
-    if run.correction is not None:
-        max_lag, capped = run.objective.max_lag, run.objective.lags_capped
-        metrics = await asyncio.to_thread(add_correction, batch, run.correction, max_lag=max_lag, lags_capped=capped)
-        batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
+    metrics = await _weigh(run, batch)
+    batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
+
+
+async def _weigh(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
+    if run.correction is None:
+        return {}
+    max_lag, capped = run.objective.max_lag, run.objective.lags_capped
+    return await asyncio.to_thread(add_correction, batch, run.correction, max_lag=max_lag, lags_capped=capped)
 
 
 async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
@@ -248,6 +310,8 @@ async def gather(run: RunContext, version: int) -> CanaryScores | None:
     buffer = await run.pool.buffers.acquire(version)
     with run.recorder.busy("actor_train"):
         await run.trainer.gather(version, buffer, run.pool.dtype, derived.gather_bucket_bytes(run.config))
+        if run.logp is not None:
+            run.logp.gathered(version)
         return await run.parity_check.score(run.trainer, version)
 
 
@@ -256,9 +320,10 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
 
     Returns the seconds of each part and, if checked, the log-probability differences of the canary sequences.
     """
-    await run.chaos.publication(version)
+    if run.logp is None:
+        await run.chaos.publication(version)
     run.pool.expect_weights()
-    publication = await run.trainer.send(version)
+    publication = await (run.trainer.send(version) if run.logp is None else run.logp.publication(version))
     run.pool.announce(publication, canaries)
     async with run.locks["actor_infer"].hold("actor_infer"):
         loaded = await run.pool.publish(publication, canaries)

@@ -1,7 +1,8 @@
 """Batches in parts: what may be done with the groups of a step before the last one has finished.
 
-Parts pass through the stages one after the other. The reference and the critic add what they know of each token as soon
-as a part is there (at ratio 0 without streaming they wait for the batch, since nothing there may depend on timing).
+Parts pass through the stages one after the other. The reference, the critic and `actor_logp` compute what they know of
+each token as soon as a part is there (at ratio 0 without streaming they wait for the batch, since nothing there may
+depend on timing).
 With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its gradients; after the last
 part it divides by the totals of the batch and updates. This is the step that the whole batch would have taken, but for
 rounding: advantages of a group depend on that group only, which is checked on every batch before its update, and all
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 PARTS_PER_BATCH = 16
 """Number of parts into which a batch is cut at most."""
-WORKING_ON_PARTS: list[str] = ["reference", "critic"]
+WORKING_ON_PARTS: list[str] = ["reference", "critic", "actor_logp"]
 """Roles that compute on a part of a batch as on the whole, in runs that do not stream as well."""
 WHOLE_BATCH_MOMENTS = ("batch", "tag", "running")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}

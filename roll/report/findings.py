@@ -156,6 +156,14 @@ def _beside_training(run: RunFiles) -> Iterator[Finding]:
                 "Give its role more devices, or larger micro-batches; stages overlap as long as they share no devices.",
                 f"time/{stage}, steps {_steps(run)}",
             )
+    share = _share_of_time(run, "actor_logp/wait_seconds")
+    if share > LARGE_IDLE:
+        yield Finding(
+            share / 2,
+            f"The trainer waits for log-probabilities of `actor_logp` {_percent(share)} of the time.",
+            "Give `actor_logp` more devices or larger micro-batches, or remove it: the trainer then computes them.",
+            f"actor_logp/wait_seconds, steps {_steps(run)}",
+        )
 
 
 def _share_of_time(run: RunFiles, name: str) -> float:

@@ -21,7 +21,7 @@ BINS = 600
 
 BUSY_STATES = ("busy", "running")
 STAGES = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
-_ROLES = ("actor_infer", "actor_train", "reference", "critic")
+_ROLES = ("actor_infer", "actor_train", "actor_logp", "reference", "critic")
 
 
 @dataclass(frozen=True)

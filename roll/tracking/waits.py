@@ -19,6 +19,7 @@ TRAIN = "stage/train"
 CRITIC = "stage/critic"
 PUBLISHER = "stage/param_update"  # the stage that brings weights to the engines
 ENGINE = "engine"  # the task that looks after the engine's replicas
+LOGP = "actor_logp"  # the task that computes log-probabilities beside the trainer; may hold publication memory
 GROUP = "group/"  # prefix of a group's number: its rollout
 WORKER = "worker/"  # prefix of a worker's name: a process that is called
 SCHEDULER = "scheduler"  # the wait for a batch

@@ -98,12 +98,11 @@ class Fsdp2TrainStrategy(TrainStrategy):
             source = {parameter: weights[name] for name, parameter in own.items()}
         with torch.no_grad():
             for parameter, weight in source.items():
-                own_shard = _sharded(parameter)
-                # Every rank has read the file, so each cuts out its own shard without communication.
-                shard = distribute_tensor(
-                    weight.to(self.device), own_shard.device_mesh, own_shard.placements, src_data_rank=None
-                )
-                own_shard.to_local().copy_(shard.to_local())
+                self._write(parameter, weight)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._reshard()
+        super().load_weights(weights)
 
     def snapshot(self) -> StateSnapshot:
         self._reshard()
@@ -179,6 +178,16 @@ class Fsdp2TrainStrategy(TrainStrategy):
         difference = self.adapters.base.difference(base)
         if difference is not None:
             raise UnfitState(f"the adapters in {state.folder} were made {difference}")
+
+    def _write(self, parameter: Tensor, weight: Tensor) -> None:
+        own = _sharded(parameter)
+        # Every rank has the whole weight, so each cuts out its own shard without communication.
+        shard = distribute_tensor(weight.to(self.device), own.device_mesh, own.placements, src_data_rank=None)
+        own.to_local().copy_(shard.to_local())
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        # Gathered in float32, which keeps every bit.
+        return self._full(parameter).to(parameter.dtype)
 
     def _full(self, parameter: Tensor) -> Tensor:
         """Return the whole parameter in float32. Collective."""

@@ -41,6 +41,7 @@ from roll.trainers.step import (
     plan_micro_batches,
     results_by_token,
 )
+from roll.weights.buckets import WeightMismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -165,6 +166,39 @@ class ForwardStrategy(ABC):
             return (self.forward.logprobs(micro_batch, temperature) for micro_batch in micro_batches)
 
         return self._for_each_token(batch, logprobs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by full tensors in the model's names, tied ones once. Collective.
+
+        Each tensor is read before the next one is drawn. Raises `WeightMismatch` naming the tensor that the model does
+        not have, or has in another shape or dtype, or that did not come. Then the model is not to be used.
+        """
+        own = dict(self.model.named_parameters())
+        for name, weight in weights:
+            parameter = own.pop(name, None)
+            if parameter is None:
+                raise WeightMismatch(f"tensor {name!r} is published, and {self.model.config.model_type} has none")
+            if (parameter.shape, parameter.dtype) != (weight.shape, weight.dtype):
+                here, there = (f"{list(each.shape)} in {each.dtype}" for each in (parameter, weight))
+                raise WeightMismatch(f"tensor {name!r} is {here} in the model, {there} as published")
+            with torch.no_grad():
+                self._write(parameter, weight)
+        if own:
+            raise WeightMismatch(f"tensor {sorted(own)[0]!r} was never received ({len(own)} such tensors)")
+
+    def held_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these weights whole, as the model holds them, on every rank. Collective."""
+        own = dict(self.model.named_parameters())
+        for name in names:
+            yield name, self._read(own[name])
+
+    def _write(self, parameter: Tensor, weight: Tensor) -> None:
+        """Write a whole weight into a parameter, or this rank's part of it."""
+        parameter.copy_(weight)
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        """Return a whole parameter in its dtype. Collective."""
+        return parameter.detach()
 
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""

@@ -11,9 +11,10 @@ deadline fits. A waiting caller checks for movement: bytes in the file, allocate
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -31,14 +32,19 @@ from roll.tracking.status import Attention
 from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import Objective
-from roll.weights.publisher import Publication, PushTarget, build_publisher
-from roll.weights.transports import TransportSpec
+from roll.weights.buckets import HeldWeights, manifest, tensor_checksum, views
+from roll.weights.publisher import Publication, PushTarget, build_publisher, check_weights
+from roll.weights.transports import TRANSPORTS, TransportSpec, WeightReceiver
 
 if TYPE_CHECKING:
     from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 
 LOOK_SECONDS = 30.0
 """Longest interval between two progress checks of a write. Its completion is noticed at once."""
+
+
+HELD_TENSORS = 8
+"""Number of tensors, about, that a forward-only role reads back from its model after it has loaded a version."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class TrainWorker(Worker):
         me = self.identity
         host = (await self.describe())["host"]
         self._publisher = build_publisher(spec.transport, rank=me.rank, host=host)
+        self._transport = spec.transport.name
         self._setup = replace(
             spec.setup,
             rank=me.rank,
@@ -151,6 +158,43 @@ class TrainWorker(Worker):
     async def send(self, version: int) -> Publication:
         """Hand over the gathered weights of a version while training continues. Rank 0 only."""
         return await asyncio.to_thread(self._publisher.send, version)
+
+    async def load_weights(self, publication: Publication) -> None:
+        """Replace the weights of a forward-only role by a version that the trainer has sent.
+
+        Every byte is compared with what was gathered, and some tensors once more as the model then holds them. Raises
+        `WeightsDiffer` or `WeightMismatch` naming the tensor. All ranks.
+        """
+        await self.in_thread(self._load, publication)
+
+    def _load(self, publication: Publication) -> None:
+        parameter_count, checksums = 0, dict[str, int | None]()
+
+        def received() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal parameter_count
+            for bucket in self._receiver.receive(publication.handles, publication.version):
+                count, found = manifest([bucket])
+                parameter_count += count
+                checksums.update(found)
+                self._check(publication, found)
+                yield from views(bucket)
+
+        self._strategy.load_weights(received())
+        check_weights(self.identity.name, publication, HeldWeights(publication.version, parameter_count, checksums))
+        names = list(publication.checksums)
+        # Other ones each time; equal on all ranks, as parameters are gathered.
+        step = max(1, len(names) // HELD_TENSORS)
+        sample = names[publication.version % step :: step]
+        self._check(publication, {name: tensor_checksum(held) for name, held in self._strategy.held_weights(sample)})
+
+    def _check(self, publication: Publication, found: dict[str, int]) -> None:
+        """Compare some checksums before the model computes with the tensors. Raises `WeightsDiffer`."""
+        held = HeldWeights(publication.version, publication.parameter_count, {**publication.checksums, **found})
+        check_weights(self.identity.name, publication, held)
+
+    @cached_property
+    def _receiver(self) -> WeightReceiver:
+        return TRANSPORTS[self._transport].receiver()
 
     async def push(self, version: int, target: PushTarget) -> None:
         """Push a version into one paused engine. All ranks."""
@@ -318,6 +362,10 @@ class TrainerGroup:
     async def send(self, version: int) -> Publication:
         """Hand gathered weights to the transport while training continues."""
         return await self.workers.workers[0].call("send", version, timeout=self._call_timeout_seconds)
+
+    async def load_weights(self, publication: Publication) -> None:
+        """Replace the weights of a forward-only role, verified, by those of a version."""
+        await self._call("load_weights", publication)
 
     async def push(self, version: int, target: PushTarget) -> None:
         """Push a version into one paused engine while training continues."""

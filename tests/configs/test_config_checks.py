@@ -697,7 +697,7 @@ WRONG = [
     (
         {"actor_infer.infer_batch_size": 3},
         "actor_infer.infer_batch_size", "nothing reads",
-        "`actor_train.infer_batch_size` or `reference.infer_batch_size`",
+        "`actor_train.infer_batch_size` or `actor_logp.infer_batch_size`",
     ),
     (
         {"reference": {"device_mapping": [0], "data_args": {"template": "chat"}}, "use_kl_loss": True},
@@ -908,7 +908,7 @@ def test_what_works_but_may_not_be_meant_is_a_warning(tree, changes, words):
 
 
 def test_the_unread_keys_are_keys_of_their_roles(tree):
-    config = config_from_tree(merged(tree, {"reference": {}, "critic": {}}))
+    config = config_from_tree(merged(tree, {"actor_logp": {}, "reference": {}, "critic": {}}))
     for role, keys in UNREAD_KEYS.items():
         assert set(keys) <= set(vars(vars(config)[role]))
 

@@ -220,6 +220,7 @@ class Run:
             scheduler=self.scheduler,
             trainer=self.trainer,
             reference=None,
+            logp=None,
             pool=pool,
             side=side,
             validator=self.validator,

@@ -120,6 +120,7 @@ SHARED = {"actor_train": {"device_mapping": [0, 1]}, "actor_infer": {"device_map
         (run_with(0.0, 0.0, **{"response/truncated_share": 0.5}), "50% of the responses"),
         (run_with(0.0, 0.0, **{"reward/zero_variance_groups": 0.9}), "90% of the groups"),
         (run_with(0.0, 0.0, **{"time/reference": 1.0}), "reference works for 50%"),
+        (run_with(0.0, 0.0, **{"actor_logp/wait_seconds": 1.0}), "waits for log-probabilities of `actor_logp` 50%"),
     ],
 )
 def test_the_first_finding_is_what_costs_most(run, words):

@@ -1,0 +1,77 @@
+"""Forward-only roles that take new weights while they run: whole, exact, and refused by name if they do not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from roll.configs.roles import ModelArguments
+from roll.trainers.trainer import ForwardStrategy
+from roll.weights.buckets import WeightMismatch
+from tests.trainers.ranks import Job, run_here, run_job
+from tests.trainers.tiny_models import make_batch, write_model
+
+BATCH = make_batch()
+
+
+def weights_of(path, dtype=torch.float32):
+    return {name: weight.to(dtype) for name, weight in load_file(f"{path}/model.safetensors").items()}
+
+
+def before_and_after(role: ForwardStrategy, source):
+    """Log-probabilities, those with the weights of ``source``, and what the model then holds, to the bit."""
+    before = role.log_probs(BATCH, 1.0)
+    weights = weights_of(source, getattr(torch, role.setup.model_args.dtype))
+    role.load_weights(weights.items())
+    held = dict(role.held_weights(weights))
+    return before, role.log_probs(BATCH, 1.0), all(torch.equal(held[name], weights[name]) for name in weights)
+
+
+def log_probs(role: ForwardStrategy, _):
+    return role.log_probs(BATCH, 1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tier("all"))])
+@pytest.mark.parametrize("layout", [{}, {"packed": True, "max_tokens": 14}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "hf_infer"])
+def test_a_role_computes_with_the_weights_that_it_got(tmp_path, strategy, tied, layout, ranks, leave_process_group):
+    paths = [write_model(tmp_path / str(seed), tied=tied, seed=seed) for seed in (0, 1)]
+    setup = {"forward_only": True, **layout}
+    if "dtype" in setup:
+        setup["model_args"] = ModelArguments(dtype=setup.pop("dtype"))
+    start = run_here if ranks == 1 else run_job
+    results = start(Job(before_and_after, strategy, paths[0], paths[1], setup, ranks))
+    expected = start(Job(log_probs, strategy, paths[1], None, setup, ranks))
+    for (before, after, held), wanted in zip(results, expected, strict=True):
+        assert held and np.array_equal(after, wanted)
+        assert np.abs(before - after).max() > 0.01
+
+
+def refusals(role: ForwardStrategy, source):
+    """What is said of weights that do not fit."""
+    weights = weights_of(source)
+    name = sorted(weights)[0]
+    wrong = {
+        "missing": {key: value for key, value in weights.items() if key != name},
+        "unknown": weights | {"model.another.weight": torch.zeros(2)},
+        "shape": weights | {name: weights[name][:1]},
+        "dtype": weights | {name: weights[name].bfloat16()},
+    }
+    said = {}
+    for kind, given in wrong.items():
+        with pytest.raises(WeightMismatch) as caught:
+            role.load_weights(given.items())
+        said[kind] = str(caught.value)
+    return name, said
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "hf_infer"])
+def test_weights_that_do_not_fit_are_named(tmp_path, strategy, leave_process_group):
+    path = write_model(tmp_path)
+    ((name, said),) = run_here(Job(refusals, strategy, path, path, {"forward_only": True}, 1))
+    assert said["missing"] == f"tensor '{name}' was never received (1 such tensors)"
+    assert said["unknown"].startswith("tensor 'model.another.weight' is published")
+    assert name in said["shape"] and name in said["dtype"] and "bfloat16 as published" in said["dtype"]
