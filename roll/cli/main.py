@@ -36,7 +36,7 @@ from roll.tracking.summary import describe_error, fail_unfinished
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
     from roll.pipeline.recorder import FinalStatus, RunRecorder
-    from roll.pipeline.resume import ResumePoint
+    from roll.pipeline.resume import Restarts, ResumePoint
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ended = attempt(lambda: load_config(options.config, options.overrides), started)
     if ended.failed is None:
         return ended.exit_code
-    return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic()))
+    restarts = ended.restarts
+    return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic(), restarts), restarts)
 
 
 @dataclass(frozen=True)
@@ -121,18 +122,26 @@ class Ended:
     exit_code: int
     failed: tuple[PipelineConfig, RunDirectory] | None = None
     """Configuration and folder of a run that failed after it had begun and was not interrupted."""
+    restarts: Restarts | None = None
+    """The counter of its failures, if it has failed."""
     refused: bool = False
     """True if nothing was started, for a reason that may pass."""
 
 
-def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[PipelineConfig], Ended]) -> int:
+def begin_again(
+    config: PipelineConfig,
+    run: RunDirectory,
+    attempt: Callable[[PipelineConfig], Ended],
+    restarts: Restarts | None = None,
+) -> int:
     """Retry a failed run from its newest checkpoint, as often as `restarts` allows; return the exit code.
 
-    An attempt that is refused (because a cluster, a judge or a disk is still away) counts as a failure.
+    An attempt that is refused (because a cluster, a judge or a disk is still away) counts as a failure. ``restarts``:
+    the failures so far.
     """
     from roll.pipeline.resume import Restarts
 
-    restarts = Restarts()
+    restarts = restarts or Restarts()
     while (again := restarts.after_failure(config, run)) is not None:
         config, words = again
         try:
@@ -150,8 +159,13 @@ def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[Pi
     return FAILURE
 
 
-def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
-    """Check the configuration that ``load`` returns and run it to its end. ``path``: the user's name for it."""
+def attempt_run(
+    path: str, load: Callable[[], PipelineConfig], started: float, restarts: Restarts | None = None
+) -> Ended:
+    """Check the configuration that ``load`` returns and run it to its end.
+
+    ``path``: the user's name for it; ``restarts``: the failures of earlier attempts.
+    """
     try:
         prepared, run, point = _check(load)
     except ConfigError as error:
@@ -162,11 +176,12 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
         return Ended(FAILURE)
     if point is not None and _has_ended(point, prepared.config):
         return Ended(SUCCESS)
+    from roll.pipeline.resume import Restarts, look_again, take_out_of_the_way
+
+    restarts = restarts or Restarts()
     try:
         with run.held():
             if point is not None:
-                from roll.pipeline.resume import look_again, take_out_of_the_way
-
                 point = look_again(point, prepared.config, prepared.source)
                 if _has_ended(point, prepared.config):
                     return Ended(SUCCESS)
@@ -176,7 +191,7 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
                     raise RunUnusable(f"the run in {run.root} cannot go on: {error}") from error
             watch = DriverWatch(prepared.config.stall_timeout_seconds)
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
-                outcome = _run(prepared, run, status, point, started)
+                outcome = _run(prepared, run, status, point, started, restarts)
     except ConfigError as error:  # another process changed the run in the meantime
         say(refusal(path, error, "; nothing was started"), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
@@ -185,7 +200,7 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
         return Ended(FAILURE, refused=isinstance(error, RunUnusable))
     if outcome == "success":
         return Ended(SUCCESS)
-    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
+    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None, restarts)
 
 
 def _no_command(arguments: Sequence[str]) -> str | None:
@@ -264,7 +279,12 @@ def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
 
 
 def _run(
-    prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
+    prepared: Prepared,
+    run: RunDirectory,
+    status_file: StatusFile,
+    point: ResumePoint | None,
+    started: float,
+    restarts: Restarts,
 ) -> FinalStatus:
     from roll.tracking.logs import configure_logging, native_output_kept
 
@@ -286,7 +306,7 @@ def _run(
         try:
             with ray_session(config.cluster, link=run.logs / "ray"):
                 _end_in_order_on_signals()
-                running = run_pipeline(prepared, recorder, status_file, point)
+                running = run_pipeline(prepared, recorder, status_file, point, restarts)
                 outcome = asyncio.run(to_its_end(running, recorder, status_file))
         except (KeyboardInterrupt, Exception) as error:
             outcome = _outcome(error, status_file)

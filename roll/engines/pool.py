@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode
@@ -99,7 +100,7 @@ class InferencePool:
         self._arrived = asyncio.Event()
         self._arrived.set()
         self._pinned: Pinned | None = None
-        self.buffers = WeightBuffers(2 if settings.dual_buffer else 1, spare=1 if settings.pinned_replicas else 0)
+        self.buffers = self._new_buffers()
         self._awake = asyncio.Event()
         self._awake.set()
         self.on_oldest: Callable[[int], None] = lambda version: None
@@ -257,6 +258,21 @@ class InferencePool:
         self._router.reserve(())
         self._tell_oldest()
 
+    async def forget_weights(self) -> None:
+        """Take every replica out of service until the next publication, which may have a version that they had before.
+
+        For a trainer that goes back to an earlier step: its weights have other contents than those which replicas hold
+        under the same version. Changes that are under way end first, each within its deadline. Processes live on. Call
+        it when no request is running.
+        """
+        self._publication = self._canaries = self._pinned = None
+        self._verified.clear()
+        self._router.reserve(())
+        await self._change_each(self._take_out_of_service, len(self._names), self._names)
+        self.buffers = self._new_buffers()
+        self._loaded, self._pulled, self._oldest = Loaded(), Loaded(), -1
+        self._arrived.set()
+
     async def offload_states(self) -> None:
         """Put every replica to sleep: requests wait, weights and caches leave the devices.
 
@@ -305,6 +321,14 @@ class InferencePool:
         for replica in self._replicas.values():
             replica.handle.kill()
 
+    def _new_buffers(self) -> WeightBuffers:
+        settings = self._settings
+        return WeightBuffers(2 if settings.dual_buffer else 1, spare=1 if settings.pinned_replicas else 0)
+
+    async def _take_out_of_service(self, replica: Replica) -> None:
+        replica.version = -1
+        self._router.mark_dead(replica.name, "it waits for the weights of a trainer that was started again")
+
     async def _start_replica(self, index: int) -> None:
         """Wait until the engines have the devices, and let them keep these until the replica is up."""
         while not self._awake.is_set():
@@ -332,10 +356,7 @@ class InferencePool:
         try:
             await handle.create(self._settings.start_timeout_seconds)
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
-            async with replica.change():
-                self._replicas[self._names[index]] = replica
-                await self._catch_up(replica)
-                await self._settle(replica)
+            await replica.change(partial(self._enter, replica))
         except BaseException as error:
             # Requests may have arrived as soon as the replica had its weights.
             replica.fail_all(error if isinstance(error, WorkerDied) else WorkerDied(handle.name, repr(error)))
@@ -343,6 +364,11 @@ class InferencePool:
             handle.kill()
             self.buffers.keep_only(replica, None)
             raise
+
+    async def _enter(self, replica: Replica) -> None:
+        self._replicas[replica.name] = replica
+        await self._catch_up(replica)
+        await self._settle(replica)
 
     async def _supervise(self, index: int) -> None:
         name = self._names[index]
@@ -504,8 +530,8 @@ class InferencePool:
 
         async def change_one(replica: Replica) -> None:
             try:
-                async with turns, replica.change():
-                    await change(replica)
+                async with turns:
+                    await replica.change(partial(change, replica))
             except WorkerDied:
                 self.buffers.keep_only(replica, None)
 

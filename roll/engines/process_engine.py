@@ -312,6 +312,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     _engine: Engine | None = None
     _paused = _asleep = _without_weights = False
     _version = _generated_tokens = 0
+    _loads = 0
+    """Number of weight updates. It tells caches apart: a version that is trained anew comes with other weights."""
 
     async def start(self) -> None:
         if self._engine is not None:
@@ -415,6 +417,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
             raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
         self._without_weights = False
         self._version = version
+        self._loads += 1
         held_weights = await self._inspected(prepared.held, prepared.layout)
         if was_open:
             await self.resume()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -86,15 +85,17 @@ class Replica:
     def __str__(self) -> str:
         return f"{WORKER}{self.name}"
 
-    @asynccontextmanager
-    async def change(self) -> AsyncIterator[None]:
-        """Hold the lock for one change: loading weights, sleeping or waking. Each call inside has its own deadline, so
-        the engine's silence is not taken for a death."""
+    async def change(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do one change at a time: load weights, sleep or wake. Each call in it has its own deadline, so the engine's
+        silence is not taken for a death. A change that has begun also ends if the caller is cancelled."""
         with waiting(f"changes of {self.name}", "another change of its weights"):
             await self._changing.acquire()
+        await asyncio.shield(asyncio.ensure_future(self._to_its_end(work)))
+
+    async def _to_its_end(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             with holding(f"changes of {self.name}", "changing its weights"):
-                yield
+                await work()
         finally:
             self._changed_at = asyncio.get_running_loop().time()
             self._changing.release()

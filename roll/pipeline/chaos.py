@@ -41,7 +41,7 @@ class Chaos:
     async def run(self, steps: StepCounter, handles: Callable[[], Iterable[WorkerHandle]]) -> None:
         """Apply the events that happen to processes, each at its step. ``handles`` returns the current processes."""
         with unobserved():
-            for event in self.events:
+            for event in list(self.events):
                 if event.kind in PUBLICATION_CHAOS:
                     continue
                 await steps.reached(event.at_step)
@@ -60,7 +60,7 @@ class Chaos:
 
         Corruption on the way is only recorded here: the sender does it (see `corrupted_versions`).
         """
-        for event in self.events:
+        for event in list(self.events):
             if event.kind in PUBLICATION_CHAOS and event.at_step == version:
                 self._begin(event)
                 if event.kind == "delay_publication":
@@ -68,6 +68,7 @@ class Chaos:
                         await asyncio.sleep(event.seconds or 0.0)
 
     def _begin(self, event: ChaosEvent, of_process: str = "") -> None:
+        self.events.remove(event)
         log = JsonLines(self._run.chaos)
         log.append(asdict(event))
         log.sync()

@@ -7,6 +7,7 @@ gathered, and the engines after they have loaded them (`InferencePool.publish`),
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,8 @@ class RunContext:
         self.locks, self.pool, self.trainer, self.critic = roles.locks, roles.pool, roles.trainer, roles.critic
         self.reference = BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
-        self.advantages, self.correction = prepared.advantages, prepared.correction
+        # A copy, since what it keeps between batches goes back with the trainers.
+        self.advantages, self.correction = deepcopy(prepared.advantages), prepared.correction
         self.needs_proximal = self.correction is not None or "proximal_logprobs" in self.objective.token_fields
         self.streams = prepared.streams
         self.least_groups = least_groups(config, prepared.streams)

@@ -6,6 +6,7 @@ file whenever it has nothing else to do. An error of the thread is raised when t
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import shutil
@@ -89,6 +90,12 @@ class JournalKeeper:
         self._journal.append(went_back_record(-1))
         self._journal.sync()  # before the settings file, which states that this is done
         write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
+
+    async def written(self) -> None:
+        """Wait until everything so far is on the disk. Raises the first error of the thread."""
+        await asyncio.wrap_future(self._thread.submit(lambda: None))
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Wait until everything is written. Raises the first error of the thread."""

@@ -21,8 +21,9 @@ from roll.pipeline.chaos import Chaos
 from roll.pipeline.context import RunContext
 from roll.pipeline.journal import forget_other_rollouts, journal_of
 from roll.pipeline.preflight import Prepared
+from roll.pipeline.rebuild import TrainerRestarts
 from roll.pipeline.recorder import RunRecorder
-from roll.pipeline.resume import ResumePoint
+from roll.pipeline.resume import Restarts, ResumePoint
 from roll.pipeline.roles import Roles, build_side, role_locks
 from roll.pipeline.stage import Channel, Stage, StageGraph
 from roll.pipeline.stages import (
@@ -45,11 +46,15 @@ from roll.trainers.worker import TrainerGroup
 
 
 async def run_pipeline(
-    prepared: Prepared, recorder: RunRecorder, status_file: StatusFile, point: ResumePoint | None = None
+    prepared: Prepared,
+    recorder: RunRecorder,
+    status_file: StatusFile,
+    point: ResumePoint | None = None,
+    restarts: Restarts | None = None,
 ) -> None:
     """Run to the last step, from the first one or from ``point``.
 
-    Raises the first failure, which names its cause.
+    Trainers that fail begin again as far as ``restarts`` allows. Raises the first failure that this does not cure.
     """
     config = prepared.config
     placement = Placement(config.cluster)
@@ -75,15 +80,21 @@ async def run_pipeline(
                 with acting(START, recorder.waits):
                     await roles.start()
                 recorder.run.write_config(dump_config(config))
-                context = RunContext(prepared, side, roles, recorder, journal, point, chaos)
-                graph = StageGraph(build_stages(prepared.stages, context), recorder.waits)
-                status.running(context, graph.stages)
-                background = background_tasks(context, status)
-                background["chaos"] = partial(chaos.run, context.steps, processes)
-                try:
-                    await graph.run(background, first=partial(publish_initial, context))
-                finally:
-                    recorder.ledger = context.scheduler.ledger.counts()
+                trainers = TrainerRestarts(prepared, recorder, roles, journal, status, chaos, restarts or Restarts())
+                async with trainers.engines_supervised():
+                    while True:
+                        context = RunContext(prepared, side, roles, recorder, journal, point, chaos)
+                        graph = StageGraph(build_stages(prepared.stages, context), recorder.waits)
+                        status.running(context, graph.stages)
+                        background = background_tasks(context, status)
+                        background |= {"chaos": partial(chaos.run, context.steps, processes), ENGINE: trainers.engines}
+                        try:
+                            failure = await graph.failure(background, first=partial(publish_initial, context))
+                        finally:
+                            recorder.ledger = context.scheduler.ledger.counts()
+                        if failure is None:
+                            break
+                        point = await trainers.after(failure, graph.stages)
         finally:
             await roles.shutdown()
 
@@ -140,11 +151,10 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
 
 def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
-    """Return the tasks beside the stages: scheduler, engine and its gate, validations and records, checkpoints, garbage
+    """Return the tasks beside the stages: scheduler, gate of the engine, validations and records, checkpoints, garbage
     collection, watches."""
     tasks: dict[str, Callable[[], Awaitable[None]]] = {
         SCHEDULER: context.scheduler.run,
-        ENGINE: context.pool.run,
         "gate": context.gate.run,
         "stall": partial(watch_for_stall, status, context.config.stall_timeout_seconds),
         "checkpoints": context.checkpoints.run,

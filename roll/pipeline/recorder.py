@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -235,21 +235,18 @@ class RunRecorder:
         """
         earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
-        self.timeline = Timeline(run.timeline)
         self.waits = WaitBoard()
         self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
-        for record in earlier or []:
-            self.console.resume({name: value for name, value in record.items() if value is not None}, record["step"])
+        self.console.resume(earlier or [])
         self.ledger: dict[str, int] = {}
-        self._metrics = MetricsLog(run.metrics)
-        self._events = TensorBoardTracker(run.tensorboard, after_step=after_step) if tracker_list(config) else None
+        self._has_events = bool(tracker_list(config))
+        self._open_files(after_step)
         plug_ins = open_plug_ins(
             tracker_classes(config), config.tracker_kwargs, run, config.exp_name, redacted_config(config)
         )
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
-        self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._decoder = decoder
         self._step_ended = time.time()
@@ -257,6 +254,31 @@ class RunRecorder:
         self._busy_since: dict[str, float] = {}
         self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
+
+    def _open_files(self, after_step: int | None) -> None:
+        """Open the files that have records of steps."""
+        run = self.run
+        self.timeline = Timeline(run.timeline)
+        self._metrics, self._samples = MetricsLog(run.metrics), SampleLog(run.samples)
+        self._events = TensorBoardTracker(run.tensorboard, after_step=after_step) if self._has_events else None
+
+    def _close_files(self) -> None:
+        with ExitStack() as files:
+            for file in (self.timeline, self._samples, self._metrics, self._events):
+                if file is not None:
+                    files.callback(file.close)
+
+    def go_back(self, after_step: int, take_out: Callable[[], None]) -> None:
+        """Continue after an earlier step (-1: before the records of step 0).
+
+        ``take_out`` takes everything later out of the run's folder. Trackers that are plug-ins get these steps again.
+        """
+        self._close_files()
+        take_out()
+        earlier = read_metrics(self.run.metrics)
+        self._open_files(after_step)
+        self.summary.go_back(earlier)
+        self.console.resume(earlier)
 
     def event(self, text: str) -> None:
         """Print a line on the console."""
@@ -370,10 +392,7 @@ class RunRecorder:
         """
         self._log_watch.close()
         try:
-            with ExitStack() as files:
-                for file in (self.timeline, self._samples, self._metrics, self._events):
-                    if file is not None:
-                        files.callback(file.close)
+            self._close_files()
         except OSError as unwritten:
             status, error = "failed", error or unwritten
         if not self.ended(status, error) and status == "success":

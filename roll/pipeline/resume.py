@@ -198,20 +198,12 @@ class Restarts:
 
     def after_failure(self, config: PipelineConfig, run: RunDirectory) -> tuple[PipelineConfig, str] | None:
         """Return the next attempt after ``config`` failed in ``run``, and a message to the user; None: no more."""
-        checkpoint, _ = newest_whole(run.checkpoints)
-        newest = 0 if checkpoint is None else checkpoint.step
-        if newest > self._newest_checkpoint:
-            self._in_a_row = 0
-        self._newest_checkpoint = newest
-        self._in_a_row += 1
+        newest = self._count(run)
         settings = config.restarts
         # A run that failed after its last step would find nothing left to do, which must not count as success.
         if self._in_a_row > settings.max_in_a_row or newest >= config.max_steps:
             return None
-        words = (
-            f"the run begins again after step {newest} in {settings.delay_seconds:g} s "
-            f"(restart {self._in_a_row} of {settings.max_in_a_row} without a new checkpoint)"
-        )
+        words = f"the run begins again after step {newest} {self._words(config)}"
         again = replace(config, resume_from_checkpoint=str(run.root))
         after = settings.synchronous_after
         if after is not None and self._in_a_row >= after:
@@ -221,6 +213,42 @@ class Restarts:
                 f"{config.async_generation_ratio:g} -> 0 for its remaining steps"
             )
         return again, words
+
+    def in_place(self, config: PipelineConfig, run: RunDirectory) -> str | None:
+        """Count a failure after which the trainers alone are started again, and return a message to the user.
+
+        Return None, and leave the counting to `after_failure`, if everything is to be started again: at the second
+        failure in a row, for the first remedy did not help; if another configuration follows; or if the run ends.
+        """
+        before = self._in_a_row, self._newest_checkpoint
+        newest = self._count(run)
+        settings = config.restarts
+        first = self._in_a_row == 1 <= settings.max_in_a_row and newest < config.max_steps
+        if not first or settings.synchronous_after == 1:
+            self._in_a_row, self._newest_checkpoint = before
+            return None
+        return f"the trainers begin again after step {newest} {self._words(config)}; engines and rollouts stay"
+
+    def take_back(self) -> None:
+        """Do not count the last failure: what `in_place` allowed could not be done, and everything is started again."""
+        self._in_a_row -= 1
+
+    def _count(self, run: RunDirectory) -> int:
+        """Count a failure and return the step of the newest checkpoint."""
+        checkpoint, _ = newest_whole(run.checkpoints)
+        newest = 0 if checkpoint is None else checkpoint.step
+        if newest > self._newest_checkpoint:
+            self._in_a_row = 0
+        self._newest_checkpoint = newest
+        self._in_a_row += 1
+        return newest
+
+    def _words(self, config: PipelineConfig) -> str:
+        settings = config.restarts
+        return (
+            f"in {settings.delay_seconds:g} s (restart {self._in_a_row} of {settings.max_in_a_row} without a new "
+            "checkpoint)"
+        )
 
 
 @dataclass(frozen=True)

@@ -62,16 +62,7 @@ class Roles:
         self._config = prepared.config
         self._placement = placement
         self._run = run
-        update = self._config.weight_update
-        self._transport = TransportSpec(
-            name=derived.weight_transport(self._config),
-            buffers=2 if update.dual_buffer else 1,
-            # Weights of earlier processes are deleted there.
-            directory=claim_weight_folder(run, update.checkpoint_dir, self._config.exp_name),
-            bucket_bytes=derived.load_bucket_bytes(self._config),
-            timeout_seconds=update.timeout_seconds,
-            corrupted_versions=corrupted_versions,
-        )
+        self._transport = self._claim_transport(corrupted_versions)
         self._groups: list[WorkerGroup] = []
         self._workers = workers
         self.pool = self._build_pool(on_event)
@@ -87,13 +78,29 @@ class Roles:
     async def start(self) -> None:
         """Start every process and load every model. Among roles that share devices, the last one loaded stays there."""
         async with asyncio.TaskGroup() as tasks:
-            trainers = {
-                role: tasks.create_task(self._start_trainer(role))
-                for role in derived.present_roles(self._config)
-                if role != "actor_infer"
-            }
             tasks.create_task(self._start_pool())
             tasks.create_task(self._workers.start())
+            await self._start_trainers()
+
+    def trainer_roles(self) -> list[str]:
+        """Return the roles with devices that are no engines: those that learn, and the reference."""
+        return [role for role in derived.present_roles(self._config) if role != "actor_infer"]
+
+    async def end_trainers(self) -> None:
+        """End the processes of these roles. Call it when the engines have forgotten the weights that they published."""
+        ended, self._groups = self._groups, []
+        await asyncio.gather(*(worker.end() for group in ended for worker in group.workers))
+        for role in self.trainer_roles():
+            self.locks[role].forget(role)
+
+    async def start_trainers(self, checkpoint: Checkpoint | None, corrupted_versions: frozenset[int]) -> None:
+        """Start new processes in the place of those that `end_trainers` has ended; they resume from ``checkpoint``."""
+        self._checkpoint, self._transport = checkpoint, self._claim_transport(corrupted_versions)
+        await self._start_trainers()
+
+    async def _start_trainers(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            trainers = {role: tasks.create_task(self._start_trainer(role)) for role in self.trainer_roles()}
         started = {role: task.result() for role, task in trainers.items()}
         self.trainer = started["actor_train"]
         self.pool.buffers.on_free = self.trainer.release
@@ -123,6 +130,18 @@ class Roles:
             self._placement.release()
             # The trainer was killed and could not delete the weights that it published last.
             clear_weight_folder(self._run)
+
+    def _claim_transport(self, corrupted_versions: frozenset[int]) -> TransportSpec:
+        update = self._config.weight_update
+        return TransportSpec(
+            name=derived.weight_transport(self._config),
+            buffers=2 if update.dual_buffer else 1,
+            # Weights of earlier processes are deleted there.
+            directory=claim_weight_folder(self._run, update.checkpoint_dir, self._config.exp_name),
+            bucket_bytes=derived.load_bucket_bytes(self._config),
+            timeout_seconds=update.timeout_seconds,
+            corrupted_versions=corrupted_versions,
+        )
 
     def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
         config, role = self._config, self._config.actor_infer

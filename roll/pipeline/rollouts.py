@@ -154,9 +154,9 @@ class EngineGate(Generator):
                 try:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finally:
+                    self._open.clear()
                     for wait in waits:
                         wait.cancel()
-                self._open.clear()
 
 
 class Pace:

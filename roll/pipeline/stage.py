@@ -209,6 +209,20 @@ class StageGraph:
             # Raised outside the handler, so that the group that holds it does not become its own cause.
             raise failure
 
+    async def failure(
+        self, background: Mapping[str, Callable[[], Awaitable[None]]], first: Callable[[], Awaitable[None]]
+    ) -> Exception | None:
+        """Do what `run` does, and return what it raises; None if all stages came to their end.
+
+        It has a task of its own: in Python 3.11 a failed task group leaves its owner marked as cancelled.
+        """
+        running = asyncio.create_task(self.run(background, first))
+        try:
+            await running
+        except Exception as error:
+            return error
+        return None
+
     async def _acting(self, name: str, start: Callable[[], Awaitable[None]]) -> None:
         with acting(name, self._waits):
             await start()

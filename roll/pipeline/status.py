@@ -90,6 +90,10 @@ class StatusKeeper:
         """Switch from the start of the roles to the running stages."""
         self._context, self._stages = context, stages
 
+    def starting(self) -> None:
+        """Switch back to the start of roles, some of which begin again."""
+        self._context, self._stages = None, ()
+
     @asynccontextmanager
     async def kept(self, file: StatusFile) -> AsyncIterator[None]:
         """Keep the file up to date while this is open."""

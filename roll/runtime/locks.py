@@ -46,6 +46,8 @@ class DeviceLock:
         self._freed = asyncio.Event()
         self._freed_at = -math.inf
         self._switch = asyncio.Lock()
+        self._settled = True
+        """False during an exchange of states, and after one that was interrupted."""
         self._switch_seconds = 0.0
         """Shortest time that it took to exchange the states on the devices; some exchanges waited for a start."""
 
@@ -54,6 +56,12 @@ class DeviceLock:
         self._check(role)
         self._residents[role] = resident
         self._loaded.add(role)
+
+    def forget(self, role: str) -> None:
+        """Forget the states of a role whose processes have ended, and have left the devices with that."""
+        self._check(role)
+        self._residents.pop(role, None)
+        self._loaded.discard(role)
 
     @property
     def contended(self) -> bool:
@@ -125,20 +133,27 @@ class DeviceLock:
         self._holders += 1
 
     async def _make_resident(self, role: str) -> None:
-        """Offload the states of all other roles and load those of ``role``."""
+        """Offload the states of all other roles and load those of ``role``. Both may be repeated after an exchange that
+        was interrupted."""
         async with AsyncExitStack() as switched:
             with waiting(f"{self.name}/states", "states that are being moved"):
                 await switched.enter_async_context(self._switch)
             switched.enter_context(holding(f"{self.name}/states", f"loading {role}"))
-            if self._loaded == {role} & self._residents.keys():
+            wanted = {role} & self._residents.keys()
+            if self._settled and self._loaded == wanted:
                 return
+            # An exchange that was interrupted may have moved a part of any role's states.
+            known = self._loaded if self._settled else set(self._residents)
+            missing = wanted - (self._loaded if self._settled else set())
+            self._settled = False
             started = asyncio.get_running_loop().time()
-            for other in sorted(self._loaded - {role}):
+            for other in sorted(known - {role}):
                 await self._residents[other].offload_states()
                 self._loaded.discard(other)
-            if role in self._residents and role not in self._loaded:
+            if missing:
                 await self._residents[role].load_states()
                 self._loaded.add(role)
+            self._settled = True
             elapsed = asyncio.get_running_loop().time() - started
             self._switch_seconds = min(elapsed, self._switch_seconds or elapsed)
 

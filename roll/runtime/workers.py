@@ -85,6 +85,7 @@ class WorkerTimeout(TimeoutError):
 
     def __init__(self, worker: str, method: str, seconds: float) -> None:
         super().__init__(f"{worker}.{method} did not return within {seconds:g} s")
+        self.worker = worker
 
 
 ACTOR_GONE = (

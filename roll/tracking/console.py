@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
@@ -121,10 +121,12 @@ class Console:
         self._progress = self._progress.validated(printable)
         self._print(f"validation of version {version}: {', '.join(_accuracy(self._progress))}")
 
-    def resume(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take over a step of an earlier process, without a line."""
-        printable = {self._printable(name): value for name, value in metrics.items()}
-        self._progress = replace(self._progress.after(printable, step, 0.0), marks=())
+    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the records of earlier steps, without a line. Later ones that were shown no longer count."""
+        self._progress = replace(self._progress, step=0, metrics={}, first_accuracy={}, marks=())
+        for record in records:
+            values = {self._printable(name): value for name, value in record.items() if value is not None}
+            self._progress = replace(self._progress.after(values, record["step"], 0.0), marks=())
 
     def event(self, text: str) -> None:
         """Print something worth a line of its own, such as a restarted worker."""

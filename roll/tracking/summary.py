@@ -130,6 +130,10 @@ def fail_unfinished(path: Path, reason: str) -> None:
         write_atomically(path, text + "\n")
 
 
+_NOTHING_YET: Mapping[str, Any] = {"steps": 0, "val/first": {}, "val/last": {}, "lag/max": None}
+"""What follows from the records of the steps, before the first one."""
+
+
 class Summary:
     """Writer of `summary.json`: at the start, at each update and at the end, each time as a whole.
 
@@ -149,23 +153,26 @@ class Summary:
         self._started = clock() if started is None else started
         self._content: dict[str, Any] = {
             "status": "running",
-            "steps": 0,
+            **_NOTHING_YET,
             "seconds": 0.0,  # of all processes of the run together
             "first_step_seconds": None,
-            "val/first": {},
-            "val/last": {},
-            "lag/max": None,
             "ledger": {},
             "resumed_at": [],
             "error": None,
         }
         if earlier is not None and path.exists():
-            self._take_over(earlier)
+            before = json.loads(path.read_text())
+            self._started -= before["seconds"]
+            self._take_over(before, earlier)
         self._write()
 
-    def _take_over(self, earlier: Sequence[Mapping[str, Any]]) -> None:
-        before = json.loads(self._path.read_text())
-        self._started -= before["seconds"]
+    def go_back(self, earlier: Sequence[Mapping[str, Any]]) -> None:
+        """Resume in this process. ``earlier``: the records of `metrics.jsonl` that still count."""
+        before, self._content = self._content, {**self._content, **_NOTHING_YET}
+        self._take_over(before, earlier)
+        self._write()
+
+    def _take_over(self, before: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> None:
         for record in earlier:
             self._note({name: value for name, value in record.items() if value is not None}, record["step"])
         self._content["first_step_seconds"] = before["first_step_seconds"]

@@ -353,6 +353,7 @@ class SharedMemoryReceiver(WeightReceiver):
 
     def __init__(self) -> None:
         self._mappings: dict[int, np.ndarray] = {}
+        self._owner = ""
 
     def receive(self, handles: Sequence[MemoryHandle], version: int) -> Iterator[WeightBucket]:
         for handle in handles:
@@ -368,6 +369,10 @@ class SharedMemoryReceiver(WeightReceiver):
 
     def _memory(self, handle: MemoryHandle) -> np.ndarray:
         """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
+        owner = os.path.dirname(handle.path)
+        if owner != self._owner:  # the memory of a trainer that has ended
+            self._mappings.clear()
+            self._owner = owner
         memory = self._mappings.get(handle.inode)
         if memory is None or len(memory) < handle.size:
             try:

@@ -11,6 +11,7 @@ import torch
 
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline import stages
+from roll.pipeline.algorithm import StalenessViolation
 from roll.pipeline.checkpoints import saved_steps
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.worker import TrainWorker
@@ -172,3 +173,33 @@ async def fails_ahead(run, batch):
 async def blocking_advantages(run, batch):
     """Computes for a long time where nothing may take long: on the event loop."""
     time.sleep(600)
+
+
+async def waits_for_checkpoints(run, batch):
+    """Begins no step before the checkpoint of the steps before it, one at every second step, is whole."""
+    if batch.step >= 2:
+        await whole_checkpoint(run, batch.step // 2 * 2)
+    return await stages.advantage(run, batch)
+
+
+def first_time(run, what):
+    """True once in the life of a run."""
+    mark = run.recorder.run.root / f"{what}.mark"
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+async def fails_once(run, batch):
+    """Raises in the fourth step, the first time."""
+    if batch.step == 3 and first_time(run, "failed"):
+        raise RuntimeError("once")
+    return await stages.advantage(run, batch)
+
+
+async def too_old_once(run, batch):
+    """The same with an error that says that what was sampled cannot be trusted."""
+    if batch.step == 3 and first_time(run, "failed"):
+        raise StalenessViolation("a token is too old")
+    return await stages.advantage(run, batch)

@@ -140,3 +140,19 @@ def test_a_process_kills_itself_finds_its_disk_full_or_goes_on_after_its_time():
 def test_nothing_happens_unless_harm_is_enabled(tmp_path):
     disabled = Chaos(ChaosConfig(enabled=False, events=[KILL]), RunDirectory(tmp_path), print)
     assert disabled.events == [] and chaos_of(KILL, folder=tmp_path).events == [KILL]
+
+
+def test_what_has_happened_does_not_happen_again_when_the_steps_come_by_again(tmp_path):
+    async def scenario():
+        handles, again = [Handle("actor_infer/1")], StepCounter(1)
+        chaos = chaos_of(KILL, DELAY, SPOIL, folder=tmp_path)
+        await chaos.run(StepCounter(2), lambda: handles)
+        for _ in range(2):
+            await chaos.publication(1)
+        await chaos.publication(3)
+        assert chaos.corrupted_versions() == frozenset() and chaos.events == []
+        await asyncio.wait_for(chaos.run(again, lambda: handles), 1)
+        assert handles[0].harmed == [("kill", None)]
+        assert asyncio.get_running_loop().time() == 5.0, "one delay"
+
+    run_virtual(scenario())

@@ -47,6 +47,49 @@ def test_taking_the_lock_offloads_the_other_role_before_it_loads_ones_own():
     run_virtual(scenario())
 
 
+def test_states_that_were_moving_when_the_mover_was_cancelled_are_moved_whatever_was_known():
+    """A half of them may be on the devices, or none."""
+
+    async def scenario(first, then, after):
+        lock, residents, log = lock_with_states("train", "infer")
+        async with lock.hold("train"):
+            pass
+        moving = asyncio.create_task(held(lock, first))
+        await asyncio.sleep(after)
+        moving.cancel()
+        await asyncio.wait([moving])
+        async with lock.hold(then):
+            assert residents[then].loaded and not any(each.loaded for role, each in residents.items() if role != then)
+
+    async def held(lock, role):
+        async with lock.hold(role):
+            await asyncio.sleep(100)
+
+    for first in ("train", "infer"):
+        for then in ("train", "infer"):
+            for after in (0.5, 1.5, 5):
+                run_virtual(scenario(first, then, after))
+
+
+def test_a_role_whose_processes_have_ended_leaves_nothing_to_move():
+    async def scenario():
+        lock, residents, log = lock_with_states("train", "infer")
+        async with lock.hold("train"):
+            pass
+        lock.forget("train")
+        log.clear()
+        async with lock.hold("infer"):
+            assert log == [("load", "infer")]
+        async with lock.hold("train"):  # while its new processes load their model
+            lock.register("train", residents["train"])
+        async with lock.hold("infer"):
+            assert log == [("load", "infer"), ("offload", "infer"), ("offload", "train"), ("load", "infer")]
+        with pytest.raises(KeyError):
+            lock.forget("critic")
+
+    run_virtual(scenario())
+
+
 def test_a_role_with_devices_of_its_own_never_moves_its_states():
     async def scenario():
         lock, _, log = lock_with_states("train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -164,3 +165,22 @@ def test_pruning_reaches_the_files(tmp_path):
     keeper.group_finished(finished(1, 5))
     keeper.close()
     assert list(recover(read_journal(tmp_path), RolloutProgress(5, 1, {}, ())).finished) == [1]
+
+
+def test_whoever_waits_finds_everything_on_the_disk_or_gets_the_error(tmp_path, monkeypatch):
+    async def scenario():
+        keeper = JournalKeeper(tmp_path / "journal")
+        for group_id in range(20):
+            keeper.group_finished(finished(group_id, 0, versions=(0,)))
+        await keeper.written()
+        assert counted(tmp_path / "journal") == list(range(20))
+
+        def fail(record):
+            raise OSError("no space left")
+
+        monkeypatch.setattr(keeper._journal, "append", fail)
+        keeper.group_finished(finished(20, 0, versions=(0,)))
+        with pytest.raises(OSError, match="no space left"):
+            await keeper.written()
+
+    asyncio.run(scenario())

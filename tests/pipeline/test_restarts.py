@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import asdict, replace
 
@@ -63,6 +64,27 @@ def test_failures_in_a_row_are_counted_from_the_last_checkpoint_on(config, run):
         assert f"after step {step} in 0 s (restart 1 of 2 " in words
     assert restarts.after_failure(config, run)
     assert restarts.after_failure(config, run) is None
+
+
+def test_new_trainers_are_the_first_remedy_only_and_count_as_a_restart(config, run):
+    restarts, config = Restarts(), allowed(config, max_in_a_row=2, delay_seconds=0.0)
+    words = restarts.in_place(config, run)
+    assert words.startswith("the trainers begin again after step 0 in 0 s (restart 1 of 2 ")
+    assert restarts.in_place(config, run) is None, "they did not help"
+    assert "(restart 2 of 2 " in restarts.after_failure(config, run)[1], "what was refused was not counted"
+    assert restarts.after_failure(config, run) is None
+    saved(run, 2)
+    assert restarts.in_place(config, run)
+    restarts.take_back()
+    assert "(restart 1 of 2 " in restarts.after_failure(config, run)[1]
+
+
+def test_new_trainers_are_no_remedy_where_none_is_allowed_or_the_mode_changes(config, run):
+    assert Restarts().in_place(config, run) is None
+    assert Restarts().in_place(allowed(config, max_in_a_row=1, synchronous_after=1), run) is None
+    assert Restarts().in_place(allowed(config, max_in_a_row=2, synchronous_after=2), run) is not None
+    saved(run, config.max_steps)
+    assert Restarts().in_place(allowed(config, max_in_a_row=1), run) is None
 
 
 def test_a_damaged_checkpoint_is_no_progress(config, run):
@@ -177,7 +199,7 @@ def killed_trainer(task, steps):
 
 def assert_as_if_nothing_had_been(run, undisturbed, capsys, deaths):
     output = capsys.readouterr().out
-    assert output.count("the run begins again after step") == deaths
+    assert len(re.findall("the (?:run begins|trainers begin) again after step", output)) == deaths
     assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == STEPS * 8
     assert [record["step"] for record in read_metrics(run.folder / "metrics.jsonl")] == list(range(STEPS + 1))
     assert final_weights(run.folder) == final_weights(undisturbed.folder)
@@ -208,7 +230,7 @@ def test_a_run_that_fails_at_the_same_place_each_time_ends(task, capsys):
     )
     run = run_pipeline(task, IN_THIS_PROCESS, tree, expect=1)
     output = capsys.readouterr().out
-    assert output.count("the run begins again after step 2") == 1
+    assert output.count("the trainers begin again after step 2") == 1
     assert run.summary["status"] == "failed" and "one too many" in run.summary["error"]
     assert run.summary["resumed_at"] == [2]
 

@@ -130,3 +130,19 @@ def test_a_resumed_run_goes_on_with_what_counts_of_the_earlier_one(path):
     assert summary["val/first"] == {"a": 0.1} and summary["val/last"] == {"a": 0.5} and summary["lag/max"] == 3
     third = Summary(path, Clock(), earlier=earlier)
     assert third.as_dict()["resumed_at"] == [1, 1] and third.as_dict()["val/last"] == {"a": 0.2}
+
+
+def test_a_run_that_goes_back_in_its_own_process_says_what_its_records_say(path):
+    clock = Clock()
+    summary = Summary(path, clock=clock)
+    records = [{"step": 0, "val/addition/accuracy": 0.25}, {"step": 1, "lag/max": 1.0, "reward/mean": None}]
+    for record in [*records, {"step": 2, "lag/max": 3.0, "val/addition/accuracy": 0.5}]:
+        summary.update({name: value for name, value in record.items() if name != "step"}, record["step"])
+    clock.now += 30
+    summary.go_back(records)
+    said = json.loads(path.read_text())
+    assert (said["steps"], said["lag/max"], said["val/last"], said["resumed_at"]) == (1, 1, {"addition": 0.25}, [1])
+    assert (said["status"], said["seconds"], said["first_step_seconds"]) == ("running", 30.0, 0.0)
+    summary.go_back([])
+    said = json.loads(path.read_text())
+    assert (said["steps"], said["lag/max"], said["val/first"], said["resumed_at"]) == (0, None, {}, [1, 0])

@@ -90,7 +90,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
 
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         server, max_length = self._live_engine(), self._spec.max_length
-        body = generate_body(response.request, response.engine_id, self._version, self._end_tokens, max_length)
+        body = generate_body(response.request, response.engine_id, self._loads, self._end_tokens, max_length)
         messages: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
         response.wake = partial(messages.put_nowait, None)
         reading = self._in_background(_read(server, body, messages))
@@ -316,9 +316,10 @@ def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
 
 
 def generate_body(
-    request: GenerateRequest, engine_id: str, version: int, eos_token_ids: Sequence[int], max_length: int
+    request: GenerateRequest, engine_id: str, loads: int, eos_token_ids: Sequence[int], max_length: int
 ) -> dict[str, Any]:
-    """Return the body of a call to ``/generate``. Only requests that began with one version share a prompt's cache."""
+    """Return the body of a call to ``/generate``. Only requests that began with the same weights, those after
+    so many loads, share a prompt's cache."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     mask = needs_mask(sampling)
     return {
@@ -327,7 +328,7 @@ def generate_body(
         "stream": True,
         "return_logprob": not mask,
         "return_sampling_mask": mask,
-        "cache_salt": f"version {version}",
+        "cache_salt": f"weights {loads}",
         "sampling_params": {
             "max_new_tokens": min(sampling.max_new_tokens, max_length - len(prompt)),
             "temperature": sampling.temperature,

@@ -81,8 +81,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         from vllm.inputs.engine import tokens_input
 
-        # The cache of a prompt is shared only by requests that began with the same version.
-        prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"version {self._version}")
+        # The cache of a prompt is shared only by requests that began with the same weights.
+        prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"weights {self._loads}")
         params = sampling_params(response.request, self._end_tokens)
         engine = self._live_engine()
         # Leaving the iteration is what aborts the request inside vLLM.
@@ -154,6 +154,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         pushed = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
         await self._answer(self._live_engine().update_weight_version(str(version)))
         self._version = version
+        self._loads += 1
         count = sum(math.prod(shape) for _, shape in pushed.values())
         return await self._inspected(HeldWeights(version, count, dict.fromkeys(pushed)), pushed)
 

@@ -1,0 +1,141 @@
+"""Trainers that begin again in place: the first remedy for a dead trainer, or a stage that raised.
+
+All processes that compute on batches (policy, critic, reference) are replaced by new ones, which resume from the newest
+checkpoint. Engines, environments, reward workers and finished groups live on, and the steps since the checkpoint are
+done again. It is one of the restarts that `restarts` allows. A second failure without a new checkpoint in between, and
+everything that new trainers cannot cure, ends the run, which may then begin again as a whole.
+
+Nothing of the failed attempt reaches the next one. Its tasks have ended with the stages, and their requests were
+aborted in the engines. Its threads are waited for: one of them may be giving a checkpoint its name. The engines take no
+request until they have the weights that the new trainers publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+
+from roll.configs import derived
+from roll.pipeline.algorithm import MismatchTooLarge, StalenessViolation
+from roll.pipeline.chaos import Chaos
+from roll.pipeline.journal import JournalKeeper
+from roll.pipeline.preflight import Prepared
+from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.resume import Restarts, ResumePoint, look_again, take_out_of_the_way
+from roll.pipeline.roles import Roles
+from roll.pipeline.stage import Stage, StageState
+from roll.pipeline.status import StatusKeeper
+from roll.rollout.admission import TooManyDrops
+from roll.rollout.scheduler import SourceExhausted, is_fatal
+from roll.runtime.workers import CALL_ERRORS
+from roll.tracking.summary import describe_error
+from roll.tracking.waits import ENGINE, START, acting, waiting
+from roll.weights.publisher import WEIGHT_BACKENDS
+
+INCURABLE = (StalenessViolation, MismatchTooLarge, TooManyDrops, SourceExhausted)
+"""Failures of stages that new trainers do not cure."""
+
+
+class TrainerRestarts:
+    """The remedy, and what lives on meanwhile: the task that looks after the engines."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        recorder: RunRecorder,
+        roles: Roles,
+        journal: JournalKeeper | None,
+        status: StatusKeeper,
+        chaos: Chaos,
+        restarts: Restarts,
+    ) -> None:
+        self._prepared, self._config = prepared, prepared.config
+        self._recorder, self._roles, self._journal = recorder, roles, journal
+        self._status, self._chaos, self._restarts = status, chaos, restarts
+        self._engines: asyncio.Task[None]
+        self._threads = self._new_threads()
+
+    @asynccontextmanager
+    async def engines_supervised(self) -> AsyncIterator[None]:
+        """Look after the engines while this is open."""
+        with acting(ENGINE, self._recorder.waits):
+            self._engines = asyncio.create_task(self._roles.pool.run(), name=ENGINE)
+        try:
+            yield
+        finally:
+            self._engines.cancel()
+            await asyncio.wait([self._engines])
+
+    async def engines(self) -> None:
+        """Wait for the end of the engines, which is a failure. A caller that is cancelled leaves them as they are."""
+        await asyncio.shield(self._engines)
+
+    async def after(self, failure: Exception, stages: Sequence[Stage]) -> ResumePoint:
+        """Start the trainers again after the ``stages`` have ended with a failure; return where the run resumes.
+
+        Raises ``failure`` if that is not allowed, or does not succeed.
+        """
+        point = None
+        try:
+            words = await self._allowed(failure, stages)
+            if words is not None:
+                self._recorder.event(f"{describe_error(failure)}; {words}")
+                self._status.starting()
+                with acting(START, self._recorder.waits):
+                    point = await self._begin_again()
+        except Exception as error:
+            self._recorder.event(f"the trainers could not begin again: {describe_error(error)}")
+            self._restarts.take_back()
+        if point is None:
+            raise failure
+        return point
+
+    async def _allowed(self, failure: Exception, stages: Sequence[Stage]) -> str | None:
+        """Return a message to the user if this remedy is tried."""
+        if self._journal is None or not self._may_help(failure, stages) or not self._can_be_replaced():
+            return None
+        await self._threads_ended()
+        return await asyncio.to_thread(self._restarts.in_place, self._config, self._recorder.run)
+
+    def _may_help(self, failure: Exception, stages: Sequence[Stage]) -> bool:
+        if isinstance(failure, CALL_ERRORS) and failure.worker.partition("/")[0] in self._roles.trainer_roles():
+            return True
+        raised = any(stage.state is StageState.FAILED for stage in stages)
+        return raised and not self._engines.done() and not is_fatal(failure) and not isinstance(failure, INCURABLE)
+
+    def _can_be_replaced(self) -> bool:
+        """Return False if trainers have connections to engines, or devices that a reward model may be about to take."""
+        roles, locks = self._roles.trainer_roles(), self._roles.locks
+        judges = derived.reward_models(self._config).keys()
+        return derived.weight_transport(self._config) not in WEIGHT_BACKENDS and not any(
+            locks[role].roles & judges for role in roles
+        )
+
+    async def _begin_again(self) -> ResumePoint:
+        config, run, journal = self._config, self._recorder.run, self._journal
+        assert journal is not None
+        await self._roles.pool.forget_weights()
+        await self._roles.end_trainers()
+        await asyncio.sleep(config.restarts.delay_seconds)
+        await journal.written()
+        point = await asyncio.to_thread(look_again, ResumePoint(run, None), config, self._prepared.source)
+        self._recorder.go_back(point.last_record, partial(take_out_of_the_way, point, config.max_ckpt_to_keep))
+        await self._roles.start_trainers(point.checkpoint, self._chaos.corrupted_versions())
+        roles = ", ".join(self._roles.trainer_roles())
+        self._recorder.event("\n".join([f"begun again in place after step {point.step}: {roles}", *point.notes]))
+        return point
+
+    async def _threads_ended(self) -> None:
+        """Wait until no thread of the failed attempt is left. Raises `TimeoutError`."""
+        before, self._threads = self._threads, self._new_threads()
+        with waiting("threads", "the end of threads of the driver"):
+            async with asyncio.timeout(self._config.stall_timeout_seconds):
+                await asyncio.to_thread(before.shutdown)
+
+    def _new_threads(self) -> ThreadPoolExecutor:
+        threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
+        asyncio.get_running_loop().set_default_executor(threads)
+        return threads
