@@ -90,7 +90,9 @@ class Replica:
         silence is not taken for a death. A change that has begun also ends if the caller is cancelled."""
         with waiting(f"changes of {self.name}", "another change of its weights"):
             await self._changing.acquire()
-        await asyncio.shield(asyncio.ensure_future(self._to_its_end(work)))
+        changing = asyncio.ensure_future(self._to_its_end(work))
+        changing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may ask any more
+        await asyncio.shield(changing)
 
     async def _to_its_end(self, work: Callable[[], Awaitable[None]]) -> None:
         try:

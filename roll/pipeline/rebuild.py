@@ -67,7 +67,7 @@ class TrainerRestarts:
             yield
         finally:
             self._engines.cancel()
-            await asyncio.wait([self._engines])
+            await asyncio.gather(self._engines, return_exceptions=True)
 
     async def engines(self) -> None:
         """Wait for the end of the engines, which is a failure. A caller that is cancelled leaves them as they are."""
@@ -78,7 +78,7 @@ class TrainerRestarts:
 
         Raises ``failure`` if that is not allowed, or does not succeed.
         """
-        point = None
+        point = words = None
         try:
             words = await self._allowed(failure, stages)
             if words is not None:
@@ -88,7 +88,8 @@ class TrainerRestarts:
                     point = await self._begin_again()
         except Exception as error:
             self._recorder.event(f"the trainers could not begin again: {describe_error(error)}")
-            self._restarts.take_back()
+            if words is not None:
+                self._restarts.take_back()
         if point is None:
             raise failure
         return point
@@ -104,10 +105,14 @@ class TrainerRestarts:
         if isinstance(failure, CALL_ERRORS) and failure.worker.partition("/")[0] in self._roles.trainer_roles():
             return True
         raised = any(stage.state is StageState.FAILED for stage in stages)
-        return raised and not self._engines.done() and not is_fatal(failure) and not isinstance(failure, INCURABLE)
+        return raised and not is_fatal(failure) and not isinstance(failure, INCURABLE)
 
     def _can_be_replaced(self) -> bool:
-        """Return False if trainers have connections to engines, or devices that a reward model may be about to take."""
+        """Return False if the run is interrupted or its engines have failed, too, or if trainers have connections to the
+        engines or share devices with a reward model, which may be about to take these."""
+        task = asyncio.current_task()
+        if self._engines.done() or (task is not None and task.cancelling()):
+            return False
         roles, locks = self._roles.trainer_roles(), self._roles.locks
         judges = derived.reward_models(self._config).keys()
         return derived.weight_transport(self._config) not in WEIGHT_BACKENDS and not any(

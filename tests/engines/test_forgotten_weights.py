@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from roll.rollout.clock import run_virtual
-from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, publication, request
 
 
 async def cancel(task):
@@ -111,10 +111,11 @@ def test_a_pool_that_falls_asleep_or_wakes_meanwhile_serves_in_the_end(monkeypat
             await cancel(moving)
             await local.pool.forget_weights()
             await local.pool.offload_states()
-            publishing = asyncio.create_task(local.publish(1))
-            await asyncio.sleep(after)
+            await local.pool.buffers.acquire(1)
+            again = publication(1)
+            local.pool.announce(again)
             await local.pool.load_states()
-            await publishing
+            await local.pool.publish(again)
             assert (await local.pool.generate(request())).versions.tolist() == [1] * 4
 
     run_virtual(scenario())
