@@ -67,7 +67,9 @@ class TrainerRestarts:
             yield
         finally:
             self._engines.cancel()
-            await asyncio.gather(self._engines, return_exceptions=True)
+            await asyncio.wait([self._engines])
+            if not self._engines.cancelled():
+                self._engines.exception()  # mark it as retrieved: `engines` has raised it, or the run has ended before
 
     async def engines(self) -> None:
         """Wait for the end of the engines, which is a failure. A caller that is cancelled leaves them as they are."""
@@ -108,8 +110,8 @@ class TrainerRestarts:
         return raised and not is_fatal(failure) and not isinstance(failure, INCURABLE)
 
     def _can_be_replaced(self) -> bool:
-        """Return False if the run is interrupted or its engines have failed, too, or if trainers have connections to the
-        engines or share devices with a reward model, which may be about to take these."""
+        """Return False if the run is interrupted, if its engines have failed, too, or if trainers have connections to
+        engines, or devices that a reward model may be about to take."""
         task = asyncio.current_task()
         if self._engines.done() or (task is not None and task.cancelling()):
             return False

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import yaml
 from fake_cluster import IN_THIS_PROCESS
 from runs import FinishedRun, run_pipeline
 from test_agentic_runs import agentic_config
 from tiny import tiny_config
 
+from roll.configs.loader import load_config
 from roll.data.records import derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.roles import Roles
@@ -70,9 +70,7 @@ def assert_nothing_lost_or_doubled(run: FinishedRun, *, steps: int = STEPS, went
     assert len(set(trained_on)) == len(trained_on) == ledger["consumed"] == steps * BATCH
     assert ledger["issued"] == ledger["consumed"] + dropped and ledger["in_flight"] == ledger["buffered"] == 0
     assert len(set(range(ledger["issued"])) - set(trained_on)) == dropped
-    assert summary["lag/max"] <= max(
-        1, yaml.safe_load((run.folder / "config.yaml").read_text())["async_generation_ratio"]
-    )
+    assert summary["lag/max"] <= load_config(run.folder / "config.yaml").async_generation_ratio
 
 
 def assert_same_engines(run: FinishedRun, settings: Mapping[str, Any], *, trainers: int = 2) -> None:

@@ -76,7 +76,7 @@ function timelineView(timeline) {
     h("div", { class: "lanes" }, names, h("div", {}, canvas)), readout,
     h("p", { class: "quiet" }, "Beside each lane: the share of the time in view in which it worked. A stage that waits for input waits for the stage before it (rollout: for groups that are generated and judged)."),
     timeline.bins ? h("p", { class: "quiet" }, `${number(timeline.spans_recorded)} spans were recorded. Those after ${seconds(timeline.detail_from / 1e3)} are drawn one by one; before, each lane shows how much of each stretch of time it spent in each state.`) : "",
-    run.resumed_at.length ? h("p", { class: "quiet" }, `The run went on after step ${run.resumed_at.join(", ")}; this is the timeline of its last process. Earlier ones are in timeline-before*.json.`) : "",
+    run.resumed_at.length ? h("p", { class: "quiet" }, `The run went on after step ${run.resumed_at.join(", ")}; this is the timeline since then. Earlier ones are in timeline-before*.json.`) : "",
     laneTable(timeline),
   ];
 }
