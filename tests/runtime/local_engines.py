@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -203,6 +204,7 @@ class LocalHandle:
         self.dies_at: str | None = None
         """Method whose call the process does not survive."""
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._working: set[asyncio.Future[Any]] = set()
         place = WorkerPlace(0, "cpu", (index,), 1)
         self.worker = LocalWorker(WorkerIdentity("actor_infer", index, 1, place, None))
 
@@ -217,22 +219,28 @@ class LocalHandle:
             raise WorkerDied(self.name, "it was killed by the test")
 
     async def call(self, method, *args, timeout=None):
+        """As in a process, a call that nobody waits for any more goes on."""
         self.calls[method] += 1
         if method == self.dies_at:
             self.kill()
         work = asyncio.ensure_future(getattr(self.worker, method)(*args))
-        try:
-            await asyncio.wait([work, self._death], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if self._death.done():
-                raise WorkerDied(self.name, "it was killed by the test")
-            if not work.done():
-                raise WorkerTimeout(self.name, method, timeout)
-            if work.exception() is not None:
-                error = work.exception()
-                raise WorkerFailed(self.name, method, repr(error), type(error).__name__)
-            return work.result()
-        finally:
+        self._working.add(work)
+        work.add_done_callback(self._ended)
+        await asyncio.wait([work, self._death], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._death.done():
             work.cancel()
+            raise WorkerDied(self.name, "it was killed by the test")
+        if not work.done():
+            raise WorkerTimeout(self.name, method, timeout)
+        if work.exception() is not None:
+            error = work.exception()
+            raise WorkerFailed(self.name, method, repr(error), type(error).__name__)
+        return work.result()
+
+    def _ended(self, work):
+        self._working.discard(work)
+        if not work.cancelled():
+            work.exception()
 
     @property
     def actor(self):
@@ -248,6 +256,8 @@ class LocalHandle:
     def kill(self):
         if not self._death.done():
             self._death.set_result(None)
+        for work in self._working:
+            work.cancel()
 
 
 class NothingToCarry:
