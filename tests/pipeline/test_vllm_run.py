@@ -96,6 +96,25 @@ def test_vllm_shares_the_device_of_the_trainer(vllm_task, ray_cluster):
     assert all(step["mismatch/canary_abs_mean"] < 1e-5 for step in run.metrics)
 
 
+@pytest.mark.timeout(400)
+def test_vllm_lives_on_when_the_trainer_is_killed_and_computes_with_the_weights_of_the_next_one(vllm_task, ray_cluster):
+    """Versions that it had come by again: nothing that it has cached of the earlier ones is taken for theirs."""
+    config = vllm_config(
+        vllm_task,
+        max_steps=8,
+        save_steps=3,
+        weight_update__canary_interval=1,
+        restarts={"max_in_a_row": 1, "delay_seconds": 0},
+        chaos={"enabled": True, "events": [{"kind": "kill", "role": "actor_train", "at_step": 5}]},
+    )
+    run = run_pipeline(vllm_task, ray_cluster, config)
+    assert len(run.metrics) == 8 and run.summary["status"] == "success" and len(run.summary["resumed_at"]) == 1
+    assert_balanced(run)
+    assert all(step["mismatch/canary_abs_mean"] < 1e-5 for step in run.metrics)
+    started = (run.folder / "logs" / "driver.log").read_text().count
+    assert started("worker actor_infer/0 runs as process") == 1 and started("worker actor_train/0 runs as process") == 2
+
+
 def assert_balanced(run: FinishedRun) -> None:
     """Every batch was whole, and no group is unaccounted for."""
     ledger = run.summary["ledger"]
