@@ -10,7 +10,7 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -97,7 +97,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """The names as parameters: those that are chosen are for each change, and all are for `make test-all`."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.tier("all")) for name in names]
+
+
+@pytest.mark.parametrize("settings", quick(SETTINGS, "split", "colocated"))
 def test_a_trainer_that_dies_is_replaced_while_engines_live_on(task, settings):
     config = again(task, save_steps=3, **killing("actor_train", 5), **SETTINGS[settings])
     run = run_pipeline(task, IN_THIS_PROCESS, config)
@@ -108,7 +113,7 @@ def test_a_trainer_that_dies_is_replaced_while_engines_live_on(task, settings):
     assert put_aside[-1]["step"] >= 4, "steps that were on record are done again"
 
 
-@pytest.mark.parametrize("role", ["critic", "reference"])
+@pytest.mark.parametrize("role", quick(["critic", "reference"], "critic"))
 def test_so_is_a_critic_or_a_reference_and_all_go_back_together(task, role, capsys):
     config = again(task, **killing(role, 3), **CRITIC, **REFERENCE)
     run = run_pipeline(task, IN_THIS_PROCESS, config)
@@ -121,6 +126,7 @@ def test_so_is_a_critic_or_a_reference_and_all_go_back_together(task, role, caps
     assert set(roles.split(", ")) == {"actor_train", "critic", "reference"}
 
 
+@pytest.mark.tier("all")
 def test_environments_live_on_too(task):
     """A group is eight episodes of one seed."""
     episodes = agentic_config(task, max_steps=STEPS, save_steps=2, async_generation_ratio=1, num_logged_samples=BATCH)
@@ -186,7 +192,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", quick(MOMENTS, "while it sends", "while it writes", "while engines fall asleep"))
 def test_a_trainer_may_die_at_any_moment(task, monkeypatch, moment):
     owner, method, number, settings = MOMENTS[moment]
     if "validation__mode" in settings:
@@ -205,6 +211,7 @@ def test_a_trainer_that_dies_before_the_first_checkpoint_begins_again_at_step_0_
     assert run.summary["resumed_at"] == [0]
 
 
+@pytest.mark.tier("all")
 def test_two_deaths_with_a_checkpoint_in_between_count_once_each_and_engines_outlive_both(task):
     wait = {"stages": {"advantage": "custom_parts:waits_for_checkpoints"}}
     run = run_pipeline(task, IN_THIS_PROCESS, again(task, **killing("actor_train", 2, 5), **wait))
@@ -212,6 +219,7 @@ def test_two_deaths_with_a_checkpoint_in_between_count_once_each_and_engines_out
     assert_same_engines(run, {}, trainers=3)
 
 
+@pytest.mark.tier("all")
 def test_a_second_death_in_a_row_starts_everything_again_and_a_third_ends_the_run(task, capsys):
     """As often as allowed: the second one was not cured by new trainers."""
     config = again(task, allowed=2, save_steps=STEPS - 1, **killing("actor_train", 1, 2, 3))
@@ -259,6 +267,7 @@ def test_an_interruption_meanwhile_ends_the_run(task, monkeypatch):
     assert run.summary["status"] == "interrupted" and set(started(run).values()) == {1}
 
 
+@pytest.mark.tier("all")
 def test_meanwhile_the_run_is_said_to_start(task, monkeypatch):
     start, seen = Roles.start_trainers, []
 
@@ -280,6 +289,7 @@ def test_a_stage_that_raises_once_is_tried_again_with_the_same_engines(task, cap
     assert "RuntimeError: once; the trainers begin again after step" in capsys.readouterr().out
 
 
+@pytest.mark.tier("all")
 def test_what_new_trainers_cannot_cure_starts_everything_again(task, capsys):
     """A policy that learned from a token that is too old must not be asked twice."""
     run = run_pipeline(task, IN_THIS_PROCESS, again(task, stages={"advantage": "custom_parts:too_old_once"}))
@@ -288,6 +298,7 @@ def test_what_new_trainers_cannot_cure_starts_everything_again(task, capsys):
     assert started(run)["actor_infer/0"] == 2
 
 
+@pytest.mark.tier("all")
 def test_a_fault_that_was_injected_is_not_injected_again(task):
     corrupted = {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "at_step": 3}]}}
     run = run_pipeline(task, IN_THIS_PROCESS, again(task, **corrupted))
