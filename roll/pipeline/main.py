@@ -162,7 +162,8 @@ def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Cal
         "garbage": collect_rarely,
         VALIDATION: context.records.run,
     }
-    trainers = {"actor_train": context.trainer, "reference": context.reference, "critic": context.critic}
+    trainers: dict[str, object] = {"actor_train": context.trainer, "reference": context.reference}
+    trainers["critic"] = context.critic
     if context.logp is not None:
         tasks[LOGP] = context.logp.run
         trainers[LOGP] = context.logp.group
