@@ -40,7 +40,7 @@ def plan(config: PipelineConfig) -> str:
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
-        ("data", data),
+        ("data", data or "not named yet"),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
         (

@@ -28,6 +28,8 @@ def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
             path = f"{name}.strategy_args.strategy_config.zero_optimization.stage"
             remedy = f"write 1 (the same steps in less memory), or `{name}.model_args.dtype: float32`"
             yield ConfigProblem(path, "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones", remedy)
+        if role.model_args.dtype == "float16" and isinstance(strategy, Trainer):
+            yield from _float16_problems(name, chosen)
         path, target = f"{name}.model_args.lora_target", role.model_args.lora_target
         if name != "actor_train" or target is None:
             continue
@@ -38,6 +40,17 @@ def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if not target:
             remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
             yield ConfigProblem(path, f"{shown(target)} names no layer", remedy)
+
+
+def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
+    """Yield why a role cannot compute in float16: its small gradients would become 0 without a loss scale."""
+    path = f"{role}.model_args.dtype"
+    if role in TRAINED_ROLES:
+        message = "float16 loses small gradients without a loss scale, which no trainer here has"
+        yield ConfigProblem(path, message, "write `bfloat16`, or `float32`")
+    elif strategy not in ("fsdp2_train", "hf_infer"):
+        message = f"{strategy} computes in float32 and bfloat16 only"
+        yield ConfigProblem(path, message, "write `bfloat16`, or use `fsdp2_train` or `hf_infer`")
 
 
 def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -23,10 +23,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from roll.check.config import check_config
+from roll.check.config import check_config, read_config
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
-from roll.configs.loader import dump_config, load_config
+from roll.configs.loader import dump_config
 from roll.configs.run import PipelineConfig
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_CONFIGURATION
     options = _parser(arguments).parse_args(arguments)
     attempt = partial(attempt_run, options.config)
-    ended = attempt(lambda: load_config(options.config, options.overrides), started)
+    ended = attempt(lambda: read_config(options.config, options.overrides, say), started)
     if ended.failed is None:
         return ended.exit_code
     return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic()))

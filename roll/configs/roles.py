@@ -28,8 +28,10 @@ class ModelArguments:
     model_name_or_path: str | None = option(
         None, "Folder or hub name of the model. Default: `pretrain` (or `reward_pretrain` for reward models)."
     )
-    dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "Computing precision. Training keeps float32 master weights and gradients in either case."
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32",
+        "Computing precision. Training keeps float32 master weights and gradients in any case. `float16`: generation, "
+        "reward models, and a reference of `fsdp2_train` or `hf_infer`.",
     )
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option(
         "sdpa", "Attention implementation handed to transformers."
