@@ -81,22 +81,22 @@ def read_config(
     try:
         config = load_config(path, overrides, told.append)
         if told:
-            told += _leave_out_without_effect(config)
+            told += leave_out_without_effect(config).values()
         return config
     finally:
         if told and tell is not None:
             tell("\n  ".join(told))
 
 
-def _leave_out_without_effect(config: PipelineConfig) -> list[str]:
-    """Set keys without effect to their defaults, and return a sentence for each. One may leave others without."""
+def leave_out_without_effect(config: PipelineConfig) -> dict[str, str]:
+    """Set keys without effect to their defaults, and return a sentence for each path. One may leave others without."""
     sentences: dict[str, str] = {}
     while True:
         found = {each.path: each.message for each in _faults(config) if isinstance(each, NoEffect)}
         sections = {where: (section, item) for where, section, _, item in values_below(config)}
         new = [where for where in found if where in sections and where not in sentences]
         if not new:
-            return list(sentences.values())
+            return sentences
         for where in new:
             section, item = sections[where]
             setattr(section, item.name, default_of(item))

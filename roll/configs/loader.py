@@ -196,6 +196,11 @@ def load_config(
     return _typed(written, overrides, partial(_tell_dialect, str(path), tell))
 
 
+def resolved_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with the references among its keys resolved, as far as they lead somewhere."""
+    return _resolved(tree, (), _References())[0]
+
+
 def _tell_dialect(path: str, tell: Callable[[str], None] | None, lines: Sequence[str]) -> None:
     if tell is not None:
         tell("\n  ".join([f"{path} is in ROLL's dialect (docs/migration/roll.md); read as follows:", *lines]))

@@ -125,6 +125,12 @@ class Translation:
         self.lost.append(f"{path}: {shown(value, path.rpartition('.')[2])}: {reason}")
         self.lines.append(f"lost: {self.lost[-1]}")
 
+    def lose_unread(self) -> None:
+        """Name each key that was left to a function, and that none has read, as without effect beside the others."""
+        for parts in sorted(self.unread):
+            self.no_effect(".".join(parts), self.given[parts], "other keys decide")
+        self.unread = set()
+
     def lack(self, path: str, what: str) -> None:
         """Name something that has to be added to the file."""
         self.missing.append(f"{path}: {what}")
