@@ -7,6 +7,8 @@ effect here and what is missing stands at the end of the file, and is printed.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -88,7 +90,12 @@ def _text(name: str) -> str:
 def converted(text: str, source: str, origin: str) -> Translation:
     """Return the translation of a text; ``source`` is its file name. Raises `ConfigError`."""
     given = read_keys(text, source)
-    plain = {key: value for key, value in given.items() if origin == "trl" or not is_computed(value)}
+    telling = trl.COMPUTED if origin == "trl" else ()
+    plain = {
+        key: str(value) if is_computed(value) else value
+        for key, value in given.items()
+        if key[0] in telling or not is_computed(value)
+    }
     done = ORIGINS[origin](plain)
     foreign = [line for line in done.lost if "knows no key" in line]
     if not plain or len(foreign) == len(plain):
@@ -98,6 +105,8 @@ def converted(text: str, source: str, origin: str) -> Translation:
         if key not in plain:
             done.lose(".".join(key), value, "the script computes it: write it by hand")
     done.values = {key: value for key, value in done.values.items() if value is not None}
+    for name in sorted({name for value in done.values.values() for name in _variables(value)} - os.environ.keys()):
+        done.lack(f"variable {name}", "set it before `roll` runs, or write its value")
     try:
         inert = leave_out_without_effect(config_from_tree(done.tree()))
     except ConfigError:
@@ -107,6 +116,11 @@ def converted(text: str, source: str, origin: str) -> Translation:
             del done.values[key]
             done.without_effect.append(sentence)
     return done
+
+
+def _variables(value: Any) -> list[str]:
+    """Return the variables of the environment that a value refers to."""
+    return re.findall(r"\$\{oc\.env:(\w+)\}", str(value))
 
 
 def written(done: Translation, source: str) -> str:

@@ -286,12 +286,12 @@ def _rows(
         except _BadRow as cause:
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
-                remedy = "correct or delete the row, or name its columns under `columns`"
+                remedy = "correct or delete the line, or name its columns under `columns`"
                 problems.add(path, f"{names[1]}:{number}: {cause}", remedy)
     if not rows and not bad:
         problems.add(path, f"`{names[1]}` has no prompts", "give a file with one JSON object per line")
     if bad > MAX_PROBLEMS_PER_FILE:
-        message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows of `{names[1]}` are wrong"
+        message = f"{bad - MAX_PROBLEMS_PER_FILE} more lines of `{names[1]}` are wrong"
         problems.add(path, message, "check the format of the whole file")
     return rows
 

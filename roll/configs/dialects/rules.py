@@ -222,6 +222,11 @@ def _matches(parts: Path, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
+def whole(value: Any) -> int | None:
+    """Return a whole number above 0; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 def leaves(tree: Mapping[str, Any], parts: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield each key below a tree that holds no mapping, or an empty one, with its value."""
     for key, value in tree.items():

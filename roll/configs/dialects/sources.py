@@ -45,7 +45,8 @@ _LARGEST = 2**53
 def read_keys(text: str, source: str) -> dict[Path, Any]:
     """Return the keys and values of a text; ``source`` is its file name, whose ending says what it is.
 
-    The flag ``--a-b 1`` is the key ``a-b``, ``x.y=1`` is ``x.y``. Raises `ConfigError`.
+    The flag ``--a-b 1`` is the key ``a-b``, ``x.y=1`` is ``x.y``; ``entry`` is the module or script that the last such
+    command starts. Raises `ConfigError`.
     """
     ending = FilePath(source).suffix
     if ending == ".toml":
@@ -79,8 +80,22 @@ def _of_shell(text: str) -> dict[Path, Any]:
                 variables[name] = value.removeprefix("(")
             elif (match := _DOTTED.fullmatch(word)) is not None:
                 found[tuple(match["key"].split("."))] = plain_value(_from_environment(match["value"]))
-        found |= _flags([_from_environment(word) for word in words])
+        entry = _entry(words)
+        if entry is not None:
+            found["entry",] = entry
+        words = [_from_environment(word) for word in words]
+        script = next((index for index, word in enumerate(words) if word == "trl" or word.endswith(".py")), 0)
+        found |= _flags(words[:script]) | _flags(words[script:])
     return found
+
+
+def _entry(words: list[str]) -> str | None:
+    """Return the module or script that a command starts with Python, if it has arguments."""
+    for index, word in enumerate(words[:-1]):
+        if re.fullmatch(r"(.*/)?python[\d.]*", word):
+            rest = [each for each in words[index + 1 :] if each not in ("-u", "-m")]
+            return rest[0] if len(rest) > 1 and not rest[0].startswith("-") else None
+    return None
 
 
 def _commands(text: str) -> Iterator[list[str]]:
@@ -206,6 +221,7 @@ def _of_python(text: str, source: str) -> dict[Path, Any]:
                 found.setdefault((key,), value)
             found |= {(f"dataset_{word.arg}",): _literal(word.value) for word in node.keywords if word.arg == "split"}
         elif name.endswith(("Config", "Trainer")):
+            found["entry",] = f"{found.get(('entry',), '')} {name}".strip()
             prefix = ("peft_config",) if name == "LoraConfig" else ()
             found |= {
                 (*prefix, word.arg): _literal(word.value)

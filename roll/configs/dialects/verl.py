@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, later, lost, none, to, translated
+from roll.configs.dialects.rules import Path, Rule, Translation, later, lost, none, to, translated, whole
 
 ORIGIN = "verl"
 _AR = "actor_rollout_ref"
@@ -18,6 +18,7 @@ _MEGATRON = f"{_AR}.actor.megatron"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
 
 RULES: dict[str, Rule] = {
+    "entry": later(),
     # data
     "data.train_files": later("write `actor_train.data_args.file_name`"),
     "data.val_files": later("write `validation.data_args.file_name`"),
@@ -227,16 +228,13 @@ COLUMNS = {"messages": "prompt", "domain": "data_source", "ground_truth": "rewar
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of verl's keys."""
-    done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
+    keys = {parts: value for parts, value in given.items() if len(parts) > 1 or parts == ("entry",)}
+    done = translated(ORIGIN, keys, RULES, unknown_is_ours=False)
     for step in (_data, _devices, _trainer, _batches, _loss, _kl, _critic, _engine, _asynchrony, _validation, _rewards):
         step(done)
     _running(done)
     done.lose_unread()
     return done
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _files(value: Any) -> list[str]:
@@ -259,24 +257,24 @@ def _data(done: Translation) -> None:
     done.put("actor_train.data_args.overlong_prompts", "drop" if drops or cut != "error" else "error", note)
     batch, generated = done.get("data.train_batch_size"), done.get("data.gen_batch_size")
     mini = done.get(f"{_AR}.actor.ppo_mini_batch_size")
-    if _number(batch) is not None:
+    if whole(batch) is not None:
         done.put("rollout_batch_size", batch)
-    elif _number(mini) is not None:
-        wanted = _number(done.get("async_training.require_batches")) or 1
+    elif whole(mini) is not None:
+        wanted = whole(done.get("async_training.require_batches")) or 1
         note = f"{wanted} x the {mini} prompts of `ppo_mini_batch_size`, as `train_batch_size` is not used there"
         done.put("rollout_batch_size", wanted * mini, note)
-    if _number(generated) is not None and _number(batch) is not None:
+    if whole(generated) is not None and whole(batch) is not None:
         done.no_effect("data.gen_batch_size", generated, "filtered groups are generated again by themselves")
 
 
 def _devices(done: Translation) -> None:
-    nodes, per_node = _number(done.get("trainer.nnodes", 1)), _number(done.get("trainer.n_gpus_per_node", 8))
+    nodes, per_node = whole(done.get("trainer.nnodes", 1)), whole(done.get("trainer.n_gpus_per_node", 8))
     done.put("cluster.device", "cuda")
     if nodes is None or per_node is None:
         done.lack("cluster", "how many nodes and GPUs there are was not a plain number; one node of 8 is written")
         nodes, per_node = nodes or 1, per_node or 8
-    apart = _number(done.get("rollout.n_gpus_per_node"))
-    apart_nodes = _number(done.get("rollout.nnodes", 0)) or 0
+    apart = whole(done.get("rollout.n_gpus_per_node"))
+    apart_nodes = whole(done.get("rollout.nnodes", 0)) or 0
     ratios = next((done.get(".".join(parts)) for parts in done.given if parts[-1] == "use_nodes_ratios"), None)
     total_nodes, devices = nodes, per_node
     if apart is not None and apart_nodes == nodes:  # on the same nodes, beside the trainer
@@ -310,15 +308,15 @@ def _devices(done: Translation) -> None:
 
 def _ranks(done: Translation) -> int:
     """Return the data-parallel ranks of the trainer."""
-    nodes, per_node = _number(done.get("trainer.nnodes", 1)) or 1, _number(done.get("trainer.n_gpus_per_node", 8)) or 8
+    nodes, per_node = whole(done.get("trainer.nnodes", 1)) or 1, whole(done.get("trainer.n_gpus_per_node", 8)) or 8
     share = done.ours("cluster.shares.train")
     devices = nodes * per_node
     if share is not None:
         devices = nodes * round(share * done.ours("cluster.num_devices_per_node"))
     split = 1
     if done.ours("actor_train.strategy_args.strategy_name") == "megatron_train":
-        split = (_number(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1) * (
-            _number(done.ours(f"{_OPTIONS}.pipeline_model_parallel_size")) or 1
+        split = (whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1) * (
+            whole(done.ours(f"{_OPTIONS}.pipeline_model_parallel_size")) or 1
         )
     return max(1, devices // split)
 
@@ -336,11 +334,11 @@ def _trainer(done: Translation) -> None:
         done.values.pop(("actor_train", "use_sequence_packing"), None)
         if done.has(f"{_AR}.model.enable_gradient_checkpointing"):
             done.no_effect(f"{_AR}.model.enable_gradient_checkpointing", checkpointing, "`recompute_granularity` says it")
-        if _number(done.ours(f"{_OPTIONS}.context_parallel_size")) == 1:
+        if whole(done.ours(f"{_OPTIONS}.context_parallel_size")) == 1:
             done.values.pop((*_OPTIONS.split("."), "context_parallel_size"))
     rank, target = done.get(f"{_AR}.model.lora_rank", 0), done.get(f"{_AR}.model.target_modules", "all-linear")
     alpha = done.get(f"{_AR}.model.lora_alpha")
-    if _number(rank) is not None:
+    if whole(rank) is not None:
         done.put("actor_train.model_args.lora_rank", rank)
         done.put("actor_train.model_args.lora_target", target)
         if alpha is not None:
@@ -356,18 +354,18 @@ def _trainer(done: Translation) -> None:
 
 def _batches(done: Translation) -> None:
     """A mini-batch counts prompts in verl and micro-batches here."""
-    prompts, samples = _number(done.ours("rollout_batch_size")), _number(done.ours("num_return_sequences_in_group"))
-    mini = _number(done.get(f"{_AR}.actor.ppo_mini_batch_size", 256))
+    prompts, samples = whole(done.ours("rollout_batch_size")), whole(done.ours("num_return_sequences_in_group"))
+    mini = whole(done.get(f"{_AR}.actor.ppo_mini_batch_size", 256))
     micro = done.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu") or done.get(f"{_AR}.actor.ppo_micro_batch_size")
     dynamic = done.get(f"{_AR}.actor.use_dynamic_bsz", False)
     tokens = done.get(f"{_AR}.actor.ppo_max_token_len_per_gpu")
     if samples is None:
         samples = 1
         done.put("num_return_sequences_in_group", 1, "verl's default of `rollout.n`")
-    size = 1 if dynamic else _number(micro) or 1
+    size = 1 if dynamic else whole(micro) or 1
     if not dynamic:
         done.put("actor_train.use_dynamic_batching_in_train", False)
-    elif _number(tokens) is not None:
+    elif whole(tokens) is not None:
         done.put("actor_train.max_tokens_per_microbatch_in_train", tokens)
     if prompts is None or mini is None:
         return
@@ -404,10 +402,10 @@ def _loss(done: Translation) -> None:
         done.put(f"{arguments}.epsilon_high", high)
     if loss == "dppo":
         done.put(f"{arguments}.divergence", mode.removeprefix("dppo_"))
-    for key in ("tau_pos", "tau_neg"):
+    for key, ours in (("tau_pos", "tau_positive"), ("tau_neg", "tau_negative")):
         value = done.get(f"{_AR}.actor.{key}")
         if value is not None and loss == "sapo":
-            done.put(f"{arguments}.{key}", value)
+            done.put(f"{arguments}.{ours}", value)
     agg = done.get(f"{_AR}.actor.loss_agg_mode", "token-mean")
     if loss in _SEQUENCE_LOSSES:
         done.put("loss_agg_mode", "seq-mean-token-mean", "what verl takes for this loss")
@@ -510,15 +508,17 @@ def _engine(done: Translation) -> None:
 def _asynchrony(done: Translation) -> None:
     last = {parts[-1]: ".".join(parts) for parts in done.given}
     ahead = done.get(last["generate_ahead_steps"]) if "generate_ahead_steps" in last else None
-    if _number(ahead) is not None:
+    if whole(ahead) is not None:
         note = "2 steps ahead there are one step off" if ahead == 2 else f"{ahead} steps ahead there, one less here"
         done.put("async_generation_ratio", max(0, ahead - 1), note)
     for key in ("async_pipeline", "async_strategy"):
         value = done.get(last[key]) if key in last else None
         if value not in (None, False, "none", "sync") and done.ours("async_generation_ratio") is None:
             done.put("async_generation_ratio", 1, f"`{key}`: one step off")
-    steps = _number(done.get("rollout.total_rollout_steps"))
-    prompts = _number(done.ours("rollout_batch_size"))
+    if "one_step_off" in str(done.get("entry", "")):
+        done.put("async_generation_ratio", 1, "verl's recipe is one step off")
+    steps = whole(done.get("rollout.total_rollout_steps"))
+    prompts = whole(done.ours("rollout_batch_size"))
     if steps is not None and prompts is not None and done.ours("max_steps") is None:
         done.put("max_steps", max(1, steps // prompts), f"{steps} prompts are so many steps of {prompts}")
 
@@ -526,7 +526,7 @@ def _asynchrony(done: Translation) -> None:
 def _validation(done: Translation) -> None:
     rhythm, files = done.get("trainer.test_freq", -1), done.get("data.val_files")
     settings = {parts[-1]: done.get(".".join(parts)) for parts in done.given if "val_kwargs" in parts}
-    if _number(rhythm) is None:
+    if whole(rhythm) is None:
         done.values.pop(("val_batch_size",), None)
         return
     if files is None:
