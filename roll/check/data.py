@@ -104,7 +104,9 @@ def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 reason = "is empty"
             if reason:
                 where = f"{path}.file_name" + ("" if isinstance(data.file_name, str) else f"[{index}]")
-                yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line, or a Parquet file")
+                yield ConfigProblem(
+                    where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line, or a Parquet file"
+                )
 
 
 def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:

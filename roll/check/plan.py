@@ -214,7 +214,9 @@ def _inputs(config: PipelineConfig) -> Iterator[Need]:
     sources = [source for section in data_sections(config).values() for source in section.hub]
     for dataset in sorted({source.dataset for source in sources}):
         here = Path(dataset).is_dir()
-        yield _need(f"data set {dataset}", here, "fetched from the hub when the run starts, if it is not cached", "here")
+        yield _need(
+            f"data set {dataset}", here, "fetched from the hub when the run starts, if it is not cached", "here"
+        )
 
 
 def _packages(config: PipelineConfig) -> Iterator[Need]:

@@ -1,7 +1,7 @@
 """`roll convert FILE --from SYSTEM`: another system's configuration or command line as a file of ours.
 
-Nothing of the other system is run or imported. A line whose meaning has changed has a comment; what is lost, what has no
-effect here and what is missing stands at the end of the file, and is printed.
+Nothing of the other system is run or imported. A line whose meaning has changed has a comment; what is lost, what has
+no effect here and what is missing stands at the end of the file, and is printed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from roll.check.config import leave_out_without_effect
 from roll.configs.dialects import prime_rl, roll, slime, trl, verl
 from roll.configs.dialects.rules import Path as Key
-from roll.configs.dialects.rules import Translation, leaves, nested
+from roll.configs.dialects.rules import Translation, nested
 from roll.configs.dialects.sources import is_computed, read_keys
 from roll.configs.errors import ConfigError
-from roll.configs.loader import config_from_tree, dump_yaml, resolved_tree
+from roll.configs.loader import config_from_tree, dump_yaml
 from roll.configs.plugins import problem
 from roll.tracking.files import say
 
@@ -28,7 +28,7 @@ CONVERTED, FAILED, BAD_INPUT = 0, 1, 2
 WIDTH = 120
 
 ORIGINS: dict[str, Callable[[Mapping[Key, Any]], Translation]] = {
-    "roll": lambda given: roll.translate(resolved_tree(nested(given))),
+    "roll": lambda given: roll.translate(nested(given)),
     "verl": verl.translate,
     "trl": trl.translate,
     "prime-rl": prime_rl.translate,
@@ -107,6 +107,8 @@ def converted(text: str, source: str, origin: str) -> Translation:
     done.values = {key: value for key, value in done.values.items() if value is not None}
     for name in sorted({name for value in done.values.values() for name in _variables(value)} - os.environ.keys()):
         done.lack(f"variable {name}", "set it before `roll` runs, or write its value")
+    for each in done.problems:
+        done.lack(each.path, each.message)
     try:
         inert = leave_out_without_effect(config_from_tree(done.tree()))
     except ConfigError:
@@ -168,6 +170,4 @@ def _comments(lines: Sequence[str]) -> list[str]:
 def _wrapped(text: str, prefix: str) -> list[str]:
     """Return a comment of one or more lines. A text cannot leave it: line breaks become spaces."""
     flat = " ".join(text.split()) if not text.startswith("  ") else "  " + " ".join(text.split())
-    return textwrap.wrap(
-        flat, WIDTH, initial_indent=prefix, subsequent_indent=prefix + "    ", break_on_hyphens=False
-    )
+    return textwrap.wrap(flat, WIDTH, initial_indent=prefix, subsequent_indent=prefix + "    ", break_on_hyphens=False)

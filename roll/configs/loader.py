@@ -139,10 +139,10 @@ def _unknown_key(parts: tuple[PathPart, ...], root: type, tree: dict[str, Any]) 
     level = dataclass_of(kind_at(root, parts[:-1]))
     known = list(field_types(level)) if level is not None else []
     message = f"unknown key (its value: {shown(_value_at(parts, tree), name)})"
-    return ConfigProblem(join(parts), message, _name_remedy(join(parts), name, known, root))
+    return ConfigProblem(join(parts), message, _name_remedy(name, known, root))
 
 
-def _name_remedy(path: str, name: str, known: Sequence[str], root: type) -> str:
+def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
     sections = _sections(root)
     close, near = nearest(name, known, cutoff=0.75), nearest(name, known)
     elsewhere = nearest(name, sections, cutoff=0.75)
@@ -154,7 +154,7 @@ def _name_remedy(path: str, name: str, known: Sequence[str], root: type) -> str:
         return f"`{name}` belongs under {_under(sections[name])}"
     if name in RENAMED:
         return f"this is called `{RENAMED[name]}` here"
-    if (foreign := foreign_hint(path)) is not None:
+    if (foreign := foreign_hint(name)) is not None:
         return foreign
     if near:
         return f"did you mean `{near}`?"
@@ -240,6 +240,7 @@ def _typed(
         file = tree if not overrides else _resolved(written, (), _References())[0]
         reading = rolls_dialect.translate(tree, file)
         tell_dialect(reading.lines)
+        problems += reading.problems
         tree = reading.tree()
         cls = _config_class(tree, ())
         tree = _laid_over(asdict(cls()), tree)

@@ -3,10 +3,10 @@
 `load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
 its result depends only on the files, the configuration and the seed. Files are untrusted: a line that is not UTF-8,
 JSON or a prompt is reported with its file and number, and a column that does not fit with its name. Parquet files and
-data sets of the hub are read by the package `datasets`; its loading scripts are never run. The text that is tokenised is exactly the text in the logs. No
-special token is added to the data: a raw prompt that needs a leading token contains it, and a chat template writes its
-own. A folder whose tokenizer needs no class of its own is read without importing torch (under a second); every other
-tokenizer goes through `AutoTokenizer`.
+data sets of the hub are read by the package `datasets`, which runs no loading scripts. The text that is tokenised is
+exactly the text in the logs. No special token is added to the data: a raw prompt that needs a leading token contains
+it, and a chat template writes its own. A folder whose tokenizer needs no class of its own is read without importing
+torch (under a second); every other tokenizer goes through `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -327,7 +327,9 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str) -> PromptRow:
     text, messages = _take_text(row), _take_messages(row)
     if text is None and messages is None:
-        raise _BadRow("neither `prompt` nor `messages`" + (f"; it has {', '.join(f'`{key}`' for key in row)}" if row else ""))
+        raise _BadRow(
+            "neither `prompt` nor `messages`" + (f"; it has {', '.join(f'`{key}`' for key in row)}" if row else "")
+        )
     return PromptRow(
         prompt_id=prompt_id,
         origin=origin,

@@ -1,5 +1,5 @@
-"""The two configurations of ROLL's documentation train here as they are. What is set on the command line: the model, the
-lengths, the devices with their engines, and what the files lack (environments; rewards and prompts)."""
+"""The two configurations of ROLL's documentation train here as they are. What is set on the command line: the model,
+the lengths, the devices with their engines, and what the files lack (environments; rewards and prompts)."""
 
 from __future__ import annotations
 

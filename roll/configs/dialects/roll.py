@@ -12,6 +12,8 @@ from typing import Any
 
 from roll.configs.devices import DeviceMappingError, parse_device_mapping
 from roll.configs.dialects.rules import Path, Rule, Translation, leaves, none, to, translated
+from roll.configs.errors import ConfigProblem, shown
+
 
 ORIGIN = "ROLL"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -173,6 +175,7 @@ RULES: dict[str, Rule] = {
 }
 """Key of ROLL -> what becomes of it. All other keys are the same here, or unknown."""
 
+
 def marks(tree: Mapping[str, Any]) -> set[str]:
     """Return the kinds of keys and spellings in a file that only ROLL has."""
     found = set()
@@ -213,7 +216,7 @@ def translate(tree: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
 
 def _of_another_engine(given: Mapping[Path, Any], file: Mapping[Path, Any]) -> dict[Path, str]:
     """Return the options that the file has for an engine that an override has replaced, with the engine's name."""
-    replaced = {}
+    replaced: dict[Path, str] = {}
     for parts, strategy in file.items():
         if parts[1:] == ("strategy_args", "strategy_name") and given.get(parts) != strategy:
             options = (*parts[:2], "strategy_config")
@@ -373,7 +376,7 @@ def _lengths(done: Translation) -> None:
         if done.ours("prompt_length") is None:
             done.put("prompt_length", longest - room, f"{note}; room for a first turn of {room} is left")
         if done.ours("response_length") is None:
-            done.put("response_length", longest - 1, note)
+            done.put("response_length", max(longest - 1, turn if isinstance(turn, int) else 0), note)
     elif done.ours("response_length") is None:
         prompt = done.ours("prompt_length")
         if isinstance(prompt, int) and prompt < longest:
@@ -409,8 +412,9 @@ def _episodes(done: Translation) -> None:
                 note += f", the default of `{manager}.group_size` here"
             done.put(ours, trajectories // size, note, f"{key}: {trajectories}")
         else:
-            done.unread.add((key,))
-            done.lines.append(f"{key}: {trajectories} trajectories are no whole number of groups of {size}")
+            message = f"{shown(trajectories)} trajectories are no whole number of groups of {shown(size)}"
+            remedy = f"change it or `{manager}.group_size`, or write `{ours}` into a file of ours (`roll convert`)"
+            done.problems.append(ConfigProblem(key, message, remedy))
     for name in ("train_env_manager", "val_env_manager"):
         path = f"{name}.num_groups_partition"
         if done.ours(path) is not None and done.ours(f"{name}.num_env_groups") is None:

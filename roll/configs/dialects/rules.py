@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from roll.configs.errors import shown
+from roll.configs.errors import ConfigProblem, shown
 
 Path = tuple[str, ...]
 """A key as its parts: ``actor_train.infer_batch_size`` is two."""
@@ -79,6 +79,8 @@ class Translation:
     """A sentence for each key that has no effect here."""
     missing: list[str] = field(default_factory=list)
     """A sentence for each thing that the other configuration does not say; each begins with our path."""
+    problems: list[ConfigProblem] = field(default_factory=list)
+    """Values that have no meaning here: the loader refuses them, and `roll convert` names them as missing."""
     unread: set[Path] = field(default_factory=set)
     """Their keys that are left to a function and that none has read."""
 

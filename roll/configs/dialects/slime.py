@@ -115,7 +115,9 @@ RULES: dict[str, Rule] = {
     "use-rollout-logprobs": to("old_logprobs", {True: "behaviour"}),
     "get-mismatch-metrics": none("they are always computed"),
     "dynamic-sampling-filter-path": later("write `group_filter: zero_variance`"),
-    "partial-rollout": to("weight_update.in_flight", {True: "resume"}, "the default here, `keep`, also keeps the caches"),
+    "partial-rollout": to(
+        "weight_update.in_flight", {True: "resume"}, "the default here, `keep`, also keeps the caches"
+    ),
     "mask-offpolicy-in-partial-rollout": lost("stale tokens are bounded by `max_staleness` and corrected"),
     "update-weights-interval": to("weight_update.interval_steps"),
     "update-weight-buffer-size": later("write `weight_update.param_update_gather_bucket_size_mb`"),
@@ -318,7 +320,9 @@ def _loss(done: Translation) -> None:
     if dual is not None and loss == "ppo":
         done.put("actor_train.pg_variant_args.dual_clip", dual)
     per_token = done.get("calculate-per-token-loss", False)
-    done.put("loss_agg_mode", "token-mean" if per_token else "seq-mean-token-mean", "" if per_token else "slime's default")
+    done.put(
+        "loss_agg_mode", "token-mean" if per_token else "seq-mean-token-mean", "" if per_token else "slime's default"
+    )
     if done.get("disable-grpo-std-normalization", False) and done.ours("adv_estimator") == "grpo":
         done.put("adv_estimator_args.normalize_by_std", False)
     for key, argument in (("gamma", "gamma"), ("lambd", "lambda_")):

@@ -1,7 +1,7 @@
 """Configurations of other systems as their keys and values: YAML, TOML, command lines in shell scripts, Python scripts.
 
-Nothing is run. Of a script only its text is read: words, assignments of plain values, whole-number arithmetic; of Python
-only literal arguments. What would have to be computed is kept as text, and reported with its key.
+Nothing is run. Of a script only its text is read: words, assignments of plain values, whole-number arithmetic; of
+Python only literal arguments. What would have to be computed is kept as text, and reported with its key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 
 from roll.configs.dialects.rules import Path, leaves
 from roll.configs.errors import ConfigError
-from roll.configs.loader import parse_yaml
+from roll.configs.loader import parse_yaml, resolved_tree
 from roll.configs.plugins import problem
 
 _WORD = re.compile(
@@ -60,8 +60,14 @@ def read_keys(text: str, source: str) -> dict[Path, Any]:
         tree = parse_yaml(text, source)
         if not isinstance(tree, dict):
             raise problem(source, "the top level is no mapping", "give a configuration of `key: value` lines")
-        return dict(leaves(tree))
+        plain = dict(leaves(resolved_tree(tree)))
+        return {key: _referred(value, plain.get(key)) for key, value in leaves(tree)}
     return _of_shell(text)
+
+
+def _referred(value: Any, plain: Any) -> Any:
+    """Return what a reference to another key leads to. One to the environment stays: it may be a secret."""
+    return plain if isinstance(value, str) and "${" in value and "oc.env" not in value and plain is not None else value
 
 
 def _of_shell(text: str) -> dict[Path, Any]:
@@ -133,7 +139,8 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match["braced"] or match["plain"]
-        known = variables.get(name, match["default"])
+        default: str | None = match["default"]
+        known = variables.get(name, default)
         return f"\1{name}\2" if known is None else known
 
     for _ in range(8):  # variables may be made of variables
@@ -241,4 +248,6 @@ def _literal(node: ast.expr) -> Any:
 
 def is_computed(value: Any) -> bool:
     """Return True for text that a script would have computed."""
-    return isinstance(value, _Computed) or (isinstance(value, str) and bool(re.search(r"\$(?!\{oc\.env:)[\w({]|`", value)))
+    return isinstance(value, _Computed) or (
+        isinstance(value, str) and bool(re.search(r"\$(?!\{oc\.env:)[\w({]|`", value))
+    )

@@ -137,6 +137,8 @@ RULES: dict[str, Rule] = {
     "entropy_target": lost("the coefficient of the entropy stays what it is"),
     "entropy_coef_*": lost("the coefficient of the entropy stays what it is"),
     "top_entropy_quantile": lost("all tokens learn"),
+    "vespo_*": lost("there is no such loss"),
+    "luspo_*": lost("there is no such loss"),
     "off_policy_mask_threshold": lost("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
     # the run
     "output_dir": to("output_dir"),
@@ -198,7 +200,12 @@ def _model(done: Translation) -> None:
     elif done.ours("pretrain") is None:
         done.lack("pretrain", "TRL's model was not given")
     kwargs = str(done.get("model_init_kwargs", ""))
-    words = [kwargs, str(done.get("dtype", "")), str(done.get("torch_dtype", "")), str(done.get("model_init_kwargs.dtype"))]
+    words = [
+        kwargs,
+        str(done.get("dtype", "")),
+        str(done.get("torch_dtype", "")),
+        str(done.get("model_init_kwargs.dtype")),
+    ]
     half = done.get("fp16", False) or any("float16" in word and "bfloat16" not in word for word in words)
     plain = any("float32" in word for word in words)
     if half:
@@ -212,7 +219,9 @@ def _model(done: Translation) -> None:
     dropout = done.get("lora_dropout", 0.0)
     if _has_adapters(done) and rank is not None:
         done.put("actor_train.model_args.lora_rank", rank)
-        done.put("actor_train.model_args.lora_target", target or "all-linear", "" if target else "PEFT chooses by model")
+        done.put(
+            "actor_train.model_args.lora_target", target or "all-linear", "" if target else "PEFT chooses by model"
+        )
         if alpha is not None:
             done.put("actor_train.model_args.lora_alpha", alpha)
         if dropout:
@@ -238,7 +247,9 @@ def _data(done: Translation) -> None:
         note = "the script may rename columns: see `columns`" if variable is not None else ""
         done.put("actor_train.data_args.hub", [source], note)
     else:
-        done.lack("actor_train.data_args", "TRL's data set was not given" if variable is None else "the script makes it")
+        done.lack(
+            "actor_train.data_args", "TRL's data set was not given" if variable is None else "the script makes it"
+        )
     done.put("actor_train.data_args.template", "chat")
     if done.ours("prompt_length") is None:
         done.put("prompt_length", 512, "TRL has no bound of prompts")
@@ -299,7 +310,11 @@ def _batches(done: Translation) -> None:
 
 
 def _is_rloo(done: Translation) -> bool:
-    return "rloo" in str(done.get("entry", "")).lower() or done.has("normalize_advantages") or done.has("reward_clip_range")
+    return (
+        "rloo" in str(done.get("entry", "")).lower()
+        or done.has("normalize_advantages")
+        or done.has("reward_clip_range")
+    )
 
 
 def _loss(done: Translation) -> None:

@@ -333,7 +333,9 @@ def _trainer(done: Translation) -> None:
     else:
         done.values.pop(("actor_train", "use_sequence_packing"), None)
         if done.has(f"{_AR}.model.enable_gradient_checkpointing"):
-            done.no_effect(f"{_AR}.model.enable_gradient_checkpointing", checkpointing, "`recompute_granularity` says it")
+            done.no_effect(
+                f"{_AR}.model.enable_gradient_checkpointing", checkpointing, "`recompute_granularity` says it"
+            )
         if whole(done.ours(f"{_OPTIONS}.context_parallel_size")) == 1:
             done.values.pop((*_OPTIONS.split("."), "context_parallel_size"))
     rank, target = done.get(f"{_AR}.model.lora_rank", 0), done.get(f"{_AR}.model.target_modules", "all-linear")
@@ -346,7 +348,9 @@ def _trainer(done: Translation) -> None:
     for role in ("actor", "ref"):
         key = f"{_AR}.{role}.ulysses_sequence_parallel_size"
         if done.has(key) and done.get(key) not in (1, None):
-            done.lose(key, done.get(key), "there is no Ulysses; Megatron's sequence parallelism shares out long samples")
+            done.lose(
+                key, done.get(key), "there is no Ulysses; Megatron's sequence parallelism shares out long samples"
+            )
     warmup = done.ours("actor_train.training_args.warmup_steps")
     if warmup and done.ours("actor_train.training_args.warmup_ratio") is not None:
         done.values.pop(("actor_train", "training_args", "warmup_ratio"))
@@ -507,8 +511,8 @@ def _engine(done: Translation) -> None:
 
 def _asynchrony(done: Translation) -> None:
     last = {parts[-1]: ".".join(parts) for parts in done.given}
-    ahead = done.get(last["generate_ahead_steps"]) if "generate_ahead_steps" in last else None
-    if whole(ahead) is not None:
+    ahead = whole(done.get(last["generate_ahead_steps"])) if "generate_ahead_steps" in last else None
+    if ahead is not None:
         note = "2 steps ahead there are one step off" if ahead == 2 else f"{ahead} steps ahead there, one less here"
         done.put("async_generation_ratio", max(0, ahead - 1), note)
     for key in ("async_pipeline", "async_strategy"):
