@@ -43,14 +43,13 @@ def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
-    """Yield why a role cannot compute in float16: its small gradients would become 0 without a loss scale."""
-    path = f"{role}.model_args.dtype"
-    if role in TRAINED_ROLES:
-        message = "float16 loses small gradients without a loss scale, which no trainer here has"
-        yield ConfigProblem(path, message, "write `bfloat16`, or `float32`")
-    elif strategy not in ("fsdp2_train", "hf_infer"):
-        message = f"{strategy} computes in float32 and bfloat16 only"
-        yield ConfigProblem(path, message, "write `bfloat16`, or use `fsdp2_train` or `hf_infer`")
+    """Yield why a role cannot compute in float16, whose small gradients become 0 without a loss scale."""
+    if strategy in ("fsdp2_train", "hf_infer"):
+        return
+    scale = " and has no loss scale for float16" if role in TRAINED_ROLES else ""
+    message = f"{strategy} computes in float32 and bfloat16 only{scale}"
+    remedy = f"write `bfloat16`, or use `fsdp2_train`{'' if role in TRAINED_ROLES else ' or `hf_infer`'}"
+    yield ConfigProblem(f"{role}.model_args.dtype", message, remedy)
 
 
 def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -30,8 +30,8 @@ class ModelArguments:
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32",
-        "Computing precision. Training keeps float32 master weights and gradients in any case. `float16`: generation, "
-        "reward models, and a reference of `fsdp2_train` or `hf_infer`.",
+        "Computing precision. Training keeps float32 master weights and gradients in any case. `float16` is for "
+        "engines, reward models, `hf_infer` and `fsdp2_train`, which then scales the loss.",
     )
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option(
         "sdpa", "Attention implementation handed to transformers."

@@ -268,7 +268,7 @@ ray job submit --address=http://x -- python3 train.py --actor-num-nodes 2 ${{ARG
     assert keys["prompt-data"] == "a b.jsonl" and keys["colocate"] is True and keys["lr"] == 1e-6
     assert keys["actor-num-nodes"] == 2 and keys["entry"] == "train.py" and "num-rollout" not in keys
     assert "address" not in keys
-    bad = "import os\nargs = GRPOConfig(learning_rate=os.mkdir(%r) or 1.0, beta=0.0)\n" % str(mark)
+    bad = f"import os\nargs = GRPOConfig(learning_rate=os.mkdir({str(mark)!r}) or 1.0, beta=0.0)\n"
     assert read_keys(bad, "run.py")[("beta",)] == 0.0 and not mark.exists()
     done = converted(bad, "run.py", "trl")
     assert any("learning_rate" in line and "computes it" in line for line in done.lost)

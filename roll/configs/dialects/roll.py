@@ -14,7 +14,6 @@ from roll.configs.devices import DeviceMappingError, parse_device_mapping
 from roll.configs.dialects.rules import Path, Rule, Translation, leaves, none, to, translated
 from roll.configs.errors import ConfigProblem, shown
 
-
 ORIGIN = "ROLL"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 TEMPLATES = (
