@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
-from roll.configs.fields import changes
 from roll.configs.plugins import problem, require
-from roll.configs.roles import DataArguments, HubSource, ReasoningGymSource
+from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
 from roll.data.records import Prompt, derive_seed
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def load_prompts(
 
 def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> list[PromptRow]:
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
-    columns = dict(changes(data_args.columns))
+    columns = _columns(data_args.columns)
     rows = []
     for name in file_names:
         read = read_parquet if name.endswith(".parquet") else read_jsonl
@@ -82,6 +81,17 @@ def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> li
             break
         origins[row.prompt_id] = row.origin
     return rows
+
+
+def _columns(columns: PromptColumns) -> dict[str, str]:
+    """Return our fields that have columns of other names."""
+    named = {
+        "prompt": columns.prompt,
+        "messages": columns.messages,
+        "ground_truth": columns.ground_truth,
+        "domain": columns.domain,
+    }
+    return {field: column for field, column in named.items() if column is not None}
 
 
 def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
