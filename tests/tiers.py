@@ -15,7 +15,10 @@ import pytest
 TIERS = ("quick", "all", "soak")
 BUDGETS = {"quick": 0.2, "all": 1.0, "soak": 20.0}
 """Share of the examples that a property test names."""
-PACKAGES = ("vllm", "deepspeed", "megatron.core", "peft", "mcp", "textarena", "aiohttp", "wandb", "swanlab", "trackio")
+PACKAGES = (
+    *("vllm", "deepspeed", "megatron.core", "peft", "mcp", "textarena", "aiohttp", "datasets"),
+    *("wandb", "swanlab", "trackio"),
+)
 PROGRAMS = {"chromium": ("chromium", "chromium-browser", "google-chrome")}
 """The names that a program goes by."""
 INSTALL_HINTS = {

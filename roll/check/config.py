@@ -8,14 +8,16 @@ have no effect is a problem too. Rules are plain functions in the modules of thi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from roll.check import data, devices, rewards, rules, training
 from roll.check.memory import estimate_memory
 from roll.configs.derived import rlvr
-from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem, NoEffect
 from roll.configs.fields import default_of, values_below
+from roll.configs.loader import load_config
 from roll.configs.run import AgenticConfig, PipelineConfig
 
 COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
@@ -65,6 +67,43 @@ MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] =
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
 
 
+LACKING = ("rewards", "custom_envs", "actor_train.data_args", "validation.data_args")
+"""Paths of what a file in ROLL's dialect may leave to be asked for. `roll check` lists it among the needs."""
+
+
+def read_config(
+    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+) -> PipelineConfig:
+    """Load a configuration; in ROLL's dialect, keys without an effect here are named and left out.
+
+    See `load_config`. Raises `ConfigError`.
+    """
+    told: list[str] = []
+    try:
+        config = load_config(path, overrides, told.append)
+        if told:
+            told += leave_out_without_effect(config).values()
+        return config
+    finally:
+        if told and tell is not None:
+            tell("\n  ".join(told))
+
+
+def leave_out_without_effect(config: PipelineConfig) -> dict[str, str]:
+    """Set keys without effect to their defaults, and return a sentence for each path. One may leave others without."""
+    sentences: dict[str, str] = {}
+    while True:
+        found = {each.path: each.message for each in _faults(config) if isinstance(each, NoEffect)}
+        sections = {where: (section, item) for where, section, _, item in values_below(config)}
+        new = [where for where in found if where in sections and where not in sentences]
+        if not new:
+            return sentences
+        for where in new:
+            section, item = sections[where]
+            setattr(section, item.name, default_of(item))
+            sentences[where] = f"{where}: {found[where].replace('has no effect:', 'has no effect here:')}"
+
+
 def check_config(config: PipelineConfig) -> PipelineConfig:
     """Return the configuration if it can work; else raise `ConfigError` with every reason.
 
@@ -76,15 +115,16 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     return config
 
 
-def check_elsewhere(config: PipelineConfig) -> list[ConfigProblem]:
-    """Return what the machine of the run must have and this one lacks.
+def check_elsewhere(config: PipelineConfig, may_lack: Sequence[str] = ()) -> list[ConfigProblem]:
+    """Return what the machine of the run must have and this one lacks, and before it the problems at ``may_lack``.
 
-    Raises `ConfigError` with every reason that does not depend on the machine.
+    Raises `ConfigError` with every other reason that does not depend on the machine.
     """
     problems = _faults(config)
-    if problems:
-        raise ConfigError(problems)
-    return missing_here(config)
+    lacking = [problem for problem in problems if problem.path in may_lack]
+    if len(lacking) < len(problems):
+        raise ConfigError([problem for problem in problems if problem not in lacking])
+    return [*lacking, *missing_here(config)]
 
 
 def missing_here(config: PipelineConfig) -> list[ConfigProblem]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll.configs.derived import groups_ahead, roles_and_reward_models, sequence_length, validation_settings
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
-from roll.configs.fields import IMPORT_PATH
+from roll.configs.fields import IMPORT_PATH, changes
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
 from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
@@ -22,8 +22,13 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def files_of(data: DataArguments) -> list[str]:
-    """Return the JSONL files of a data section as a list."""
+    """Return the files of a data section as a list."""
     return [data.file_name] if isinstance(data.file_name, str) else data.file_name
+
+
+def needs_datasets(data: DataArguments) -> bool:
+    """Return True if a data section is read by the package `datasets`."""
+    return bool(data.hub) or any(name.endswith(".parquet") for name in files_of(data))
 
 
 def data_sections(config: RLVRConfig) -> dict[str, DataArguments]:
@@ -64,13 +69,21 @@ def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
     trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]
     for path, data in data_sections(config).items():
         files = files_of(data)
-        if not files and not data.reasoning_gym:
+        if not files and not data.reasoning_gym and not data.hub:
             use = "training" if path == TRAIN_DATA else "validation"
-            remedy = f"set `{path}.file_name` or `{path}.reasoning_gym`"
+            remedy = f"set `{path}.file_name`, `{path}.hub` or `{path}.reasoning_gym`"
             yield ConfigProblem(path, f"there are no {use} prompts", remedy)
         for name, times in Counter(files).items():
             if times > 1:
                 yield ConfigProblem(f"{path}.file_name", f"{shown(name)} is named {times} times", "name each file once")
+        for index, hub in enumerate(data.hub):
+            if not hub.dataset:
+                remedy = "write `owner/name` of a data set of the hub, or a folder"
+                yield ConfigProblem(f"{path}.hub[{index}].dataset", "no dataset is named", remedy)
+        for field, column in changes(data.columns):
+            if not files and not data.hub:
+                remedy = "remove it, or name files or data sets"
+                yield without_effect(f"{path}.columns.{field}", column, "task sets have no columns", remedy)
         for index, source in enumerate(data.reasoning_gym):
             if not source.dataset:
                 remedy = "write the name of a reasoning-gym dataset, for example basic_arithmetic"
@@ -91,7 +104,9 @@ def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 reason = "is empty"
             if reason:
                 where = f"{path}.file_name" + ("" if isinstance(data.file_name, str) else f"[{index}]")
-                yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line")
+                yield ConfigProblem(
+                    where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line, or a Parquet file"
+                )
 
 
 def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -106,7 +121,7 @@ def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if not wrong and sum(shares.values()) == 0:
             yield ConfigProblem(path, f"{shown(shares)} adds up to 0", "give at least one domain a share above 0")
         domains = {_domain(source) for source in data.reasoning_gym if source.dataset}
-        if files_of(data) or not domains:
+        if files_of(data) or data.hub or not domains:
             continue
         for domain in sorted(set(shares) - domains):
             yield ConfigProblem(f"{path}.{domain}", "no prompt has this domain", choose_among(domain, sorted(domains)))

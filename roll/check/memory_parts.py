@@ -19,7 +19,7 @@ from typing import Any
 from roll.configs.errors import count
 
 MIB, GIB = 2**20, 2**30
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """`model_args.dtype` -> bytes of a number."""
 LIBRARIES = 0.5 * GIB
 """Memory of a process on a CPU: Python, torch, transformers, Ray."""

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roll.check.config import config_warnings
-from roll.check.data import data_sections, files_of, is_local
+from roll.check.data import data_sections, files_of, is_local, needs_datasets
 from roll.check.devices import sees_gpus
 from roll.check.memory import TIGHT, MemoryEstimate
 from roll.check.memory_parts import GIB
@@ -41,7 +41,7 @@ def plan(config: PipelineConfig) -> str:
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
         *([("actor_logp", "actor_train itself")] if derived.logp_is_trainer(config) else []),
-        ("data", data),
+        ("data", data or "not named yet"),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
         (
@@ -91,7 +91,8 @@ def _environments(config: AgenticConfig, manager: EnvManagerConfig) -> str:
 
 def _sources(data: DataArguments) -> str:
     tasks = [f"{source.dataset} ({count(source.size, 'task')}, seed {source.seed})" for source in data.reasoning_gym]
-    return ", ".join([*files_of(data), *tasks])
+    hub = [f"{source.dataset} ({source.split})" for source in data.hub]
+    return ", ".join([*files_of(data), *hub, *tasks])
 
 
 def _batch(config: PipelineConfig) -> str:
@@ -210,7 +211,13 @@ def _inputs(config: PipelineConfig) -> Iterator[Need]:
     for model, address in sorted(judges):
         yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
     for name in sorted({name for section in data_sections(config).values() for name in files_of(section)}):
-        yield _need(f"data {name}", Path(name).is_file(), "not here: JSONL, one prompt per line", "here")
+        yield _need(f"data {name}", Path(name).is_file(), "not here: JSONL or Parquet, one prompt per row", "here")
+    sources = [source for section in data_sections(config).values() for source in section.hub]
+    for dataset in sorted({source.dataset for source in sources}):
+        here = Path(dataset).is_dir()
+        yield _need(
+            f"data set {dataset}", here, "fetched from the hub when the run starts, if it is not cached", "here"
+        )
 
 
 def _packages(config: PipelineConfig) -> Iterator[Need]:
@@ -228,6 +235,8 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
             yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         yield _package("peft", 'pip install "roll[lora]"')
+    if isinstance(config, RLVRConfig) and any(map(needs_datasets, data_sections(config).values())):
+        yield _package("datasets", 'pip install "roll[datasets]"')
     if any(
         section.model_args.attn_implementation == "flash_attention_2"
         and (strategy := strategy_of(role, section)) is not None

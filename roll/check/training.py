@@ -28,6 +28,8 @@ def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
             path = f"{name}.strategy_args.strategy_config.zero_optimization.stage"
             remedy = f"write 1 (the same steps in less memory), or `{name}.model_args.dtype: float32`"
             yield ConfigProblem(path, "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones", remedy)
+        if role.model_args.dtype == "float16" and isinstance(strategy, Trainer):
+            yield from _float16_problems(name, chosen)
         path, target = f"{name}.model_args.lora_target", role.model_args.lora_target
         if name != "actor_train" or target is None:
             continue
@@ -38,6 +40,16 @@ def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if not target:
             remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
             yield ConfigProblem(path, f"{shown(target)} names no layer", remedy)
+
+
+def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
+    """Yield why a role cannot compute in float16, whose small gradients become 0 without a loss scale."""
+    if strategy in ("fsdp2_train", "hf_infer"):
+        return
+    scale = " and has no loss scale for float16" if role in TRAINED_ROLES else ""
+    message = f"{strategy} computes in float32 and bfloat16 only{scale}"
+    remedy = f"write `bfloat16`, or use `fsdp2_train`{'' if role in TRAINED_ROLES else ' or `hf_infer`'}"
+    yield ConfigProblem(f"{role}.model_args.dtype", message, remedy)
 
 
 def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -19,10 +19,10 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from roll.check.config import check_elsewhere
+from roll.check.config import LACKING, check_elsewhere, read_config
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
-from roll.check.plan import missing_packages, needs, plan
+from roll.check.plan import Need, missing_packages, needs, plan
 from roll.cli.main import attempt_run, refusal
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
@@ -67,8 +67,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.exact is not None:
             return _exact(options.config, options.overrides, options.exact)
-        config = load_config(options.config, [*options.overrides, *gpu_memory])
-        missing = check_elsewhere(config)
+        told: list[str] = []
+        try:
+            config = read_config(options.config, [*options.overrides, *gpu_memory], told.append)
+        finally:
+            print(*told, sep="\n", end="\n\n" if told else "", flush=True)
+        missing = check_elsewhere(config, LACKING if told else ())
+        lacking = [problem for problem in missing if problem.path in LACKING]
         print(plan(config), flush=True)
         from roll.pipeline.preflight import look_up
 
@@ -82,7 +87,8 @@ def main(arguments: Sequence[str]) -> int:
         print(refusal(options.config, error), file=sys.stderr)
         return BAD_CONFIGURATION
     estimate = estimate_memory(config)
-    found = needs(config, estimate)
+    asked_for = [Need(problem.path, f"not in the file: {problem.remedy}", False) for problem in lacking]
+    found = [*asked_for, *needs(config, estimate)]
     width = max(len(need.what) for need in found)
     print(f"\n{render_memory(estimate)}\n\nwhat the run needs ([x]: it is here)")
     for need in found:
@@ -101,7 +107,7 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
     """
     from roll.pipeline.exact import compared_with_plain_loop, exact_config
 
-    config = exact_config(load_config(file, overrides), steps)
+    config = exact_config(read_config(file, overrides, print), steps)
     ended = attempt_run(file, lambda: config, time.monotonic())
     run = RunDirectory.latest(config.exp_name)
     if ended.exit_code != 0 or run is None:

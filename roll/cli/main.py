@@ -23,10 +23,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from roll.check.config import check_config
+from roll.check.config import check_config, read_config
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
-from roll.configs.loader import dump_config, load_config
+from roll.configs.loader import dump_config
 from roll.configs.run import PipelineConfig
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
@@ -54,6 +54,7 @@ COMMANDS = {
     "train": Command("FILE", "run the training that a file describes; `roll --config FILE` is the same"),
     "check": Command("FILE", "can it work, what does it need, how much memory; starts nothing", "roll.cli.check:main"),
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
+    "convert": Command("FILE", "another system's configuration as one of ours", "roll.cli.convert:main"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
     "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis:main"),
     "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page:main"),
@@ -75,6 +76,7 @@ commands:
 examples:
   roll train examples/quickstart/rlvr.yaml
   roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
+  roll convert run_qwen3-8b.sh --from verl -o run.yaml
   roll check-env frozen_lake size=8
   roll doctor output/quickstart/latest
   roll report output/quickstart/latest
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_CONFIGURATION
     options = _parser(arguments).parse_args(arguments)
     attempt = partial(attempt_run, options.config)
-    ended = attempt(lambda: load_config(options.config, options.overrides), started)
+    ended = attempt(lambda: read_config(options.config, options.overrides, say), started)
     if ended.failed is None:
         return ended.exit_code
     restarts = ended.restarts

@@ -1,8 +1,8 @@
 """Errors of a configuration that cannot work: every problem at once, each with its path and a remedy.
 
 The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2. A
-key that users bring from another toolkit, mainly from ROLL, gets its replacement (`docs/migration/roll.md` has the same
-in tables); the nearest name of ours would often be a wrong guess. A key is secret by its name: its value appears in no
+key that users bring from another toolkit gets its replacement (`roll/configs/dialects`); the nearest name of ours would
+often be a wrong guess. A key is secret by its name: its value appears in no
 message and in no saved configuration.
 """
 
@@ -33,9 +33,13 @@ class ConfigProblem:
         return f"{self.path}: {self.message}\n    -> {self.remedy}"
 
 
+class NoEffect(ConfigProblem):
+    """The problem of a key that other settings leave without effect."""
+
+
 def without_effect(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
     """Return the problem of a key that other settings leave without effect."""
-    return ConfigProblem(path, f"{shown(value)} has no effect: {reason}", remedy)
+    return NoEffect(path, f"{shown(value)} has no effect: {reason}", remedy)
 
 
 class ConfigError(Exception):
@@ -84,69 +88,6 @@ class Problems:
         if self.found:
             raise ConfigError(self.found)
 
-
-_ADVICE = {
-    "base_dir logging_dir": "write `output_dir`: logs, metrics and checkpoints are in the run's one folder",
-    "checkpoint_config": "write `save_steps`, `max_ckpt_to_keep` and `output_dir`; nothing is uploaded",
-    "hydra defaults": "remove it: a run is one file",
-    "use_local": "remove it: `verifier: code` runs programs in the sandbox of its own machine",
-    "pipeline_cls": "write `pipeline: rlvr` or `pipeline: agentic`",
-    "rpc_timeout backend_timeout": "remove it: each wait has a deadline of its own (docs/faults.md)",
-    "system_envs": "set these variables before `roll train`, and before `ray start` on each node of a cluster",
-    "pg_clip pg_clip_low pg_clip_high use_pg_clip_range": "write `actor_train.pg_variant_args: {clip_low, clip_high}`",
-    "dual_clip_loss": "write `actor_train.pg_variant_args: {dual_clip: 1.4}`: ROLL's bound is 1 + 2 x `pg_clip`",
-    "importance_sampling": "for `seq` write `actor_train.pg_variant: gspo`, for `token` nothing",
-    "ratio_type": "remove it; a ratio for each turn is `pg_variant: gspo` with `env_manager_cls: step`",
-    "use_topr_loss use_topr_neg_loss_coef": "write `actor_train.pg_variant: topr`",
-    "use_policy_loss_type": "write `actor_train.pg_variant: ppo`, or `vanilla` for `PG`",
-    "gamma": "write `adv_estimator_args: {gamma}`",
-    "lambd": "write `adv_estimator_args: {lambda_}`",
-    "kl_penalty": "write `kl_estimator`: `k1` for `kl`, `abs`, `k2` for `mse`",
-    "enable_reference": "write a section `reference`, where there is a KL term",
-    "enable_old_logprobs_recompute force_disable_old_logprobs_recompute": (
-        "write `old_logprobs: recompute`, or `behaviour` for those recorded at sampling"
-    ),
-    "whiten_rewards use_reward_scaling use_reward_norm": (
-        "write `norm_mean_type: batch` and `norm_std_type: batch`, which act on the scores of responses"
-    ),
-    "reward_normalization reward_norm reward_shift reward_scale": "write `norm_mean_type` and `norm_std_type`",
-    "difficulty_loss_weight length_loss_weight": (
-        "remove it: samples have no weights here; see `difficulty_mask` and `length_penalty`"
-    ),
-    "add_len_reward": "write `length_penalty`",
-    "mask_type": "remove it: a mask takes samples out of the loss, and nothing else",
-    "postive_loss_coef rl_loss_coef sft_loss_coef user_defined_rollout_loop_cls rollout_mock": (
-        "remove it: it has no counterpart (docs/migration/roll.md)"
-    ),
-    "query_filter_config": "write `group_filter: zero_variance`",
-    "generate_opt_level": "remove it: requests always go through the scheduler",
-    "is_use_additional_prompts max_additional_running_prompts": (
-        "remove it: the slot of a filtered group is given back; `async_generation_ratio` says how much runs ahead"
-    ),
-    "max_running_requests": "write `max_num_seqs` (vLLM) or `max_running_requests` (`hf_infer`) in `strategy_config`",
-    "router_args": "remove it: requests go to the replica with the least to do, turns of an episode to the same one",
-    "sequence_packing_args": "write `use_sequence_packing: true`; rows are as long as micro-batches may be",
-    "batch_adjust_mode": "remove it: a batch may have any number of samples",
-    "val_greedy": "write `validation.generating_args: {temperature: 0}`, which is the default",
-    "val_n_sample": "write `validation.generating_args.num_return_sequences`",
-    "val_prompt_length val_sequence_length": (
-        "write `validation.generating_args.max_new_tokens`; prompts have one length"
-    ),
-    "render_save_dir": "remove it: episodes are kept in the run's folder, under `episodes`",
-    "is_offload_states offload_nccl": "remove it: roles that share devices make room for each other",
-    "is_offload_optimizer_states_in_train_step": "remove it; `deepspeed_train` has `offload_optimizer`",
-    "model_update_frequency": "write `weight_update.interval_steps`",
-    "model_update_buffer_size_mb": "write `weight_update.param_update_gather_bucket_size_mb`",
-    "num_gpus_per_worker": "write `actor_infer.num_gpus_per_engine`",
-    "disable_gradient_checkpointing": "write `gradient_checkpointing` in `strategy_config`, which is off by default",
-    "custom_env": "write `custom_envs`",
-    "max_env_num_per_worker": "write `env_workers.num_workers` and `env_workers.max_sessions`",
-    "judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key": (
-        "write `rewards.<name>.judge: {base_url, model}`"
-    ),
-}
-"""Names of keys of another toolkit -> what to do about them. None of these names is one of our keys."""
-ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 RENAMED = {
     "num_gpus_per_node": "cluster.num_devices_per_node",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import getitem
 from pathlib import Path
 from types import GenericAlias
@@ -26,7 +26,9 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from pydantic import TypeAdapter, ValidationError
 
-from roll.configs.errors import ADVICE, RENAMED, ConfigError, ConfigProblem, choose_among, masked, nearest, shown
+from roll.configs.dialects import roll as rolls_dialect
+from roll.configs.dialects.hints import foreign_hint
+from roll.configs.errors import RENAMED, ConfigError, ConfigProblem, choose_among, masked, nearest, shown
 from roll.configs.fields import (
     PathPart,
     alternatives,
@@ -144,14 +146,16 @@ def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
     sections = _sections(root)
     close, near = nearest(name, known, cutoff=0.75), nearest(name, known)
     elsewhere = nearest(name, sections, cutoff=0.75)
-    if name in ADVICE:
-        return ADVICE[name]
+    if name in rolls_dialect.ADVICE:
+        return rolls_dialect.ADVICE[name]
     if close:
         return f"did you mean `{close}`?"
     if name in sections:
         return f"`{name}` belongs under {_under(sections[name])}"
     if name in RENAMED:
         return f"this is called `{RENAMED[name]}` here"
+    if (foreign := foreign_hint(name)) is not None:
+        return foreign
     if near:
         return f"did you mean `{near}`?"
     if elsewhere:
@@ -179,18 +183,32 @@ PIPELINES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": Age
 _UNRESOLVED = object()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+) -> PipelineConfig:
     """Read, merge, resolve and validate a configuration. Raises `ConfigError` with every problem found.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; list entries are ``key[0]`` or ``key.0``. A mapping
-    is merged into the one in the file, anything else replaces it.
+    is merged into the one in the file, anything else replaces it. ``tell`` is called with the text of how a file in
+    ROLL's dialect is read; not for a file of ours.
     """
-    return _typed(_read_mapping(Path(path)), overrides)
+    written = read_mapping(Path(path))
+    return _typed(written, overrides, partial(_tell_dialect, str(path), tell))
+
+
+def resolved_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with the references among its keys resolved, as far as they lead somewhere."""
+    return _resolved(tree, (), _References())[0]
+
+
+def _tell_dialect(path: str, tell: Callable[[str], None] | None, lines: Sequence[str]) -> None:
+    if tell is not None:
+        tell("\n  ".join([f"{path} is in ROLL's dialect (docs/migration/roll.md); read as follows:", *lines]))
 
 
 def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
     """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`."""
-    return _typed(tree, ())
+    return _typed(tree, (), lambda lines: None)
 
 
 def dump_config(config: PipelineConfig) -> str:
@@ -213,12 +231,22 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
-    cls = _config_class(written, overrides)
+def _typed(
+    written: dict[str, Any], overrides: Sequence[str], tell_dialect: Callable[[Sequence[str]], None]
+) -> PipelineConfig:
     references = _References()
-    merged = OmegaConf.create(references.vetted(_laid_over(asdict(cls()), written), ()))
-    problems = _apply(overrides, merged, references)
-    tree = references.resolved(merged, ())
+    if rolls_dialect.is_roll(written):
+        tree, problems = _resolved(written, overrides, references)
+        file = tree if not overrides else _resolved(written, (), _References())[0]
+        reading = rolls_dialect.translate(tree, file)
+        tell_dialect(reading.lines)
+        problems += reading.problems
+        tree = reading.tree()
+        cls = _config_class(tree, ())
+        tree = _laid_over(asdict(cls()), tree)
+    else:
+        cls = _config_class(written, overrides)
+        tree, problems = _resolved(_laid_over(asdict(cls()), written), overrides, references)
     valid, wrong = validated(cls, tree)
     problems += references.problems
     name = tree.get("pipeline")
@@ -236,6 +264,15 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     return config
 
 
+def _resolved(
+    tree: dict[str, Any], overrides: Sequence[str], references: _References
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
+    """Return the tree with overrides and references applied, and the problems of the overrides."""
+    merged = OmegaConf.create(references.vetted(tree, ()))
+    problems = _apply(overrides, merged, references)
+    return references.resolved(merged, ()), problems
+
+
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:
     """Return the class of the pipeline; for an unknown name the most likely one, so that its keys are checked."""
     overridden = [text.partition("=")[2].strip() for text in overrides if text.startswith("pipeline=")]
@@ -243,7 +280,8 @@ def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[Pipeli
     return PIPELINES[nearest(str(name), PIPELINES) or "rlvr"]
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the top level of a YAML file, without references resolved. Raises `ConfigError`."""
     tree = parse_yaml(_read_text(path), str(path))
     if tree is None:
         raise problem(str(path), "the file is empty", "write at least `pretrain` and the data")

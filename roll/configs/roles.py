@@ -28,8 +28,10 @@ class ModelArguments:
     model_name_or_path: str | None = option(
         None, "Folder or hub name of the model. Default: `pretrain` (or `reward_pretrain` for reward models)."
     )
-    dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "Computing precision. Training keeps float32 master weights and gradients in either case."
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32",
+        "Computing precision. Training keeps float32 master weights and gradients in any case. `float16` is for "
+        "engines, reward models, `hf_infer` and `fsdp2_train`, which then scales the loss.",
     )
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option(
         "sdpa", "Attention implementation handed to transformers."
@@ -83,14 +85,37 @@ class ReasoningGymSource:
 
 
 @dataclass
+class HubSource:
+    """A data set of the Hugging Face hub, or a folder in its form, read by the package `datasets`."""
+
+    dataset: str = option("", "Name on the hub, `owner/name`, or a folder.")
+    subset: str | None = option(None, "Its subset (also called configuration or name).")
+    split: str = option("train", "Its split; `train[:5%]` takes a part.")
+    revision: str | None = option(None, "Commit, tag or branch on the hub.")
+    domain: str | None = option(None, "Domain tag of its prompts that have none.")
+
+
+@dataclass
+class PromptColumns:
+    """The columns that the fields of a prompt are read from; `extra_info.answer` is a field of a structured column."""
+
+    prompt: str | None = option(None, "Column of the text.")
+    messages: str | None = option(None, "Column of the chat messages.")
+    ground_truth: str | None = option(None, "Column of the right answer.")
+    domain: str | None = option(None, "Column of the domain tag.")
+
+
+@dataclass
 class DataArguments:
     """The sources of prompts, and how to render them."""
 
     file_name: list[str] | str = option(
         list,
-        "JSONL files. A line has `prompt` (text) or `messages` (chat), and optionally `ground_truth` (or `answer`), "
-        "`domain` (or `tag`), and anything else, which is kept as metadata.",
+        "JSONL or Parquet files (`.parquet`). A row has `prompt` (text) or `messages` (chat), and optionally "
+        "`ground_truth` (or `answer`), `domain` (or `tag`), and anything else, which is kept as metadata.",
     )
+    hub: list[HubSource] = option(list, "Data sets of the Hugging Face hub, beside or without files.")
+    columns: PromptColumns = option(PromptColumns, "Columns of files and data sets that have other names for these.")
     reasoning_gym: list[ReasoningGymSource] = option(list, "Procedural task sets, beside or without files.")
     template: Literal["raw", "chat"] = option(
         "raw",

@@ -2,17 +2,18 @@
 
 `load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
 its result depends only on the files, the configuration and the seed. Files are untrusted: a line that is not UTF-8,
-JSON or a prompt is reported with its file and number. The text that is tokenised is exactly the text in the logs. No
-special token is added to the data: a raw prompt that needs a leading token contains it, and a chat template writes its
-own. A folder whose tokenizer needs no class of its own is read without importing torch (under a second); every other
-tokenizer goes through `AutoTokenizer`.
+JSON or a prompt is reported with its file and number, and a column that does not fit with its name. Parquet files and
+data sets of the hub are read by the package `datasets`, which runs no loading scripts. The text that is tokenised is
+exactly the text in the logs. No special token is added to the data: a raw prompt that needs a leading token contains
+it, and a chat template writes its own. A folder whose tokenizer needs no class of its own is read without importing
+torch (under a second); every other tokenizer goes through `AutoTokenizer`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
-from roll.configs.plugins import problem
-from roll.configs.roles import DataArguments, ReasoningGymSource
+from roll.configs.plugins import problem, require
+from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
 from roll.data.records import Prompt, derive_seed
 
 if TYPE_CHECKING:
@@ -61,11 +62,17 @@ def load_prompts(
 
 def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> list[PromptRow]:
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
-    rows = [row for name in file_names for row in read_jsonl(name, f"{path}.file_name", problems)]
+    columns = _columns(data_args.columns)
+    rows = []
+    for name in file_names:
+        read = read_parquet if name.endswith(".parquet") else read_jsonl
+        rows += read(name, f"{path}.file_name", problems, columns)
+    for index, hub in enumerate(data_args.hub):
+        rows += read_hub(hub, f"{path}.hub.{index}", problems, columns)
     for position, source in enumerate(data_args.reasoning_gym):
         rows += read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}", problems)
-    if not file_names and not data_args.reasoning_gym:
-        problems.add(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")
+    if not (file_names or data_args.hub or data_args.reasoning_gym):
+        problems.add(path, "names no prompts", f"set `{path}.file_name`, `{path}.hub` or `{path}.reasoning_gym`")
     origins: dict[str, str] = {}
     for row in rows:
         if row.prompt_id in origins:
@@ -74,6 +81,17 @@ def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> li
             break
         origins[row.prompt_id] = row.origin
     return rows
+
+
+def _columns(columns: PromptColumns) -> dict[str, str]:
+    """Return our fields that have columns of other names."""
+    named = {
+        "prompt": columns.prompt,
+        "messages": columns.messages,
+        "ground_truth": columns.ground_truth,
+        "domain": columns.domain,
+    }
+    return {field: column for field, column in named.items() if column is not None}
 
 
 def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
@@ -195,8 +213,11 @@ class _BadRow(ValueError):
     """Raised for a line that is no prompt, or that the template cannot render; the message is the reason."""
 
 
-def read_jsonl(file_name: str, path: str, problems: Problems) -> list[PromptRow]:
-    """Return all prompts of a JSONL file, and note the problems of the other lines at ``path``."""
+def read_jsonl(
+    file_name: str, path: str, problems: Problems, columns: Mapping[str, str] | None = None
+) -> list[PromptRow]:
+    """Return all prompts of a JSONL file, and note the problems of the other lines at ``path``. ``columns``: our field
+    -> its column."""
     file = Path(file_name)
     try:
         content = file.read_bytes()
@@ -204,26 +225,102 @@ def read_jsonl(file_name: str, path: str, problems: Problems) -> list[PromptRow]
         reason = cause.strerror or type(cause).__name__
         problems.add(path, f"cannot read `{file_name}` ({reason})", "give the path of an existing JSONL file")
         return []
+    numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
+    return _rows((numbered, _parse_line), (file.name, file_name), path, problems, columns or {})
+
+
+def read_parquet(file_name: str, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
+    """Return all prompts of a Parquet file, and note the problems of the other rows; see `read_jsonl`."""
+    if not Path(file_name).is_file():
+        problems.add(path, f"cannot read `{file_name}` (no such file)", "give the path of an existing Parquet file")
+        return []
+    table = problems.attempt(_data_set, path, file_name, "parquet", data_files=file_name, split="train")
+    if table is None:
+        return []
+    return _rows((enumerate(table, start=1), _plain), (Path(file_name).name, file_name), path, problems, columns)
+
+
+def read_hub(source: HubSource, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
+    """Return all prompts of a data set of the hub, and note the problems of the other rows; see `read_jsonl`."""
+    options = {"name": source.subset, "split": source.split, "revision": source.revision}
+    given = {key: value for key, value in options.items() if value is not None}
+    table = problems.attempt(_data_set, path, source.dataset, source.dataset, **given)
+    if table is None:
+        return []
+    name = ":".join(filter(None, (source.dataset, source.subset, source.split)))
+    rows = _rows((enumerate(table, start=1), _plain), (name, name), path, problems, columns)
+    if source.domain is None:
+        return rows
+    own = {DEFAULT_DOMAIN: source.domain}
+    return [dataclasses.replace(row, domain=own.get(row.domain, row.domain)) for row in rows]
+
+
+def _data_set(path: str, name: str, builder: str, **options: Any) -> Iterable[Any]:
+    """Return the rows of a data set that `datasets` reads. Raises `ConfigError`."""
+    require(("datasets",), name, path)
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(builder, **options)
+    except Exception as cause:  # its readers, its servers and its caches raise errors of many libraries
+        first_line = str(cause).strip().split("\n")[0]
+        remedy = "check name, subset and split, and that this machine reaches the hub or has the data set in its cache"
+        raise problem(path, f"`{name}` cannot be read ({type(cause).__name__}: {first_line})", remedy) from cause
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """Return a row of a data set with what JSON can hold: dates and the like as text."""
+    for column, value in row.items():
+        if isinstance(value, bytes):
+            raise _BadRow(f"column `{column}` has bytes, and a prompt is text")
+    plain: dict[str, Any] = json.loads(json.dumps(row, default=str))
+    return plain
+
+
+def _rows(
+    source: tuple[Iterable[tuple[int, Any]], Callable[[Any], dict[str, Any]]],
+    names: tuple[str, str],
+    path: str,
+    problems: Problems,
+    columns: Mapping[str, str],
+) -> list[PromptRow]:
+    """Return the prompts of numbered raw rows, which a function makes into mappings, and note what is wrong. ``names``:
+    the source in ids of prompts, and in messages."""
+    numbered, parse = source
     rows: list[PromptRow] = []
     bad = 0
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, raw in numbered:
         try:
-            rows.append(_parse_line(line, f"{file.name}:{number}", f"{file_name}:{number}"))
+            row = _renamed(parse(raw), columns)
+            rows.append(_prompt_row(row, f"{names[0]}:{number}", f"{names[1]}:{number}"))
         except _BadRow as cause:
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
-                problems.add(path, f"{file_name}:{number}: {cause}", "correct or delete the line")
+                remedy = "correct or delete the line, or name its columns under `columns`"
+                problems.add(path, f"{names[1]}:{number}: {cause}", remedy)
     if not rows and not bad:
-        problems.add(path, f"`{file_name}` has no prompts", "give a file with one JSON object per line")
+        problems.add(path, f"`{names[1]}` has no prompts", "give a file with one JSON object per line")
     if bad > MAX_PROBLEMS_PER_FILE:
-        message = f"{bad - MAX_PROBLEMS_PER_FILE} more lines of `{file_name}` are wrong"
+        message = f"{bad - MAX_PROBLEMS_PER_FILE} more lines of `{names[1]}` are wrong"
         problems.add(path, message, "check the format of the whole file")
     return rows
 
 
-def _parse_line(line: bytes, prompt_id: str, origin: str) -> PromptRow:
+def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row whose fields have our names; a column that is one of them is not kept as metadata, too."""
+    found: dict[str, Any] = {}
+    for field, column in columns.items():
+        value: Any = row
+        for part in [column] if column in row else column.split("."):
+            if not isinstance(value, dict) or part not in value:
+                known = ", ".join(f"`{name}`" for name in row)
+                raise _BadRow(f"no column `{column}`, which `columns.{field}` names; it has {known}")
+            value = value[part]
+        found[field] = value
+    return {key: value for key, value in row.items() if key not in columns.values()} | found
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as cause:
@@ -234,9 +331,15 @@ def _parse_line(line: bytes, prompt_id: str, origin: str) -> PromptRow:
         raise _BadRow(f"not JSON that can be read ({cause})") from cause
     if not isinstance(row, dict):
         raise _BadRow(f"a line must be a JSON object, this one is a {type(row).__name__}")
+    return row
+
+
+def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str) -> PromptRow:
     text, messages = _take_text(row), _take_messages(row)
     if text is None and messages is None:
-        raise _BadRow("neither `prompt` nor `messages`")
+        raise _BadRow(
+            "neither `prompt` nor `messages`" + (f"; it has {', '.join(f'`{key}`' for key in row)}" if row else "")
+        )
     return PromptRow(
         prompt_id=prompt_id,
         origin=origin,

@@ -120,11 +120,12 @@ def test_an_option_that_is_not_declared_cannot_be_read():
 
 
 def test_nothing_else_in_the_configuration_reads_the_options():
-    root = Path(roll.configs.__file__).parents[1]
+    root = Path(roll.configs.__file__).parents[1]  # dialects read other systems' files, before there are options
     readers = {
         str(path.relative_to(root))
         for room in ("configs", "check")
         for path in (root / room).rglob("*.py")
+        if path.parent.name != "dialects"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and node.attr == "strategy_config"

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.roles import DataArguments, ReasoningGymSource
+from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
 from roll.data.prompts import MAX_PROBLEMS_PER_FILE, load_prompts
 from roll.data.records import Prompt
 
@@ -210,3 +211,81 @@ def test_wrong_arguments_of_procedural_tasks_are_problems(tokenizer, config, pat
     (problem,) = problems_of(tokenizer, args)
     assert problem.path == f"train.data_args.reasoning_gym.0{path}"
     assert words in problem.message and remedy in problem.remedy
+
+
+def test_columns_give_fields_other_names_also_those_of_structured_columns(tokenizer, tmp_path):
+    row = {"problem": "1+2=", "reward_model": {"ground_truth": "3", "style": "rule"}, "source": "sum", "level": 4}
+    columns = PromptColumns(prompt="problem", ground_truth="reward_model.ground_truth", domain="source")
+    name = write(tmp_path / "a.jsonl", row)
+    (prompt,) = load(tokenizer, DataArguments(file_name=name, columns=columns))
+    assert (prompt.text, prompt.ground_truth, prompt.domain) == ("1+2=", "3", "sum")
+    assert prompt.metadata == {"reward_model": row["reward_model"], "level": 4}
+
+
+def test_a_row_without_a_named_column_is_named_with_it(tokenizer, tmp_path):
+    name = write(tmp_path / "a.jsonl", {"problem": "1"}, {"question": "2"})
+    found = problems_of(tokenizer, DataArguments(file_name=name, columns=PromptColumns(prompt="problem")))
+    assert [problem.message for problem in found] == [
+        f"{name}:2: no column `problem`, which `columns.prompt` names; it has `question`"
+    ]
+
+
+def write_parquet(path: Path, rows: list[dict]) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.needs("datasets")
+def test_a_parquet_file_is_read_as_the_same_rows_of_jsonl_are(tokenizer, tmp_path):
+    rows = [
+        {"problem": "1+2=", "reward_model": {"ground_truth": "3"}, "data_source": "sum"},
+        {"problem": "3+4=", "reward_model": {"ground_truth": "7"}, "data_source": "sum"},
+    ]
+    columns = PromptColumns(prompt="problem", ground_truth="reward_model.ground_truth", domain="data_source")
+    write_parquet(tmp_path / "a.parquet", rows)
+    loaded = load(tokenizer, DataArguments(file_name=str(tmp_path / "a.parquet"), columns=columns))
+    lines = load(tokenizer, DataArguments(file_name=write(tmp_path / "a.jsonl", *rows), columns=columns))
+    assert [prompt.prompt_id for prompt in loaded] == ["a.parquet:1", "a.parquet:2"]
+    for ours, same in zip(loaded, lines, strict=True):
+        assert (ours.text, ours.ground_truth, ours.domain, ours.metadata) == (
+            same.text,
+            same.ground_truth,
+            same.domain,
+            same.metadata,
+        )
+
+
+@pytest.mark.needs("datasets")
+def test_a_parquet_file_that_does_not_fit_names_row_and_column(tokenizer, tmp_path):
+    name = write_parquet(tmp_path / "a.parquet", [{"prompt": "1", "picture": b""}, {"prompt": "", "picture": None}])
+    found = problems_of(tokenizer, DataArguments(file_name=name))
+    assert [problem.message for problem in found] == [
+        f"{name}:1: column `picture` has bytes, and a prompt is text",
+        f"{name}:2: `prompt` is empty",
+    ]
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    (problem,) = problems_of(tokenizer, DataArguments(file_name=str(tmp_path / "b.parquet")))
+    assert "cannot be read" in problem.message
+
+
+@pytest.mark.needs("datasets")
+def test_a_data_set_in_the_form_of_the_hub_is_read_with_its_split(tokenizer, tmp_path):
+    write(tmp_path / "train.jsonl", {"prompt": "1+2=", "answer": "3"}, {"prompt": "2", "answer": "2", "domain": "own"})
+    write(tmp_path / "test.jsonl", {"prompt": "5+2=", "answer": "7"})
+    source = HubSource(dataset=str(tmp_path), split="train", domain="sum")
+    prompts = load(tokenizer, DataArguments(hub=[source]))
+    assert [(prompt.text, prompt.domain) for prompt in prompts] == [("1+2=", "sum"), ("2", "own")]
+    (problem,) = problems_of(tokenizer, DataArguments(hub=[HubSource(dataset=str(tmp_path), split="none")]))
+    assert problem.path == "train.data_args.hub.0" and "cannot be read" in problem.message
+
+
+def test_without_the_package_a_parquet_file_is_refused_with_the_command_that_installs_it(
+    tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    (problem,) = problems_of(tokenizer, DataArguments(file_name=str(tmp_path / "a.parquet")))
+    assert "needs the package `datasets`" in problem.message and problem.remedy == "pip install datasets"

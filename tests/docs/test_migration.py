@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from roll.configs.errors import ADVICE, RENAMED, ConfigError
+from roll.configs.dialects.roll import ADVICE
+from roll.configs.errors import RENAMED, ConfigError
 from roll.configs.fields import walk
 from roll.configs.loader import config_from_tree
 from roll.configs.run import AgenticConfig, RLVRConfig

@@ -1,0 +1,173 @@
+"""`roll convert FILE --from SYSTEM`: another system's configuration or command line as a file of ours.
+
+Nothing of the other system is run or imported. A line whose meaning has changed has a comment; what is lost, what has
+no effect here and what is missing stands at the end of the file, and is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll.check.config import leave_out_without_effect
+from roll.configs.dialects import prime_rl, roll, slime, trl, verl
+from roll.configs.dialects.rules import Path as Key
+from roll.configs.dialects.rules import Translation, nested
+from roll.configs.dialects.sources import is_computed, read_keys
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree, dump_yaml
+from roll.configs.plugins import problem
+from roll.tracking.files import say
+
+CONVERTED, FAILED, BAD_INPUT = 0, 1, 2
+WIDTH = 120
+
+ORIGINS: dict[str, Callable[[Mapping[Key, Any]], Translation]] = {
+    "roll": lambda given: roll.translate(nested(given)),
+    "verl": verl.translate,
+    "trl": trl.translate,
+    "prime-rl": prime_rl.translate,
+    "slime": slime.translate,
+}
+"""Name of a system -> what translates its keys."""
+
+_EPILOG = """\
+examples:
+  roll convert agentic.yaml --from roll -o ours.yaml
+  roll convert run_qwen3-8b.sh --from verl
+  roll convert grpo.py --from trl
+  roll convert rl.toml --from prime-rl
+
+FILE is YAML, TOML, a Python script (its literal arguments), or anything else: a shell script, or a command in a file.
+It is read, never run. Then: roll check ours.yaml
+
+exit codes: 0 written; 2 FILE cannot be read, or nothing in it is a key of that system; 1 OUT cannot be written.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert the file named on the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="roll convert",
+        description="Write another system's configuration as one of ours, with a comment at each changed meaning.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="configuration or command line of the other system")
+    parser.add_argument("--from", dest="origin", required=True, choices=list(ORIGINS), help="the other system")
+    parser.add_argument("-o", dest="out", metavar="OUT", help="file to write, which must not exist; default: print")
+    options = parser.parse_args(arguments)
+    try:
+        done = converted(_text(options.file), options.file, options.origin)
+    except ConfigError as error:
+        say("\n\n".join(map(str, error.problems)), error=True)
+        return BAD_INPUT
+    if options.out is None:
+        say(written(done, options.file))
+        return CONVERTED
+    try:
+        with Path(options.out).open("x", encoding="utf-8") as file:
+            file.write(written(done, options.file) + "\n")
+    except OSError as error:
+        say(f"cannot write {options.out}: {error.strerror or error}", error=True)
+        return FAILED
+    say("\n".join([f"{options.out}: {len(done.values)} keys from {options.file}", *_summary(done)]))
+    return CONVERTED
+
+
+def _text(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as cause:
+        raise problem(name, f"cannot be read: {cause}", "give the path of a text file") from cause
+
+
+def converted(text: str, source: str, origin: str) -> Translation:
+    """Return the translation of a text; ``source`` is its file name. Raises `ConfigError`."""
+    given = read_keys(text, source)
+    telling = trl.COMPUTED if origin == "trl" else ()
+    plain = {
+        key: str(value) if is_computed(value) else value
+        for key, value in given.items()
+        if key[0] in telling or not is_computed(value)
+    }
+    done = ORIGINS[origin](plain)
+    foreign = [line for line in done.lost if "knows no key" in line]
+    if not plain or len(foreign) == len(plain):
+        remedy = f"give a configuration of {origin}, or another `--from`"
+        raise problem(source, f"has no key of {origin} that can be read", remedy)
+    for key, value in given.items():
+        if key not in plain:
+            done.lose(".".join(key), value, "the script computes it: write it by hand")
+    done.values = {key: value for key, value in done.values.items() if value is not None}
+    for name in sorted({name for value in done.values.values() for name in _variables(value)} - os.environ.keys()):
+        done.lack(f"variable {name}", "set it before `roll` runs, or write its value")
+    for each in done.problems:
+        done.lack(each.path, each.message)
+    try:
+        inert = leave_out_without_effect(config_from_tree(done.tree()))
+    except ConfigError:
+        inert = {}  # `roll check` names what is wrong
+    for path, sentence in inert.items():
+        for key in [key for key in done.values if ".".join(key) == path or ".".join(key).startswith(f"{path}.")]:
+            del done.values[key]
+            done.without_effect.append(sentence)
+    return done
+
+
+def _variables(value: Any) -> list[str]:
+    """Return the variables of the environment that a value refers to."""
+    return re.findall(r"\$\{oc\.env:(\w+)\}", str(value))
+
+
+def written(done: Translation, source: str) -> str:
+    """Return the YAML of a translation, with its comments."""
+    head = [f"# {source}, a configuration of {done.origin}, as `roll convert` reads it."]
+    if done.missing:
+        head.append("# `roll check` will ask for what is listed as missing at the end.")
+    return "\n".join([*head, *_lines(done.tree(), done.notes, ()), *_comments(_summary(done))])
+
+
+def _lines(tree: Mapping[str, Any], notes: Mapping[Key, str], parts: Key) -> list[str]:
+    lines: list[str] = []
+    indent = "  " * len(parts)
+    for key, value in tree.items():
+        path = (*parts, key)
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{dump_yaml({key: 0}).partition(':')[0]}:", *_lines(value, notes, path)]
+            continue
+        plain = textwrap.indent(dump_yaml({key: value}).rstrip("\n"), indent)
+        note = notes.get(path)
+        if note is not None and "\n" not in plain and len(plain) + len(note) + 4 <= WIDTH:
+            plain += f"  # {note}"
+        elif note is not None:
+            lines += _wrapped(note, f"{indent}# ")
+        lines.append(plain)
+    return lines
+
+
+def _summary(done: Translation) -> list[str]:
+    lines: list[str] = []
+    for title, sentences in (
+        ("missing: to be added by hand", done.missing),
+        ("lost: not here", done.lost),
+        ("without effect here, and left out", done.without_effect),
+    ):
+        if sentences:
+            lines += ["", title, *(f"  {sentence}" for sentence in dict.fromkeys(sentences))]
+    return lines
+
+
+def _comments(lines: Sequence[str]) -> list[str]:
+    return [each for line in lines for each in (_wrapped(line, "# ") if line else [""])]
+
+
+def _wrapped(text: str, prefix: str) -> list[str]:
+    """Return a comment of one or more lines. A text cannot leave it: line breaks become spaces."""
+    flat = " ".join(text.split()) if not text.startswith("  ") else "  " + " ".join(text.split())
+    return textwrap.wrap(flat, WIDTH, initial_indent=prefix, subsequent_indent=prefix + "    ", break_on_hyphens=False)

@@ -1,0 +1,254 @@
+"""The form of a table of keys, and what applies one.
+
+A rule is data: the pattern of a key, our key, and what becomes of the values. What depends on several keys at once is
+put into the `Translation` by a function of the system's module. No key vanishes: each is read, named as without effect,
+named as lost, or left where it is, for the loader to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from roll.configs.errors import ConfigProblem, shown
+
+Path = tuple[str, ...]
+"""A key as its parts: ``actor_train.infer_batch_size`` is two."""
+NOTHING: Any = object()
+"""In place of a value that is not there."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of a key."""
+
+    to: str | None = None
+    """Our path; a ``*`` is what the pattern's ``*`` stands for. None: nothing is written."""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    """Their value -> ours. Others are taken as they are, or, if ``closed``, named as lost."""
+    closed: bool = False
+    note: str = ""
+    """What the key means here if that is something else; why it has no effect; what is lost."""
+    lost: bool = False
+    """True for a setting that has no counterpart."""
+    later: bool = False
+    """True if a function of the module reads it, together with others."""
+    advice: str = ""
+    """What to write here instead, for a key that is met alone. Default: made from the rest."""
+
+
+def to(path: str, values: Mapping[Any, Any] | None = None, note: str = "", closed: bool = False) -> Rule:
+    """Return the rule of a key that has another name or other values here."""
+    return Rule(path, values or {}, closed, note)
+
+
+def none(reason: str) -> Rule:
+    """Return the rule of a key that has no effect here and needs none."""
+    return Rule(note=reason)
+
+
+def lost(reason: str) -> Rule:
+    """Return the rule of a setting that this system does not have."""
+    return Rule(note=reason, lost=True)
+
+
+def later(advice: str = "") -> Rule:
+    """Return the rule of a key that is read together with others."""
+    return Rule(later=True, advice=advice)
+
+
+@dataclass
+class Translation:
+    """A configuration of ours in the making, and what is to be said of it."""
+
+    origin: str
+    """Name of the other system."""
+    given: dict[Path, Any]
+    """Their keys and values."""
+    values: dict[Path, Any] = field(default_factory=dict)
+    """Our keys and values."""
+    notes: dict[Path, str] = field(default_factory=dict)
+    """Our key -> what of its meaning has changed."""
+    lines: list[str] = field(default_factory=list)
+    """A sentence for each key that is not simply taken."""
+    lost: list[str] = field(default_factory=list)
+    """A sentence for each setting that has no counterpart."""
+    without_effect: list[str] = field(default_factory=list)
+    """A sentence for each key that has no effect here."""
+    missing: list[str] = field(default_factory=list)
+    """A sentence for each thing that the other configuration does not say; each begins with our path."""
+    problems: list[ConfigProblem] = field(default_factory=list)
+    """Values that have no meaning here: the loader refuses them, and `roll convert` names them as missing."""
+    unread: set[Path] = field(default_factory=set)
+    """Their keys that are left to a function and that none has read."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value of their key, or ``default``. A key of which only the parts below are given is not there."""
+        parts = tuple(path.split("."))
+        self.unread.discard(parts)
+        return self.given.get(parts, default)
+
+    def has(self, path: str) -> bool:
+        """Return True if their key is given."""
+        return tuple(path.split(".")) in self.given
+
+    def ours(self, path: str, default: Any = None) -> Any:
+        """Return the value of our key so far, or ``default``."""
+        return self.values.get(tuple(path.split(".")), default)
+
+    def put(self, path: str | Path, value: Any, note: str = "", origin: str = "") -> None:
+        """Set our key, unless it has a value. ``origin`` says which of their keys it is from."""
+        parts = tuple(path.split(".")) if isinstance(path, str) else path
+        name = ".".join(parts)
+        if self.values.get(parts, value) != value:
+            self.lines.append(f"{origin or name}: not used; `{name}` is {shown(self.values[parts], parts[-1])}")
+            return
+        self.values[parts] = value
+        if note:
+            self.notes[parts] = note
+        if origin or note:
+            what = f"{origin} is read as `{name}: {shown(value, parts[-1])}`" if origin else f"{name}: {shown(value)}"
+            self.lines.append(what + (f" ({note})" if note else ""))
+
+    def drop(self, path: str, reason: str) -> None:
+        """Take our key out again, and name it as without effect."""
+        parts = tuple(path.split("."))
+        self.no_effect(path, self.values.pop(parts), reason)
+
+    def no_effect(self, path: str, value: Any, reason: str) -> None:
+        """Name a key that has no effect."""
+        self.without_effect.append(f"{path}: {shown(value, path.rpartition('.')[2])} has no effect here: {reason}")
+        self.lines.append(self.without_effect[-1])
+
+    def lose(self, path: str, value: Any, reason: str) -> None:
+        """Name a setting as lost."""
+        self.lost.append(f"{path}: {shown(value, path.rpartition('.')[2])}: {reason}")
+        self.lines.append(f"lost: {self.lost[-1]}")
+
+    def lose_unread(self) -> None:
+        """Name each key that was left to a function, and that none has read, as without effect beside the others."""
+        for parts in sorted(self.unread):
+            self.no_effect(".".join(parts), self.given[parts], "other keys decide")
+        self.unread = set()
+
+    def lack(self, path: str, what: str) -> None:
+        """Name something that has to be added to the file."""
+        self.missing.append(f"{path}: {what}")
+
+    def tree(self) -> dict[str, Any]:
+        """Return our configuration as nested mappings."""
+        return nested(self.values)
+
+
+def translated(
+    origin: str, given: Mapping[Path, Any], rules: Mapping[str, Rule], *, unknown_is_ours: bool
+) -> Translation:
+    """Return the translation of their keys by a table.
+
+    Keys without a rule are taken as they are if ``unknown_is_ours``, and named as lost if not.
+    """
+    done = Translation(origin, dict(given))
+    pending = []
+    for parts, value in given.items():
+        found = rule_of(parts, rules)
+        if found is not None:
+            pending.append((parts, value, *found))
+        elif unknown_is_ours:
+            done.put(parts, value)
+        else:
+            done.lose(".".join(parts), value, f"roll knows no key of {origin} of this name")
+    for parts, value, pattern, rule in pending:
+        _apply(done, parts, value, pattern, rule)
+    return done
+
+
+def _apply(done: Translation, parts: Path, value: Any, pattern: str, rule: Rule) -> None:
+    path = ".".join(parts)
+    if rule.later:
+        done.unread.add(parts)
+        return
+    new = _looked_up(rule.values, value)
+    if rule.lost or (rule.closed and new is NOTHING):
+        if value in (None, False, "", [], {}, "null", "none", "None"):
+            done.no_effect(path, value, "it is off")
+        else:
+            done.lose(path, value, rule.note or "there is no such value here")
+        return
+    if rule.to is None:
+        done.no_effect(path, value, rule.note)
+        return
+    target = _filled(rule.to, parts, pattern)
+    changed = new is not NOTHING and new != value
+    kept = value if new is NOTHING else new
+    if target == parts and not changed:
+        done.put(parts, kept)
+    elif target == parts:
+        done.values[parts] = kept
+        done.lines.append(f"{path}: {shown(value)} is read as {shown(kept)}" + (f" ({rule.note})" if rule.note else ""))
+        if rule.note:
+            done.notes[parts] = rule.note
+    else:
+        done.put(target, kept, rule.note, f"{path}: {shown(value, parts[-1])}")
+
+
+def _looked_up(values: Mapping[Any, Any], value: Any) -> Any:
+    """Return the entry of a value; `NOTHING` without one. True is not 1 here."""
+    return next((new for old, new in values.items() if old == value and type(old) is type(value)), NOTHING)
+
+
+def _filled(path: str, parts: Path, pattern: str) -> Path:
+    """Return our path: each ``*`` is what the pattern's stands for, and ``=`` the whole of theirs."""
+    stars = [part for part, wanted in zip(parts, pattern.split("."), strict=False) if wanted == "*"]
+    return parts if path == "=" else tuple(stars.pop(0) if part == "*" else part for part in path.split("."))
+
+
+def rule_of(parts: Path, rules: Mapping[str, Rule]) -> tuple[str, Rule] | None:
+    """Return the pattern and the rule of a key: that of its own name before others. ``**.x`` is an ``x`` anywhere,
+    ``a.**`` all below ``a``, and ``*`` one part."""
+    path = ".".join(parts)
+    if path in rules:
+        return path, rules[path]
+    return next((each for each in rules.items() if "*" in each[0] and _matches(parts, each[0])), None)
+
+
+def _matches(parts: Path, pattern: str) -> bool:
+    wanted = pattern.split(".")
+    if wanted[0] == "**":
+        wanted = wanted[1:]
+        parts = parts[-len(wanted) :]
+    elif wanted[-1] == "**":
+        wanted = wanted[:-1]
+        parts = parts[: len(wanted)]
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number above 0; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def leaves(tree: Mapping[str, Any], parts: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each key below a tree that holds no mapping, or an empty one, with its value."""
+    for key, value in tree.items():
+        path = (*parts, key)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def nested(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Return the tree with these leaves. A mapping wins over a plain value at the same place."""
+    tree: dict[str, Any] = {}
+    for parts, value in values.items():
+        section = tree
+        for part in parts[:-1]:
+            below = section.setdefault(part, {})
+            if not isinstance(below, dict):
+                below = section[part] = {}
+            section = below
+        if not isinstance(section.get(parts[-1]), dict) or not section[parts[-1]]:
+            section[parts[-1]] = dict(value) if isinstance(value, dict) else value
+    return tree

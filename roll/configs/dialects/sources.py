@@ -1,0 +1,253 @@
+"""Configurations of other systems as their keys and values: YAML, TOML, command lines in shell scripts, Python scripts.
+
+Nothing is run. Of a script only its text is read: words, assignments of plain values, whole-number arithmetic; of
+Python only literal arguments. What would have to be computed is kept as text, and reported with its key.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from roll.configs.dialects.rules import Path, leaves
+from roll.configs.errors import ConfigError
+from roll.configs.loader import parse_yaml, resolved_tree
+from roll.configs.plugins import problem
+
+_WORD = re.compile(
+    r"""(?P<comment>(?<!\S)\#[^\n]*)|(?P<end>\n|;;?|&&|\|\|?|&)|\s+"""
+    r"""|(?P<word>(?:\$\(\((?:[^()]|\([^()]*\))*\)\)|\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^\s"'\\;&|])+)|.""",
+    re.DOTALL,
+)
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^{}]*))?\}|\$(?P<plain>[A-Za-z_]\w*)")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
+_DOTTED = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)+)=(?P<value>.*)", re.DOTALL)
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
+_LARGEST = 2**53
+"""Largest whole number that arithmetic in a script may come to."""
+
+
+def read_keys(text: str, source: str) -> dict[Path, Any]:
+    """Return the keys and values of a text; ``source`` is its file name, whose ending says what it is.
+
+    The flag ``--a-b 1`` is the key ``a-b``, ``x.y=1`` is ``x.y``; ``entry`` is the module or script that the last such
+    command starts. Raises `ConfigError`.
+    """
+    ending = FilePath(source).suffix
+    if ending == ".toml":
+        try:
+            return dict(leaves(tomllib.loads(text)))
+        except tomllib.TOMLDecodeError as cause:
+            raise problem(source, f"not valid TOML: {cause}", "correct the line") from cause
+    if ending == ".py":
+        return _of_python(text, source)
+    if ending in (".yaml", ".yml"):
+        tree = parse_yaml(text, source)
+        if not isinstance(tree, dict):
+            raise problem(source, "the top level is no mapping", "give a configuration of `key: value` lines")
+        plain = dict(leaves(resolved_tree(tree)))
+        return {key: _referred(value, plain.get(key)) for key, value in leaves(tree)}
+    return _of_shell(text)
+
+
+def _referred(value: Any, plain: Any) -> Any:
+    """Return what a reference to another key leads to. One to the environment stays: it may be a secret."""
+    return plain if isinstance(value, str) and "${" in value and "oc.env" not in value and plain is not None else value
+
+
+def _of_shell(text: str) -> dict[Path, Any]:
+    """Return the overrides ``a.b=value`` and the flags ``--flag value`` of the commands in a script."""
+    variables: dict[str, str] = {}
+    found: dict[Path, Any] = {}
+    for words in _commands(text):
+        if words[0] == "ray" and "--" in words:  # ray job submit ... -- command
+            words = words[words.index("--") + 1 :]
+        elif words[0] in ("ray", "pkill", "docker", "sbatch", "srun", "torchrun", "cat", "echo"):
+            continue
+        words = [_expanded(word, variables) for word in words]
+        for index, word in enumerate(words):
+            if _ASSIGNMENT.match(word) and all(_ASSIGNMENT.match(each) or each == "export" for each in words[:index]):
+                name, _, value = word.partition("=")
+                variables[name] = value.removeprefix("(")
+            elif (match := _DOTTED.fullmatch(word)) is not None:
+                found[tuple(match["key"].split("."))] = plain_value(_from_environment(match["value"]))
+        entry = _entry(words)
+        if entry is not None:
+            found["entry",] = entry
+        words = [_from_environment(word) for word in words]
+        script = next((index for index, word in enumerate(words) if word == "trl" or word.endswith(".py")), 0)
+        found |= _flags(words[:script]) | _flags(words[script:])
+    return found
+
+
+def _entry(words: list[str]) -> str | None:
+    """Return the module or script that a command starts with Python, if it has arguments."""
+    for index, word in enumerate(words[:-1]):
+        if re.fullmatch(r"(.*/)?python[\d.]*", word):
+            rest = [each for each in words[index + 1 :] if each not in ("-u", "-m")]
+            return rest[0] if len(rest) > 1 and not rest[0].startswith("-") else None
+    return None
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command; an array ``X=( ... )`` may take several lines, a comment may be anywhere."""
+    words: list[str] = []
+    depth = 0
+    for match in _WORD.finditer(text.replace("\\\n", " ")):
+        if match["end"] is not None and depth == 0:
+            if words:
+                yield words
+            words = []
+        elif match["word"] is not None:
+            word = match["word"]
+            if re.match(r"[A-Za-z_]\w*\+?=\(", word):
+                depth, word = 1, word[word.index("(") + 1 :]
+            if depth and word.endswith(")") and "(" not in word:
+                depth, word = 0, word[:-1]
+            if word:
+                words.append(_unquoted(word))
+    if words:
+        yield words
+
+
+def _unquoted(word: str) -> str:
+    """Return a word without its quotes. In single quotes a dollar stays what it is."""
+    try:
+        return "".join(shlex.split(re.sub(r"'[^']*'", lambda match: match[0].replace("$", "\0"), word))) or word
+    except ValueError:
+        return word
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word with the variables that the script itself sets, and whole-number arithmetic, replaced. A variable
+    of the shell is marked, for `_from_environment`."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match["braced"] or match["plain"]
+        default: str | None = match["default"]
+        known = variables.get(name, default)
+        return f"\1{name}\2" if known is None else known
+
+    for _ in range(8):  # variables may be made of variables
+        new = _VARIABLE.sub(value, word)
+        if new == word:
+            break
+        word = new
+    return _ARITHMETIC.sub(lambda match: _computed(match, variables), word).replace("\0", "$")
+
+
+def _from_environment(text: str) -> str:
+    """Return a text with its marked variables as references of ours."""
+    return re.sub("\1(\\w+)\2", r"${oc.env:\1}", text)
+
+
+def _computed(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    names = {name: text for name, text in variables.items() if re.fullmatch(r"-?\d+", text)}
+    try:
+        return str(_whole_number(ast.parse(match[1].strip(), mode="eval").body, names))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return match[0]
+
+
+def _whole_number(node: ast.expr, names: Mapping[str, str]) -> int:
+    """Return the value of a sum, difference, product or quotient of whole numbers. Raises ``ValueError``."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        result = node.value
+    elif isinstance(node, ast.Name) and node.id in names:
+        result = int(names[node.id])
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](_whole_number(node.left, names), _whole_number(node.right, names))
+    else:
+        raise ValueError("no arithmetic of whole numbers")
+    if abs(result) > _LARGEST:
+        raise ValueError("too large")
+    return result
+
+
+def _flags(words: list[str]) -> dict[Path, Any]:
+    """Return the flags of a command: with one value, several as a list, or without one as true."""
+    found: dict[Path, Any] = {}
+    values: list[Any] | None = None
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            values = found.setdefault((*name.split("."),), [])
+            values.clear()
+            if equals:
+                values.append(plain_value(value))
+                values = None
+        elif values is not None and not re.fullmatch(r"\$\{?\w+(\[@\])?\}?", word):
+            values.append(plain_value(word))
+    return {key: each[0] if len(each) == 1 else each or True for key, each in found.items()}
+
+
+def plain_value(text: str) -> Any:
+    """Return a word of a command line as YAML reads it; as text if it is none."""
+    if text in ("True", "False", "None", "null"):
+        return {"True": True, "False": False}.get(text)
+    try:
+        return parse_yaml(text, "command line")
+    except (ConfigError, yaml.YAMLError):
+        return text
+
+
+class _Computed(str):
+    """The source of an argument that is no literal."""
+
+
+def _of_python(text: str, source: str) -> dict[Path, Any]:
+    """Return the keyword arguments of the calls of ``...Config`` and ``...Trainer`` in a script, and of
+    ``load_dataset`` as ``dataset_name`` and so on."""
+    try:
+        module = ast.parse(text)
+    except SyntaxError as cause:
+        raise problem(source, f"not valid Python: {cause}", "give the script as it is") from cause
+    found: dict[Path, Any] = {}
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "load_dataset":
+            given = [_literal(argument) for argument in node.args]
+            for key, value in zip(("dataset_name", "dataset_config"), given, strict=False):
+                found.setdefault((key,), value)
+            found |= {(f"dataset_{word.arg}",): _literal(word.value) for word in node.keywords if word.arg == "split"}
+        elif name.endswith(("Config", "Trainer")):
+            found["entry",] = f"{found.get(('entry',), '')} {name}".strip()
+            prefix = ("peft_config",) if name == "LoraConfig" else ()
+            found |= {
+                (*prefix, word.arg): _literal(word.value)
+                for word in node.keywords
+                if word.arg is not None and word.arg not in ("args", "peft_config")
+            }
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal; the source of anything else, as `_Computed`."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _Computed(ast.unparse(node))
+
+
+def is_computed(value: Any) -> bool:
+    """Return True for text that a script would have computed."""
+    return isinstance(value, _Computed) or (
+        isinstance(value, str) and bool(re.search(r"\$(?!\{oc\.env:)[\w({]|`", value))
+    )

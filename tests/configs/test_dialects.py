@@ -1,0 +1,347 @@
+"""Files of ROLL are read as they are, other systems' configurations convert, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from roll.check.config import LACKING, check_elsewhere, read_config
+from roll.cli.convert import converted, written
+from roll.cli.main import main
+from roll.configs.dialects import prime_rl, roll, slime, trl, verl
+from roll.configs.dialects.hints import foreign_hint
+from roll.configs.dialects.rules import leaves, nested
+from roll.configs.dialects.sources import read_keys
+from roll.configs.errors import ConfigError
+from roll.configs.fields import kind_at
+from roll.configs.loader import config_from_tree, dump_yaml, load_config, parse_yaml
+from roll.configs.run import AgenticConfig, RLVRConfig
+
+FOREIGN = Path(__file__).parent / "foreign"
+SEEDS = ("roll_rlvr_async", "roll_agentic_async")
+SYSTEMS = {"verl": verl, "trl": trl, "slime": slime}
+EXAMPLES = [
+    pytest.param(system, name, id=f"{system}-{name}")
+    for system in SYSTEMS
+    for name in json.loads((FOREIGN / f"{system}.json").read_text())
+]
+
+
+def problems_of(attempt):
+    with pytest.raises(ConfigError) as refused:
+        attempt()
+    return {problem.path: problem for problem in refused.value.problems}
+
+
+def told_of(name, *overrides):
+    told = []
+    return read_config(FOREIGN / f"{name}.yaml", overrides, told.append), "\n".join(told)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_file_of_roll_passes_the_check_unchanged(name, capsys):
+    assert main(["check", str(FOREIGN / f"{name}.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("is in ROLL's dialect") == 1
+    asked = "custom_envs" if "agentic" in name else "rewards"
+    assert f"[ ] {asked}" in shown and "not in the file" in shown
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_each_translation_is_said_once_and_every_key_that_changes_is_said(name):
+    config, told = told_of(name)
+    lines = [line.strip() for line in told.splitlines()]
+    assert len(lines) == len(set(lines))
+    ours = dict(leaves(parse_yaml(dump_yaml(asdict(config)), "")))
+    for parts, value in leaves(parse_yaml((FOREIGN / f"{name}.yaml").read_text(), "")):
+        if ours.get(parts) != value and not str(value).startswith("${"):
+            assert any(line.startswith(".".join(parts)) for line in lines), parts
+
+
+def test_the_numbers_of_rolls_files_keep_rolls_meaning():
+    rlvr, _ = told_of("roll_rlvr_async")
+    assert (rlvr.rollout_batch_size, rlvr.num_return_sequences_in_group) == (64, 8)
+    assert (rlvr.cluster.num_nodes, rlvr.cluster.num_devices_per_node, rlvr.cluster.device) == (3, 8, "cuda")
+    assert (rlvr.actor_train.model_args.dtype, rlvr.actor_infer.model_args.dtype) == ("bfloat16", "float16")
+    assert rlvr.actor_infer.strategy_args.strategy_config == {"mem_fraction_static": 0.85}
+    assert not rlvr.actor_train.use_dynamic_batching_in_train and rlvr.actor_train.infer_batch_size == 2
+    agentic, _ = told_of("roll_agentic_async")
+    assert agentic.rollout_batch_size * agentic.train_env_manager.group_size == 1024
+    assert agentic.val_env_manager.num_env_groups * agentic.val_env_manager.group_size == 1024
+    assert (agentic.sequence_length, agentic.response_length, agentic.prompt_length) == (8192, 8191, 8064)
+    assert agentic.actor_train.strategy_args.strategy_config["recompute_method"] == "uniform"
+    grouped, _ = told_of("roll_agentic_async", "train_env_manager.group_size=16")
+    assert grouped.rollout_batch_size == 64
+
+
+def test_trajectories_that_are_no_whole_number_of_groups_are_refused():
+    found = problems_of(lambda: told_of("roll_agentic_async", "train_env_manager.group_size=3"))
+    assert list(found) == ["rollout_batch_size"] and "groups of 3" in found["rollout_batch_size"].message
+
+
+def test_an_unknown_key_in_rolls_dialect_still_fails_with_the_nearest_name(tmp_path):
+    text = (FOREIGN / "roll_rlvr_async.yaml").read_text() + "\nmax_stepz: 3\n"
+    (tmp_path / "run.yaml").write_text(text)
+    found = problems_of(lambda: load_config(tmp_path / "run.yaml"))
+    assert list(found) == ["max_stepz"] and "`max_steps`" in found["max_stepz"].remedy
+
+
+def test_what_roll_has_and_this_has_not_stops_the_run_with_advice(tmp_path):
+    text = (FOREIGN / "roll_rlvr_async.yaml").read_text() + "\ndifficulty_loss_weight: true\nadd_len_reward: false\n"
+    (tmp_path / "run.yaml").write_text(text)
+    told = []
+    found = problems_of(lambda: load_config(tmp_path / "run.yaml", (), told.append))
+    assert list(found) == ["difficulty_loss_weight"]
+    assert "add_len_reward: false has no effect here: it is off" in told[0]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"pretrain": "m", "actor_train": {"model_args": {"dtype": "bf16"}}},
+        {"cluster": {"device": "cuda"}, "actor_train": {"model_args": {"dtype": "bf16", "attn_implementation": "fa2"}}},
+        {"pipeline": "rlvr", "pg_clip": 0.2, "gamma": 1},
+        {"pg_clip": 0.2},
+    ],
+)
+def test_a_slip_in_a_file_of_ours_does_not_change_its_dialect(tree):
+    assert not roll.is_roll(tree)
+    assert problems_of(lambda: config_from_tree(tree))
+
+
+def test_an_override_may_be_written_either_way():
+    theirs, _ = told_of("roll_rlvr_async", "actor_train.model_args.dtype=fp32")
+    ours, _ = told_of("roll_rlvr_async", "actor_train.model_args.dtype=float32")
+    assert theirs == ours and theirs.actor_train.model_args.dtype == "float32"
+
+
+def test_options_of_an_engine_that_an_override_replaced_are_left_out_and_named():
+    config, told = told_of("roll_rlvr_async", "actor_infer.strategy_args.strategy_name=hf_infer")
+    assert config.actor_infer.strategy_args.strategy_config == {}
+    assert "mem_fraction_static: 0.85 has no effect here: it is an option of the file's `sglang`" in told
+
+
+def test_the_rest_of_rolls_spellings():
+    tree = {
+        "num_gpus_per_node": 4,
+        "pg_clip": 0.1,
+        "dual_clip_loss": True,
+        "whiten_rewards": True,
+        "gamma": 0.9,
+        "adv_estimator": "reinforce",
+        "model_update_frequency": 2,
+        "system_envs": {"A": "1"},
+        "generate_opt_level": 1,
+        "rollout_batch_size": 64,
+        "sequence_length": 100,
+        "prompt_length": 40,
+        "pretrain": "Qwen/Qwen3-8B",
+        "actor_train": {
+            "model_args": {"dtype": "bf16", "disable_gradient_checkpointing": False},
+            "data_args": {"dataset_dir": "data", "file_name": ["a.jsonl"], "template": "qwen3"},
+            "strategy_args": {"strategy_name": "fsdp2_train"},
+            "device_mapping": "list(range(0,4))",
+        },
+        "actor_infer": {
+            "strategy_args": {"strategy_name": "vllm", "strategy_config": {"tensor_parallel_size": 2}},
+            "device_mapping": "list(range(0,4))",
+        },
+        "rewards": {
+            "math_rule": {
+                "worker_cls": "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker",
+                "tag_included": ["deepmath"],
+                "world_size": 8,
+                "data_args": {"template": "qwen3"},
+            }
+        },
+    }
+    assert roll.is_roll(tree)
+    config = config_from_tree(tree)
+    check_elsewhere(config)
+    assert config.actor_train.pg_variant_args == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2}
+    assert (config.norm_mean_type, config.adv_estimator_args) == ("batch", {"gamma": 0.9})
+    assert config.actor_train.strategy_args.strategy_config == {"gradient_checkpointing": True}
+    assert config.actor_train.data_args.file_name == ["data/a.jsonl"]
+    assert (config.actor_infer.num_gpus_per_engine, config.weight_update.interval_steps) == (2, 2)
+    assert (config.rewards["math_rule"].verifier, config.rewards["math_rule"].num_workers) == ("math", 8)
+    assert (config.response_length, config.cluster.num_devices_per_node) == (60, 4)
+
+
+@pytest.mark.parametrize(("system", "name"), EXAMPLES)
+def test_a_public_configuration_converts_and_each_of_its_keys_is_accounted_for(system, name, monkeypatch):
+    given = json.loads((FOREIGN / f"{system}.json").read_text())[name]
+    keys = {tuple(key.split(".")): value for key, value in given.items()}
+    for variable in ("HOME", "BASE_DIR"):
+        monkeypatch.setenv(variable, "/data")
+    done = SYSTEMS[system].translate({key: value for key, value in keys.items() if value is not None})
+    assert not done.unread and not [line for line in done.lost if "knows no key" in line]
+    text = written(converted(dump_yaml(nested(keys)), "example.yaml", system), name)
+    missing = {line.partition(":")[0] for line in done.missing}
+    try:
+        check_elsewhere(config_from_tree(parse_yaml(text, name)))
+    except ConfigError as error:
+        unnamed = [each for each in error.problems if each.path not in missing]
+        assert not unnamed, "\n".join(map(str, unnamed))
+    for line in (*done.missing, *done.lost):
+        assert line.split(":")[0] in text
+
+
+def test_ten_public_configurations_of_each_system():
+    for system in SYSTEMS:
+        assert len(json.loads((FOREIGN / f"{system}.json").read_text())) >= 10
+
+
+def test_a_mini_batch_of_verl_keeps_its_number_of_samples():
+    given = json.loads((FOREIGN / "verl.json").read_text())["examples/grpo_trainer/run_qwen3-8b.sh"]
+    done = verl.translate({tuple(key.split(".")): value for key, value in given.items()})
+    training = nested(done.values)["actor_train"]["training_args"]
+    assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * 8 == 256 * 5
+
+
+DOTS = """
+python3 -m verl.trainer.main_ppo \\
+    +actor_rollout_ref.async_pipeline=True \\
+    +trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5] \\
+    actor_rollout_ref.hybrid_engine=False \\
+    actor_rollout_ref.rollout.mode=async \\
+    +actor_rollout_ref.rollout.enable_dual_buffer=True \\
+    +actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=512 \\
+    +actor_rollout_ref.rollout.param_update_consume_bucket_size_mb=128 \\
+    +trainer.generate_ahead_steps=2 +reward_model.with_reward=True \\
+    actor_rollout_ref.model.path=$MODEL algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
+    data.train_batch_size=64 data.train_files=train.parquet trainer.n_gpus_per_node=${GPUS:-8}  # eight
+"""
+
+
+def test_keys_of_asynchrony():
+    done = converted(DOTS, "run.sh", "verl")
+    tree = nested(done.values)
+    assert tree["async_generation_ratio"] == 1
+    assert tree["cluster"]["shares"] == {"train": 0.5, "infer": 0.5}
+    assert tree["weight_update"] == {
+        "dual_buffer": True,
+        "param_update_gather_bucket_size_mb": 512,
+        "param_update_load_bucket_size_mb": 128,
+    }
+    assert "2 steps ahead there are one step off" in written(done, "run.sh")
+    assert any("with_reward" in line for line in done.without_effect) and not done.lost
+    assert "variable MODEL: set it before `roll` runs, or write its value" in done.missing
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("async_strategy", "verl's `async_strategy`: write `async_generation_ratio: 1`"),
+        ("hybrid_engine", "verl's `hybrid_engine`: write the same `device_mapping`"),
+        ("n_samples_per_prompt", "slime's `n-samples-per-prompt`: write `num_return_sequences_in_group`"),
+        ("max_off_policy_steps", "prime-rl's `max_off_policy_steps`: write `max_staleness`"),
+        ("num_generations", "TRL's `num_generations`: write `num_return_sequences_in_group`"),
+        ("actor_rollout_ref", "`roll convert FILE --from verl`"),
+    ],
+)
+def test_an_unknown_key_that_is_another_systems_gets_that_hint(key, words):
+    found = problems_of(lambda: config_from_tree({key: 1}))
+    assert words in found[key].remedy
+    assert foreign_hint("no_such_key_anywhere") is None
+
+
+def test_a_script_is_read_and_never_run(tmp_path):
+    mark = tmp_path / "mark"
+    text = f"""
+touch {mark}; X=$(touch {mark})
+A=4  # a comment
+ARGS=(
+   --rollout-batch-size $((A * 8))
+   # --num-rollout 7
+   --n-samples-per-prompt ${{N:-2}}
+   --prompt-data "a b.jsonl" --colocate
+   --wandb-group $(touch {mark})
+)
+ray job submit --address=http://x -- python3 train.py --actor-num-nodes 2 ${{ARGS[@]}} --lr 1e-6 --kl-coef 0.00
+"""
+    keys = {".".join(key): value for key, value in read_keys(text, "run.sh").items()}
+    assert not mark.exists()
+    assert keys["rollout-batch-size"] == 32 and keys["n-samples-per-prompt"] == 2
+    assert keys["prompt-data"] == "a b.jsonl" and keys["colocate"] is True and keys["lr"] == 1e-6
+    assert keys["actor-num-nodes"] == 2 and keys["entry"] == "train.py" and "num-rollout" not in keys
+    assert "address" not in keys
+    bad = f"import os\nargs = GRPOConfig(learning_rate=os.mkdir({str(mark)!r}) or 1.0, beta=0.0)\n"
+    assert read_keys(bad, "run.py")[("beta",)] == 0.0 and not mark.exists()
+    done = converted(bad, "run.py", "trl")
+    assert any("learning_rate" in line and "computes it" in line for line in done.lost)
+
+
+def test_prime_rl_converts_with_its_environments_named_as_missing():
+    text = (
+        "max_steps = 20\nseq_len = 2048\n[model]\nname = 'Qwen/Qwen3-0.6B'\n[deployment]\nnum_train_gpus = 2\n"
+        "num_infer_gpus = 6\n[orchestrator]\nbatch_size = 512\ngroup_size = 16\n[orchestrator.train.sampling]\n"
+        "max_completion_tokens = 128\n[[orchestrator.train.source]]\nname = 'wordle'\n[trainer.optim]\nlr = 3e-6\n"
+    )
+    done = converted(text, "rl.toml", "prime-rl")
+    assert [line.partition(":")[0] for line in done.missing] == ["custom_envs"] and not done.lost
+    config = config_from_tree(parse_yaml(written(done, "rl.toml"), "ours"))
+    assert (config.rollout_batch_size, config.train_env_manager.group_size) == (32, 16)
+    assert config.actor_infer.device_mapping == "2-7"
+    assert set(problems_of(lambda: check_elsewhere(config))) == {"custom_envs"}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_converted_file_of_roll_means_what_the_file_means(name, tmp_path, capsys):
+    out = tmp_path / "ours.yaml"
+    assert main(["convert", str(FOREIGN / f"{name}.yaml"), "--from", "roll", "-o", str(out)]) == 0
+    assert not roll.is_roll(parse_yaml(out.read_text(), ""))
+    assert load_config(out) == told_of(name)[0]
+    assert main(["convert", str(FOREIGN / f"{name}.yaml"), "--from", "roll", "-o", str(out)]) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_a_file_of_another_system_is_refused(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: 1\nb: 2\n")
+    assert main(["convert", str(path), "--from", "slime"]) == 2
+    assert "has no key of slime" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none"), "--from", "slime"]) == 2
+
+
+def test_a_value_cannot_leave_its_comment_or_its_line():
+    text = (
+        "max_steps: 3\nexp_name: 'x\n\n  pretrain: y'\nmask_type: \"a\\nmax_steps: 9\"\nreward_funcs: 1\nrun_name: a\n"
+    )
+    done = converted(text, "e\nmax_steps: 5.yaml", "trl")
+    again = parse_yaml(written(done, "e max_steps: 5.yaml"), "")
+    assert again["max_steps"] == 3 and "pretrain" not in again
+
+
+TARGETS = [
+    pytest.param(rule.to, id=f"{system.ORIGIN}-{pattern}")
+    for system in (roll, verl, trl, slime, prime_rl)
+    for pattern, rule in system.RULES.items()
+    if rule.to not in (None, "=")
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_of_the_tables_is_a_key_of_ours(target):
+    parts = tuple("x" if part == "*" else part for part in target.split("."))
+    if parts[0] == "x":
+        parts = ("actor_train", *parts[1:])
+    if "strategy_config" in parts:
+        parts = parts[: parts.index("strategy_config") + 1]
+    assert any(kind_at(root, parts) is not None for root in (RLVRConfig, AgenticConfig)), target
+
+
+def test_nothing_is_evaluated():
+    for source in Path(roll.__file__).parent.glob("*.py"):
+        text = source.read_text()
+        assert " eval(" not in text and "exec(" not in text and "subprocess" not in text, source
+
+
+def test_lacking_keys_are_asked_for_by_train_too(capsys):
+    overrides = ["pretrain=Qwen/Qwen3-8B", "cluster.device=cpu"]
+    assert main(["train", str(FOREIGN / "roll_rlvr_async.yaml"), *overrides]) == 2
+    shown = capsys.readouterr()
+    assert "is in ROLL's dialect" in shown.out and "rewards: there is no reward" in shown.err
+    assert "rewards" in LACKING
