@@ -22,7 +22,7 @@ import numpy as np
 
 from roll.agentic.episode import Episode
 from roll.agentic.frames import frames_to_gif, text_to_png
-from roll.configs.derived import tracker_classes, tracker_list
+from roll.configs.derived import present_roles, tracker_classes, tracker_list
 from roll.configs.loader import redacted_config
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
@@ -37,7 +37,7 @@ from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import ReadableSample, ReadableTokens, SampleLog, Summary
 from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import MetricsLog, TensorBoardTracker, read_metrics
-from roll.tracking.waits import WaitBoard
+from roll.tracking.waits import LOGP, WaitBoard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -250,6 +250,7 @@ class RunRecorder:
         self._samples_per_step = config.num_logged_samples
         self._decoder = decoder
         self._step_ended = time.time()
+        self._beside = [LOGP] if LOGP in present_roles(config) else []
         self._tokens = {"actor_train": 0, "actor_logp": 0, "reference": 0, "critic": 0}
         self._busy_since: dict[str, float] = {}
         self._drawn_until: dict[str, float] = {}
@@ -324,7 +325,7 @@ class RunRecorder:
         self.ledger = scheduler.ledger.counts()
         fields = {"reference": "reference_logprobs", "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
-        others += ["actor_logp"] if self._tokens["actor_logp"] else []
+        others += self._beside
         engines = await pool.stats()
         spans = workers.busy_spans()
         self._draw({**spans, **{engine["name"]: engine["busy_spans"] for engine in engines}})
