@@ -104,8 +104,9 @@ class Correction:
     normalize: Annotated[
         bool,
         Field(
-            description="Divide the weights by their mean over the tokens that stay in the loss (self-normalised "
-            "importance sampling): less variance, some bias, and a loss on the scale of the uncorrected one."
+            description="Divide the weights by their mean over what stays in the loss (self-normalised importance "
+            "sampling): less variance, some bias, and a loss on the scale of the uncorrected one. The mean is over "
+            "tokens, or with a `loss_agg_mode` by sequence over sequences, each with the mean of its tokens."
         ),
     ] = False
     reject: Annotated[
@@ -138,6 +139,7 @@ def correct(
     settings: Correction,
     *,
     trained: Tensor | None = None,
+    by_sequence: bool = False,
     lags: Tensor | None = None,
     max_lag: int | None = None,
     capped: bool = False,
@@ -147,13 +149,14 @@ def correct(
     ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool) and ``lags``
     (int) are ``[batch, seq]``. A row is a whole sequence; entries outside the mask are never read. Computed in float64;
     the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens
-    that are trained on, before rejection; the mean weight is taken over the trained tokens that also stay. ``lags``,
-    ``max_lag`` and ``capped`` are those of `lag_buckets`.
+    that are trained on, before rejection; the mean weight is taken over the trained tokens that also stay, or if
+    ``by_sequence`` (the loss is a mean over sequences) over the sequences that have such tokens, each counting with
+    the mean of these tokens. ``lags``, ``max_lag`` and ``capped`` are those of `lag_buckets`.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
-    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: mean over the
-    tokens that stay, before normalisation. With ``max_lag`` the first two are also reported per lag, as
+    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: that mean weight,
+    before normalisation. With ``max_lag`` the first two are also reported per lag, as
     ``lag_<n>/...``.
     """
     log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
@@ -163,7 +166,7 @@ def correct(
     weights, clipped = _bounded_weights(log_ratio, response_mask, settings.weight)
     weights = keep(weights, kept)
     staying = kept if trained is None else kept & trained
-    mean = keep(weights, staying).sum() / staying.sum().clamp(min=1)
+    mean = _mean_weight(weights, staying, by_sequence)
     if settings.normalize:
         weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean))
     buckets = lag_buckets(response_mask, lags, max_lag, capped)
@@ -247,6 +250,14 @@ def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight |
     # exp(log(upper)) may miss upper by a rounding error, hence the second clamp.
     bounded = log_ratio.clamp(_log(weight.lower), _log(weight.upper)).exp()
     return bounded.clamp(weight.lower, weight.upper), ~inside
+
+
+def _mean_weight(weights: Tensor, staying: Tensor, by_sequence: bool) -> Tensor:
+    """Return the mean over tokens, or over sequences of the mean over their tokens; 0-d, 0 without tokens."""
+    lengths, totals = staying.sum(-1), keep(weights, staying).sum(-1)
+    if by_sequence:
+        return (totals / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
+    return totals.sum() / lengths.sum().clamp(min=1)
 
 
 def _at_level(values: Tensor, mask: Tensor, level: Level) -> Tensor:

@@ -383,7 +383,9 @@ class PipelineConfig:
         10000, "Samples over which the adaptive controller acts.", needs="kl_controller: adaptive"
     )
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k3_straight_through"] = option("k3", "Per-token KL estimator.")
-    entropy_loss_coef: NotNegative = option(0.0, "Weight of the entropy bonus.")
+    entropy_loss_coef: NotNegative = option(
+        0.0, "Weight of the entropy bonus, over the tokens of the loss: rejected ones get none."
+    )
 
 
 @dataclass

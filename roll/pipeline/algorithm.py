@@ -553,13 +553,11 @@ class TrainingBatch:
             self.metrics[name] = float(np.mean(details[name]))
 
 
-def add_correction(
-    batch: TrainingBatch, correction: Correction, *, max_lag: int | None, lags_capped: bool
-) -> dict[str, float]:
+def add_correction(batch: TrainingBatch, correction: Correction, objective: PolicyObjective) -> dict[str, float]:
     """Fill ``correction_weights`` (float32 ``[total_tokens]``) into the batch. Rejected tokens leave the loss.
 
-    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also per lag up to ``max_lag``,
-    which includes older tokens if ``lags_capped``.
+    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also for the lags that the
+    objective reports.
     """
     data = batch.data
     mask = torch.from_numpy(data.padded("response_mask", fill=False))
@@ -569,9 +567,10 @@ def add_correction(
         mask,
         correction,
         trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
+        by_sequence=objective.loss_agg_mode != "token-mean",
         lags=torch.from_numpy(data.padded("lags")),
-        max_lag=max_lag,
-        capped=lags_capped,
+        max_lag=objective.max_lag,
+        capped=objective.lags_capped,
     )
     inside = np.arange(mask.shape[1])[None, :] < data.lengths[:, None]
     if correction.weight is not None:

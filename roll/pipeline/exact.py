@@ -201,8 +201,7 @@ class PlainLoop:
             if prepared.correction is not None or "proximal_logprobs" in objective.token_fields:
                 data.tokens["proximal_logprobs"] = self.trainer.log_probs(data, temperature)
             if prepared.correction is not None:
-                lags = objective.max_lag
-                add_correction(batch, prepared.correction, max_lag=lags, lags_capped=objective.lags_capped)
+                add_correction(batch, prepared.correction, objective)
             self._train("actor", self.trainer, batch)
         if publication_due(config, step + 1):
             await self._hand_over(step + 1)

@@ -185,8 +185,7 @@ async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
 async def _correct(run: RunContext, batch: TrainingBatch) -> None:
     """Weigh and reject tokens by the distance of the batch's proximal log-probabilities from those that sampled."""
     if run.correction is not None:
-        max_lag, capped = run.objective.max_lag, run.objective.lags_capped
-        metrics = await asyncio.to_thread(add_correction, batch, run.correction, max_lag=max_lag, lags_capped=capped)
+        metrics = await asyncio.to_thread(add_correction, batch, run.correction, run.objective)
         batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
 
 

@@ -149,7 +149,7 @@ def loop_whiten(case, advantages, eps=1e-8):
     tokens = [advantages[row, position].item() for row, chosen in enumerate(case.rows()) for position in chosen]
     if len(set(tokens)) <= 1:
         return torch.zeros_like(advantages)
-    mean, deviation = statistics.fmean(tokens), statistics.pstdev(tokens)
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
     return per_token(case, lambda row, rank, position: (advantages[row, position].item() - mean) / (deviation + eps))
 
 
@@ -624,7 +624,7 @@ def test_reinforce_plus_plus_sees_the_kl_penalty_of_each_token():
         kl_estimator="k1",
     )
     returns = [0.7, 0.8, 0.9, -0.3, -0.2, -0.1]
-    mean, deviation = statistics.fmean(returns), statistics.pstdev(returns)
+    mean, deviation = statistics.fmean(returns), statistics.stdev(returns)
     expected = [(value - mean) / (deviation + 1e-8) for value in returns]
     assert values.flatten().tolist() == pytest.approx(expected, abs=1e-10)
 
@@ -634,7 +634,7 @@ def test_whitening_estimators_have_mean_zero_and_deviation_one_over_tokens(name)
     case = random_case(9)
     tokens = case.estimate(name)[case.response_mask]
     assert tokens.mean().item() == pytest.approx(0, abs=1e-12)
-    assert tokens.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert tokens.std().item() == pytest.approx(1, abs=1e-6)
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens():
@@ -644,7 +644,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens():
     values = whiten(dirty, mask)
     torch.testing.assert_close(values, loop_whiten(case, advantages), rtol=1e-10, atol=1e-10)
     assert values[mask].mean().item() == pytest.approx(0, abs=1e-12)
-    assert values[mask].std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert values[mask].std().item() == pytest.approx(1, abs=1e-6)
     assert whiten(advantages.float(), mask).dtype == torch.float32
     assert dirty[~mask].isnan().all()
 
@@ -688,7 +688,7 @@ def test_advantages_are_whitened_before_they_are_clipped():
     plain = estimate_advantages(estimator, rewards, mask, range(4))
     white = shape_advantages(plain, mask, True, None)
     both = shape_advantages(plain, mask, True, 1.0)
-    assert white.max() > 1.5 and both.dtype == torch.float64
+    assert white.max() > 1.4 and both.dtype == torch.float64
     assert torch.equal(both, white.clamp(-1, 1))
 
 

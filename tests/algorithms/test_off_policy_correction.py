@@ -247,6 +247,16 @@ def test_normalised_weights_have_mean_one_over_the_tokens_that_stay(seed, level)
     assert result.weights[result.kept].mean().item() == pytest.approx(1.0, abs=1e-10)
 
 
+@settings(max_examples=examples(50))
+@given(seed=st.integers(0, 10_000), level=st.sampled_from(LEVELS))
+def test_weights_normalised_by_sequence_have_mean_one_over_sequences(seed, level):
+    tensors = random_tensors(seed)
+    correction = Correction(ImportanceWeight(level), True, (RatioRejection("token", upper=3.0),))
+    result = correct(*tensors, correction, by_sequence=True)
+    means = [row[kept].mean().item() for row, kept in zip(result.weights, result.kept, strict=True) if kept.any()]
+    assert sum(means) / len(means) == pytest.approx(1.0, abs=1e-10)
+
+
 def test_weights_that_are_all_zero_stay_zero_when_normalised():
     proximal = torch.full((1, 3), 5.0)
     arguments = (proximal, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))

@@ -108,6 +108,19 @@ def test_loss_is_policy_loss_plus_kl_minus_entropy():
     torch.testing.assert_close(entropy_gradient, torch.where(mask, -0.2 / tokens.double(), 0.0), rtol=1e-10, atol=1e-12)
 
 
+def test_the_entropy_bonus_is_over_the_tokens_of_the_loss_and_the_metric_over_all():
+    tensors = random_tensors(1)
+    mask = tensors["response_mask"]
+    tensors["loss_mask"] = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(7)) < 0.5
+    kept = tensors["loss_mask"] & mask
+    assert 0 < kept.sum() < mask.sum()
+    tensors["advantages"] = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    loss, (_, gradient), metrics = evaluate(PolicyObjective(9, "vanilla", entropy_loss_coef=0.2), tensors, WHOLE)
+    assert loss == pytest.approx(-0.2 * tensors["entropy"][kept].mean().item(), rel=1e-10)
+    torch.testing.assert_close(gradient, torch.where(kept, -0.2 / kept.sum().double(), 0.0))
+    assert metrics["entropy"] == pytest.approx(tensors["entropy"][mask].mean().item(), rel=1e-10)
+
+
 def test_ratio_metrics_follow_their_definitions():
     tensors = random_tensors(2)
     mask = tensors["response_mask"]

@@ -7,6 +7,7 @@ import pytest
 
 from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.correction import parse_correction
+from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
@@ -136,7 +137,7 @@ def with_proximal(batch, *per_sample):
 def test_correction_weights_are_the_bounded_ratio_of_proximal_to_behaviour():
     batch = with_proximal(batch_of(([sample(1.0), sample(0.0)], None)), -0.5 + np.log(1.5), 4.0)
     correction = parse_correction({"weight": {"level": "token", "upper": 2.0}})
-    metrics = add_correction(batch, correction, max_lag=2, lags_capped=False)
+    metrics = add_correction(batch, correction, PolicyObjective(3, max_lag=2))
     assert batch.data.tokens["correction_weights"] == pytest.approx([0, 0, 1.5, 1.5, 1.5, 0, 0, 2, 2, 2])
     assert "loss_mask" not in batch.data.tokens
     assert metrics["clipped_share"] == 0.5 and metrics["lag_1/share"] == 1.0
@@ -148,7 +149,7 @@ def test_rejection_adds_to_what_is_left_out_already():
     )
     add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
     correction = parse_correction({"reject": [{"level": "sequence", "upper": 10.0}]})
-    metrics = add_correction(batch, correction, max_lag=None, lags_capped=False)
+    metrics = add_correction(batch, correction, PolicyObjective(3))
     assert batch.data.tokens["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 10
     assert "correction_weights" not in batch.data.tokens
     assert metrics["rejected_share"] == pytest.approx(1 / 3)
@@ -159,8 +160,20 @@ def test_weights_are_averaged_over_what_is_trained_on():
     batch = with_proximal(batch_of((samples, None)), -0.5, -0.5, -0.5 + np.log(10))
     add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
     correction = parse_correction({"weight": {"level": "token", "upper": 20.0}, "normalize": True})
-    metrics = add_correction(batch, correction, max_lag=2, lags_capped=False)
+    metrics = add_correction(batch, correction, PolicyObjective(3, max_lag=2))
     trained = batch.data.tokens["loss_mask"]
     assert batch.data.tokens["correction_weights"][trained] == pytest.approx(1.0)
     assert metrics["weight_mean"] == pytest.approx(1.0)
     assert metrics["lag_1/clipped_share"] == 0.0 and metrics["lag_1/rejected_share"] == 0.0
+
+
+@pytest.mark.parametrize(("mode", "mean"), [("token-mean", (1 + 2 * 3) / 4), ("seq-mean-token-sum", (1 + 2) / 2)])
+def test_weights_are_averaged_as_the_loss_is(mode, mean):
+    short, long = sample(1.0), sample(0.0)
+    short.response_mask = np.array([False, False, True, False, False])
+    batch = with_proximal(batch_of(([short, long], None)), -0.5, -0.5 + np.log(2) / 3)
+    correction = parse_correction({"weight": {"level": "sequence", "upper": 3.0}, "normalize": True})
+    metrics = add_correction(batch, correction, PolicyObjective(3, loss_agg_mode=mode))
+    assert metrics["weight_mean"] == pytest.approx(mean)
+    trained = batch.data.tokens["response_mask"]
+    assert batch.data.tokens["correction_weights"][trained] == pytest.approx(np.array([1, 2, 2, 2]) / mean)

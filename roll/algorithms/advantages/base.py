@@ -176,13 +176,13 @@ def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, 
 def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Give advantages ``[batch, seq]`` mean 0 and deviation 1 over the response tokens of the whole batch.
 
-    Uses population moments. Equal values (or a single token, or none) give exactly 0. Returns the type of
+    The deviation is unbiased (n - 1). Equal values (or a single token, or none) give exactly 0. Returns the type of
     ``advantages``.
     """
     tokens = advantages[response_mask].double()
     if not len(tokens):
         return torch.zeros_like(advantages)
     mean = tokens.mean().clamp(tokens.min(), tokens.max())
-    deviation = (tokens - mean).square().mean().sqrt()
+    deviation = ((tokens - mean).square().sum() / max(1, len(tokens) - 1)).sqrt()
     centred = keep(advantages, response_mask).double() - mean
     return keep(centred / (deviation + eps), response_mask).to(advantages.dtype)
