@@ -155,9 +155,8 @@ def correct(
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
-    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: that mean weight,
-    before normalisation. With ``max_lag`` the first two are also reported per lag, as
-    ``lag_<n>/...``.
+    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: that mean,
+    before normalisation. With ``max_lag`` the first two are also reported per lag, as ``lag_<n>/...``.
     """
     log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     kept = response_mask

@@ -117,6 +117,12 @@ class RewardConfig:
         "callable `package.module:function`. See `docs/rewards.md`.",
     )
     verifier_args: dict[str, Any] = option(dict, "Keyword arguments of the verifier.")
+    weights: dict[str, float] = option(
+        dict,
+        "Several rewards: the verifier returns a mapping with a number for each of these names, and the score is their "
+        "sum with these weights. `adv_estimator: gdpo` compares each by itself. Default: the verifier returns the "
+        "score.",
+    )
     tag_included: list[str] = option(
         list, "Domain tags of the prompts this reward judges. Default: the reward's own name."
     )

@@ -36,9 +36,10 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
-from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
 from roll.data.records import Group, Sample, SampleBatch
 from roll.pipeline.streaming import obstacles
+from roll.rewards.registry import route_domains
 
 if TYPE_CHECKING:  # Ray comes with it, and a refusal must not wait for that
     from roll.weights.verify import CanaryScores
@@ -67,6 +68,8 @@ class AdvantageSettings:
     """Weight of an episode's (or a response's) shaped reward, at its last token."""
     turn_weight: float = 0.0
     """Weight of the rewards of turns, at the last token of each turn."""
+    part_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Domain -> name of one of its several rewards -> its weight in the score."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must keep."""
@@ -117,6 +120,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         values=values,
         baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         turn_rewards=settings.turn_weight * padded("turn_rewards") if settings.turn_weight else None,
+        **(_parts(batch, settings.part_weights) if settings.estimator.requirements.needs_parts else {}),
         turns=turns,
         states=None if turns is None else _states(turns, padded("turn_states", fill=-1)),
     )
@@ -177,6 +181,22 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
     if not shaped.keep.all():
         batch.leave_out(np.repeat(np.repeat(shaped.keep.numpy(), parts), data.lengths))
     return {f"reward/{name}": value for name, value in shaped.metrics.items()}
+
+
+def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
+    """Return the named rewards of each episode and their weights, ``[episodes, names]``. `ValueError` for a missing
+    one."""
+    names = sorted({name for own in weights.values() for name in own})
+    parts, part_weights = [], []
+    for group in batch.groups:
+        own = weights.get(group.prompt.domain, {})
+        for episode in group.episodes:
+            missing = [name for name in own if name not in episode[0].metrics]
+            if missing:
+                raise ValueError(f"a sample of the domain {group.prompt.domain!r} has no reward {', '.join(missing)}")
+            parts.append([episode[0].metrics[name] if name in own else 0.0 for name in names])
+            part_weights.append([own.get(name, 0.0) for name in names])
+    return {"parts": torch.tensor(parts), "part_weights": torch.tensor(part_weights)}
 
 
 def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
@@ -298,6 +318,9 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         kl_estimator=config.kl_estimator,
         episode_weight=episode_weight,
         turn_weight=turn_weight,
+        part_weights={domain: config.rewards[name].weights for domain, name in route_domains(config.rewards).items()}
+        if isinstance(config, RLVRConfig)
+        else {},
     )
 
 
@@ -389,6 +412,8 @@ def _estimator_problems(
         for key in shaping:
             message = f"{name} compares with the plain score of a greedy response; this would change one side only"
             yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
+    if needs.needs_parts:
+        yield from _part_problems(config, shaping)
     in_turns = derived.reward_weights(config, needs.for_episodes)[1] > 0
     # With a KL penalty or turn rewards in the token rewards, the scale has a meaning.
     scales_cancel = "none" if config.add_token_level_kl or in_turns else needs.scales_cancel
@@ -403,6 +428,23 @@ def _estimator_problems(
     if varies and objective is not None and objective.requirements.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
+
+
+def _part_problems(config: PipelineConfig, shaping: Sequence[str]) -> Iterator[ConfigProblem]:
+    """Yield the problems of an estimator of several rewards: rewards of one number, and changes of the score."""
+    name = config.adv_estimator
+    if not isinstance(config, RLVRConfig):
+        message = f"{name} compares several rewards by name, and an episode has one score"
+        yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
+        return
+    for reward, section in config.rewards.items():
+        if not section.weights:
+            message = f"{name} compares several rewards by name, and this one returns a score"
+            remedy = "give the names of the verifier's numbers and their weights, or set `adv_estimator: grpo`"
+            yield ConfigProblem(f"rewards.{reward}.weights", message, remedy)
+    for key in (*shaping, *(["add_token_level_kl"] if config.add_token_level_kl else [])):
+        message = f"has no effect: {name} reads the rewards by name, and this changes their sum"
+        yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
 
 
 def _episode_problems(

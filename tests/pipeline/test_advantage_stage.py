@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.correction import parse_correction
-from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.kl import AdaptiveKLController
+from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
@@ -126,6 +128,23 @@ def test_advantages_are_clipped_last():
     batch = batch_of(([sample(3.0), sample(-3.0)], None))
     add_advantages(batch, settings("reinforce", advantage_clip=2.0))
     assert first_advantages(batch).tolist() == [2.0, -2.0]
+
+
+def test_several_rewards_are_compared_by_name_within_their_domain():
+    rows = [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.0}], [{"kind": 2.0}, {"kind": 4.0, "right": 9.0}]]
+    batch = batch_of(*(([sample(0.0), sample(0.0)], None) for _ in rows))
+    for group, metrics, domain in zip(batch.groups, rows, ("sums", "talk"), strict=True):
+        group.prompt = replace(PROMPT, domain=domain)
+        for each, numbers in zip(group.samples, metrics, strict=True):
+            each.metrics = numbers
+    weights = {"sums": {"right": 1.0, "short": 0.5}, "talk": {"kind": 0.5}}
+    estimator = make_advantage_estimator("gdpo", {"normalize_by_batch": False})
+    add_advantages(batch, replace(settings(part_weights=weights), estimator=estimator))
+    half = 0.5**0.5
+    assert first_advantages(batch) == pytest.approx([half, -half, -half / 2, half / 2], abs=1e-5)
+    batch.groups[0].samples[0].metrics = {"right": 1.0}
+    with pytest.raises(ValueError, match="domain 'sums' has no reward short"):
+        add_advantages(batch, replace(settings(part_weights=weights), estimator=estimator))
 
 
 def with_proximal(batch, *per_sample):

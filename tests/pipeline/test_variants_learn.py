@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from in_process import train_in_process
-from reward_functions import digit_reward
+from reward_functions import digit_reward, two_rewards
 from runs import run_pipeline
 from tiny import make_task, tiny_config
 
@@ -22,6 +22,7 @@ EXTRA = {
     # Its bounds are made for responses of hundreds of tokens.
     "gspo": {"actor_train__pg_variant_args": {"clip_low": 0.2, "clip_high": 0.3}},
 }
+ESTIMATOR_EXTRA = {"gdpo": {"rewards__addition__weights": {"right": 1.0, "long": 0.1}}}
 ESTIMATORS = [
     name
     for name in ADVANTAGE_ESTIMATORS.names()
@@ -59,6 +60,10 @@ def losses_config(task, name, **changes):
     return config_of(task, actor_train__pg_variant=name, **EXTRA.get(name, {}), **changes)
 
 
+def estimators_config(task, name, **changes):
+    return config_of(task, adv_estimator=name, **ESTIMATOR_EXTRA.get(name, {}), **changes)
+
+
 def assert_says_how_far_off_policy(steps):
     assert [step["lag/max"] for step in steps[:3]] == [0, 1, 1]
     assert {"ess", "k1", "kl", "chi2", "clip_fraction"} <= steps[-1].keys()
@@ -80,8 +85,8 @@ def test_every_policy_loss_trains_off_policy_and_says_how_far(task, name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_of_single_responses_trains(task, name):
-    config = config_of(task, adv_estimator=name, max_steps=2, rollout_batch_size=8)
-    assert_trains(train_in_process(task, config, digit_reward))
+    config = estimators_config(task, name, max_steps=2, rollout_batch_size=8)
+    assert_trains(train_in_process(task, config, two_rewards if name in ESTIMATOR_EXTRA else digit_reward))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,8 @@ def test_every_policy_loss_learns(task, name):
     "name", [pytest.param(name, marks=tier("all" if name == "remax" else "soak")) for name in ESTIMATORS]
 )
 def test_every_estimator_of_single_responses_learns(task, name):
-    assert gain(train_in_process(task, config_of(task, adv_estimator=name), digit_reward)) > 0.25
+    reward = two_rewards if name in ESTIMATOR_EXTRA else digit_reward
+    assert gain(train_in_process(task, estimators_config(task, name), reward)) > 0.25
 
 
 @tier("all")
