@@ -79,6 +79,7 @@ class PolicyObjective:
             "correction_weights": self.corrected and not self.one_pass,
             "lags": self.max_lag is not None,
             "same_weights": self.monitored,
+            "selected_tokens": self.requirements.select is not None,
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
@@ -125,6 +126,7 @@ class PolicyObjective:
             response_mask=response_mask,
             proximal_logprobs=fields.get("proximal_logprobs"),
             scores=fields.get("scores"),
+            selected=fields.get("selected_tokens"),
             old_policy=self.old_policy,
         )
         token_losses, token_metrics = self.policy_loss(inputs)

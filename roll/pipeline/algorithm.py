@@ -37,7 +37,7 @@ from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
 from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
-from roll.data.records import Group, Sample, SampleBatch
+from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
 from roll.rewards.registry import route_domains
 
@@ -234,7 +234,11 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         problems.found += _policy_problems(config, objective, correction)
     if estimator is not None:
         problems.found += _estimator_problems(config, estimator, objective)
-        reasons = [] if config.actor_train.stream_groups is False else list(obstacles(config, estimator, correction))
+        reasons = (
+            []
+            if config.actor_train.stream_groups is False
+            else list(obstacles(config, estimator, correction, objective))
+        )
         if config.actor_train.stream_groups is True:
             problems.found += [
                 ConfigProblem("actor_train.stream_groups", f"true: {reason}", f"{remedy}, or set `auto` or `false`")
@@ -620,6 +624,26 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
     if correction.reject:
         batch.leave_out(result.kept.numpy()[inside])
     return result.metrics
+
+
+def select_tokens(batch: TrainingBatch, objective: PolicyObjective, seed: int) -> None:
+    """Fill ``selected_tokens`` (bool ``[total_tokens]``) into the batch, if the policy loss selects tokens of it.
+
+    ``seed`` is the run's; the choice depends on the step, too.
+    """
+    if objective.requirements.select is None:
+        return
+    data = batch.data
+    old = "proximal_logprobs" if objective.old_policy == "proximal" else "behaviour_logprobs"
+    trained = data.padded("loss_mask" if "loss_mask" in data.tokens else "response_mask", fill=False)
+    selected = objective.policy_loss.select(
+        torch.from_numpy(data.padded(old)).double(),
+        torch.from_numpy(data.padded("advantages")).double(),
+        torch.from_numpy(trained),
+        torch.Generator().manual_seed(derive_seed(seed, "selected tokens", batch.step)),
+    )
+    inside = np.arange(trained.shape[1])[None, :] < data.lengths[:, None]
+    data.tokens["selected_tokens"] = selected.numpy()[inside]
 
 
 class MismatchTooLarge(RuntimeError):

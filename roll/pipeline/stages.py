@@ -26,6 +26,7 @@ from roll.pipeline.algorithm import (
     add_advantages,
     add_correction,
     check_mismatch,
+    select_tokens,
     with_own_advantages,
 )
 from roll.pipeline.context import RunContext
@@ -162,6 +163,7 @@ async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
             # Only at this point does the trainer have exactly the weights of this step.
             batch.data.tokens["proximal_logprobs"] = await run.trainer.log_probs(batch.data, run.train_temperature)
             await _correct(run, batch)
+        await asyncio.to_thread(select_tokens, batch, run.objective, run.config.seed)
         metrics = await run.trainer.train(batch.data, run.objective, plan)
         run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * run.config.ppo_epochs)
         return metrics

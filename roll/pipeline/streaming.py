@@ -21,6 +21,7 @@ import numpy as np
 
 from roll.algorithms.advantages.base import AdvantageEstimator
 from roll.algorithms.correction import Correction
+from roll.algorithms.objective import PolicyObjective
 from roll.configs import derived
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import SampleBatch
@@ -42,7 +43,10 @@ class AdvantagesNeedBatch(RuntimeError):
 
 
 def obstacles(
-    config: PipelineConfig, estimator: AdvantageEstimator, correction: Correction | None
+    config: PipelineConfig,
+    estimator: AdvantageEstimator,
+    correction: Correction | None,
+    objective: PolicyObjective | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the reasons why groups cannot be trained on before their batch is whole, each with a remedy."""
     present = derived.present_roles(config)
@@ -64,6 +68,8 @@ def obstacles(
             yield f"`{key}: {vars(config)[key]}` looks at other groups", f"set `{key}` to group or none"
     if correction is not None and correction.normalize:
         yield "the correction's weights are normalised over the whole batch", "remove `normalize`"
+    if objective is not None and objective.requirements.select is not None:
+        yield f"{objective.pg_variant} selects tokens of the whole batch", "use another `pg_variant`"
     if config.stages:
         yield "stages of your own take whole batches", "remove `stages`"
 

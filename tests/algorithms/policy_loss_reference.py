@@ -26,6 +26,7 @@ class Row:
     old_policy: list[float]
     advantages: list[float]
     score: float
+    selected: list[bool]
 
     def log_ratios(self) -> list[float]:
         return [p - b for p, b in zip(self.logprobs, self.old_policy, strict=True)]
@@ -184,6 +185,24 @@ def dppo(kind: str = "tv", threshold: float = 0.15, cap: float = math.inf) -> Ca
     return each_token(token)
 
 
+def clip_cov(low: float = 1.0, high: float = 1.0) -> Callable[[Row], Result]:
+    def token(row: Row, t: int) -> tuple[float, float, bool]:
+        if row.selected[t]:
+            return 0.0, 0.0, True
+        return surrogate(row.log_ratios()[t], row.advantages[t], low, high, None)
+
+    return each_token(token)
+
+
+def kl_cov(beta: float = 1.0) -> Callable[[Row], Result]:
+    def token(row: Row, t: int) -> tuple[float, float, bool]:
+        d, chosen = row.log_ratios()[t], row.selected[t]
+        plain, sign = -math.exp(d) * row.advantages[t], (d > 0) - (d < 0)
+        return plain + beta * abs(d) * chosen, plain + beta * sign * chosen, chosen
+
+    return each_token(token)
+
+
 def bernoulli_kl(mu: float, pi: float) -> float:
     return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
 
@@ -222,6 +241,10 @@ CASES = {
     "gmpo narrow": ("gmpo", {"clip_low": 0.05, "clip_high": 0.1}, gmpo(0.05, 0.1)),
     "sapo": ("sapo", {}, sapo()),
     "sapo knobs": ("sapo", {"tau_positive": 0.3, "tau_negative": 2.0}, sapo(0.3, 2.0)),
+    "clip_cov": ("clip_cov", {}, clip_cov()),
+    "clip_cov bounds": ("clip_cov", {"clip_low": 0.2, "clip_high": 0.3}, clip_cov(0.2, 0.3)),
+    "kl_cov": ("kl_cov", {}, kl_cov()),
+    "kl_cov beta": ("kl_cov", {"beta": 0.3}, kl_cov(0.3)),
     "dppo": ("dppo", {}, dppo()),
     "dppo threshold and cap": ("dppo", {"threshold": 0.02, "ratio_cap": 1.3}, dppo(threshold=0.02, cap=1.3)),
     "dppo kl": ("dppo", {"divergence": "kl"}, dppo("kl", 0.05)),
@@ -254,6 +277,7 @@ def random_fields(seed: int, rows: int, width: int) -> dict[str, Tensor]:
         "response_mask": torch.rand(rows, width, generator=generator) < 0.7,
         "proximal_logprobs": proximal,
         "scores": draw(rows),
+        "selected": torch.rand(rows, width, generator=generator) < 0.3,
     }
 
 
@@ -290,4 +314,5 @@ def row_of(inputs: PolicyInputs, row: int) -> Row:
         pick(inputs.proximal_logprobs if inputs.old_policy == "proximal" else inputs.behaviour_logprobs),
         pick(inputs.advantages),
         inputs.scores[row].item(),
+        pick(inputs.selected),
     )

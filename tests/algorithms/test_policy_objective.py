@@ -207,6 +207,7 @@ def full_tensors(seed):
         "correction_weights": torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 2,
         "scores": torch.randint(0, 2, (ROWS,), generator=generator).double(),
         "lags": torch.randint(0, 4, (ROWS, WIDTH), generator=generator),
+        "selected_tokens": torch.rand(ROWS, WIDTH, generator=generator) < 0.3,
         "loss_mask": torch.rand(ROWS, WIDTH, generator=generator) < 0.7,
     }
 

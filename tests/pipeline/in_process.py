@@ -18,7 +18,7 @@ from roll.check.config import check_config
 from roll.configs.loader import load_config
 from roll.data.stream import PromptStream
 from roll.engines.hf.strategy import HFInferStrategy
-from roll.pipeline.algorithm import TrainingBatch, add_advantages
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, select_tokens
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.rlvr import RolloutFunction
 from roll.pipeline.rollouts import sampling_params
@@ -112,6 +112,7 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
             batch.metrics.update(add_advantages(batch, prepared.advantages))
             if "proximal_logprobs" in prepared.objective.token_fields:
                 batch.data.tokens["proximal_logprobs"] = trainer.log_probs(batch.data, 1.0)
+            select_tokens(batch, prepared.objective, config.seed)
             plan = TrainPlan(step, config.ppo_epochs, len(batch.data), 1.0)
             for rows in optimizer_batches(len(batch.data), plan, config.seed):
                 batch.metrics.update(trainer.train_step(batch.data.select(rows), prepared.objective, plan.temperature))

@@ -13,7 +13,7 @@ from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
-from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
+from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction, select_tokens
 
 PROMPT = Prompt("p", "sums", np.array([7, 8], dtype=np.int32), "p")
 
@@ -196,3 +196,25 @@ def test_weights_are_averaged_as_the_loss_is(mode, mean):
     assert metrics["weight_mean"] == pytest.approx(mean)
     trained = batch.data.tokens["response_mask"]
     assert batch.data.tokens["correction_weights"][trained] == pytest.approx(np.array([1, 2, 2, 2]) / mean)
+
+
+def test_tokens_are_selected_among_those_of_the_loss_by_the_old_policy_and_the_step():
+    samples = [sample(1.0), sample(0.0, finish_reason="length"), sample(0.5)]
+    batch = with_proximal(batch_of((samples, None)), -0.1, -0.2, -0.9)
+    add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
+    behaviour = PolicyObjective(3, "kl_cov", {"share": 0.5})
+    select_tokens(batch, behaviour, 7)
+    # The recorded log-probabilities are all equal, so all covariances are 0 and the first tokens are taken.
+    assert batch.data.tokens["selected_tokens"].nonzero()[0].tolist() == [2, 3, 4]
+    select_tokens(batch, PolicyObjective(3, "kl_cov", {"share": 0.5}, old_policy="proximal"), 7)
+    assert batch.data.tokens["selected_tokens"].sum() == 3
+    assert not batch.data.tokens["selected_tokens"][5:10].any()
+    draws = set()
+    for step in range(4, 12):
+        batch.step = step
+        select_tokens(batch, PolicyObjective(3, "clip_cov", {"cov_low": -1.0, "share": 0.2}), 7)
+        draws.add(int(batch.data.tokens["selected_tokens"].nonzero()[0][0]))
+    assert len(draws) > 1
+    plain = batch_of((samples, None))
+    select_tokens(plain, PolicyObjective(3), 7)
+    assert "selected_tokens" not in plain.data.tokens
