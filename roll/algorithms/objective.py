@@ -161,7 +161,14 @@ class PolicyObjective:
         fields = {**fields, "proximal_logprobs": proximal}
         if self.correction is None:
             return fields, trained
-        result = correct(proximal, fields["behaviour_logprobs"], response_mask, self.correction, trained=trained)
+        result = correct(
+            proximal,
+            fields["behaviour_logprobs"],
+            response_mask,
+            self.correction,
+            advantages=fields["advantages"],
+            trained=trained,
+        )
         return {**fields, "correction_weights": result.weights}, trained & result.kept
 
 

@@ -612,6 +612,7 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
         torch.from_numpy(data.padded("behaviour_logprobs")),
         mask,
         correction,
+        advantages=torch.from_numpy(data.padded("advantages")) if "advantages" in data.tokens else None,
         trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
         by_sequence=objective.loss_agg_mode != "token-mean",
         lags=torch.from_numpy(data.padded("lags")),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll.algorithms.advantages.base import AdvantageEstimator
-from roll.algorithms.correction import Correction
+from roll.algorithms.correction import Correction, SecondMomentRejection
 from roll.algorithms.objective import PolicyObjective
 from roll.configs import derived
 from roll.configs.run import AgenticConfig, PipelineConfig
@@ -68,6 +68,8 @@ def obstacles(
             yield f"`{key}: {vars(config)[key]}` looks at other groups", f"set `{key}` to group or none"
     if correction is not None and correction.normalize:
         yield "the correction's weights are normalised over the whole batch", "remove `normalize`"
+    if correction is not None and any(isinstance(each, SecondMomentRejection) for each in correction.reject):
+        yield "the correction rejects by the second moment of the whole batch", "remove `second_moment`"
     if objective is not None and objective.requirements.select is not None:
         yield f"{objective.pg_variant} selects tokens of the whole batch", "use another `pg_variant`"
     if config.stages:

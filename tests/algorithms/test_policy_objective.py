@@ -305,6 +305,9 @@ CORRECTION = parse_correction(
         "reject": [
             {"level": "token", "divergence": "abs", "threshold": 1.2},
             {"level": "geometric", "lower": 0.6, "upper": 1.6},
+            {"level": "geometric", "divergence": "k1", "threshold": 0.1, "only_negative": True},
+            {"level": "segment", "lower": 0.3},
+            {"level": "veto", "upper": 3.5},
         ],
     }
 )
@@ -319,7 +322,14 @@ def test_one_pass_over_parts_of_unknown_totals_is_the_corrected_pass_over_the_ba
     dice = torch.Generator().manual_seed(seed + 1)
     tensors = random_tensors(seed) | {"loss_mask": torch.rand(ROWS, WIDTH, generator=dice) < 0.8}
     mask, logprobs = tensors["response_mask"], tensors["logprobs"]
-    result = correct(logprobs, tensors["behaviour_logprobs"], mask, CORRECTION, trained=tensors["loss_mask"] & mask)
+    result = correct(
+        logprobs,
+        tensors["behaviour_logprobs"],
+        mask,
+        CORRECTION,
+        advantages=tensors["advantages"],
+        trained=tensors["loss_mask"] & mask,
+    )
     corrected = tensors | {
         "correction_weights": result.weights,
         "loss_mask": tensors["loss_mask"] & result.kept,

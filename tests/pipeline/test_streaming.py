@@ -241,6 +241,10 @@ def test_an_estimator_that_looks_at_other_groups_ends_the_run_before_it_is_train
         ),
         ({"stages": {"mine": {"after": "rollout", "use": "custom_parts:keep"}}}, "stages of your own take whole"),
         (
+            {"train_infer_correction": {"reject": [{"second_moment": 0.04}]}},
+            "rejects by the second moment of the whole batch",
+        ),
+        (
             {
                 "actor_train__pg_variant": "vanilla",
                 "train_infer_correction": {"weight": {"level": "token"}, "normalize": True},
