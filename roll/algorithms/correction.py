@@ -200,8 +200,8 @@ def correct(
     """Compute weights and rejection of a whole batch, before the first update on it.
 
     ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool), ``lags``
-    (int) and ``advantages`` (needed if a rejection looks at their sign, else ``ValueError``) are ``[batch, seq]``. A row
-    is a whole sequence; entries outside the mask are never read. Computed in float64; the weights are float32, or
+    (int) and ``advantages`` (needed if a rejection looks at their sign, else ``ValueError``) are ``[batch, seq]``. A
+    row is a whole sequence; entries outside the mask are never read. Computed in float64; the weights are float32, or
     float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens that are trained on, before
     rejection; the mean weight is taken over the trained tokens that also stay, or if ``by_sequence`` (the loss is a
     mean over sequences) over the sequences that have such tokens, each counting with the mean of these tokens.

@@ -40,6 +40,8 @@ class PolicyObjective:
     """The policy in the denominator of the ratio."""
     corrected: bool = False
     """True if batches carry ``correction_weights``, which multiply the policy loss of each token."""
+    weighted: bool = False
+    """True if batches carry ``sample_weights``, which multiply the whole loss of a sample and no normaliser."""
     max_lag: int | None = None
     """The largest lag with metrics of its own, from 0; None: no metrics per lag."""
     lags_capped: bool = False
@@ -86,7 +88,8 @@ class PolicyObjective:
     @property
     def sample_fields(self) -> tuple[str, ...]:
         """Per-sample fields that a batch must carry."""
-        return ("scores",) if self.requirements.needs_scores else ()
+        wanted = {"scores": self.requirements.needs_scores, "sample_weights": self.weighted}
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -133,15 +136,20 @@ class PolicyObjective:
         if self.corrected:
             token_losses = token_losses * keep(fields["correction_weights"], response_mask)
         entropy = keep(entropy, response_mask)
-        loss = policy_loss = aggregate(token_losses, trained, self.loss_agg_mode, normalizers)
+        weights = fields["sample_weights"][:, None].to(token_losses.dtype) if self.weighted else 1.0
+
+        def total(values: Tensor) -> Tensor:
+            return aggregate(weights * values, trained, self.loss_agg_mode, normalizers)
+
+        loss = policy_loss = total(token_losses)
         totals = {"pg_loss": policy_loss}
         if self.use_kl_loss:
             reference_kl = token_kl(inputs.logprobs, fields["reference_logprobs"], response_mask, self.kl_estimator)
             token_metrics["reference_kl"] = reference_kl.detach()
-            totals["kl_loss"] = aggregate(reference_kl, trained, self.loss_agg_mode, normalizers)
+            totals["kl_loss"] = total(reference_kl)
             loss = loss + self.kl_loss_coef * totals["kl_loss"]
         if self.needs_entropy_gradient:
-            loss = loss - self.entropy_loss_coef * aggregate(entropy, trained, self.loss_agg_mode, normalizers)
+            loss = loss - self.entropy_loss_coef * total(entropy)
         token_metrics |= {"entropy": entropy.detach(), "trained_share": trained.to(entropy.dtype)}
         metrics = policy_metrics(
             {"loss": loss, **totals},

@@ -111,7 +111,7 @@ _ADVICE = {
     ),
     "reward_normalization reward_norm reward_shift reward_scale": "write `norm_mean_type` and `norm_std_type`",
     "difficulty_loss_weight length_loss_weight": (
-        "remove it: samples have no weights here; see `difficulty_mask` and `length_penalty`"
+        "remove it; see `difficulty_mask` and `length_penalty`, or return a weight from the verifier: `sample_weight`"
     ),
     "add_len_reward": "write `length_penalty`",
     "mask_type": "remove it: a mask takes samples out of the loss, and nothing else",

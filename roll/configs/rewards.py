@@ -169,3 +169,14 @@ class LengthPenaltyConfig:
     correct_above: Finite = option(
         0.0, "`relative` only: a response is correct if its score is above this.", needs="kind: relative"
     )
+
+
+@dataclass
+class RepetitionPenaltyConfig:
+    """A penalty on repeated n-grams, subtracted from the reward."""
+
+    ngram_size: Count = option(3, "Tokens of an n-gram.")
+    weight: Positive = option(
+        1.0,
+        "Penalty of a response of one n-gram only; in general its share of n-grams that are repetitions times this.",
+    )

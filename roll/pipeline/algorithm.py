@@ -12,6 +12,7 @@ policy that sampled (behaviour).
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from roll.algorithms.correction import Correction, correct, parse_correction
 from roll.algorithms.kl import AdaptiveKLController, KLController, token_kl
 from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments, shape_rewards
+from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments, shape_rewards
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 MOST_LAGS_REPORTED = 8
 """Highest lag with a metric of its own; that metric includes all older tokens."""
-SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty")
+SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty")
 """Keys that shape the reward of a response or an episode."""
 
 
@@ -70,6 +71,8 @@ class AdvantageSettings:
     """Weight of the rewards of turns, at the last token of each turn."""
     part_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Domain -> name of one of its several rewards -> its weight in the score."""
+    sample_weight: str | None = None
+    """Name of the metric of an episode (or a response) that is its weight in the loss; None: no weights."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must keep."""
@@ -91,6 +94,8 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     `ValueError` if turn rewards have a weight but the samples record no turns.
     """
     metrics = _shape(batch, settings)
+    if settings.sample_weight is not None:
+        batch.data.per_sample["sample_weights"] = _sample_weights(batch, settings.sample_weight)
     # Estimators see whole episodes, although an episode may reach the trainer as several samples.
     data = batch.data.joined([len(parts) for parts in batch.episodes])
 
@@ -173,6 +178,11 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
         settings.reward_moments,
         tags=torch.from_numpy(batch.tag_of_episode),
         penalties=torch.tensor([samples[0].reward - samples[0].score for samples in episodes], dtype=torch.float32),
+        responses=[
+            np.concatenate([sample.token_ids[sample.response_mask] for sample in samples]) for samples in episodes
+        ]
+        if settings.shaping.repetition_penalty is not None
+        else None,
     )
     data.per_sample["rewards"] = np.repeat(shaped.rewards.float().numpy(), parts)
     for samples, reward in zip(episodes, shaped.rewards.tolist(), strict=True):
@@ -181,6 +191,21 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
     if not shaped.keep.all():
         batch.leave_out(np.repeat(np.repeat(shaped.keep.numpy(), parts), data.lengths))
     return {f"reward/{name}": value for name, value in shaped.metrics.items()}
+
+
+def _sample_weights(batch: TrainingBatch, name: str) -> np.ndarray:
+    """Return the weight of each sample, float32 ``[samples]``. `ValueError` if one is missing or negative."""
+    weights: list[float] = []
+    for group in batch.groups:
+        for episode in group.episodes:
+            weight = episode[0].metrics.get(name, math.nan)
+            if not 0 <= weight < math.inf:
+                raise ValueError(
+                    f"sample_weight: a sample of prompt {group.prompt.prompt_id} has no number `{name}` of at least 0, "
+                    "neither from its verifier or environment nor in the row of its prompt"
+                )
+            weights += [weight] * len(episode)
+    return np.array(weights, dtype=np.float32)
 
 
 def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
@@ -275,6 +300,7 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
             entropy_loss_coef=config.entropy_loss_coef,
             old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
             corrected=correction is not None and correction.weight is not None,
+            weighted=config.sample_weight is not None,
             max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
             lags_capped=oldest > MOST_LAGS_REPORTED,
             monitored=not derived.truncates_sampling(config),
@@ -311,6 +337,9 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
             mean=config.norm_mean_type,
             std=config.norm_std_type,
             length_penalty=length_penalty,
+            repetition_penalty=None
+            if config.repetition_penalty is None
+            else RepetitionPenalty(config.repetition_penalty.ngram_size, config.repetition_penalty.weight),
             drop_truncated=config.max_len_mask,
             drop_zero_variance=config.zero_variance_mask,
             difficulty=difficulty,
@@ -325,6 +354,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         part_weights={domain: config.rewards[name].weights for domain, name in route_domains(config.rewards).items()}
         if isinstance(config, RLVRConfig)
         else {},
+        sample_weight=config.sample_weight,
     )
 
 

@@ -11,7 +11,7 @@ from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
+from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction, select_tokens
 
@@ -218,3 +218,26 @@ def test_tokens_are_selected_among_those_of_the_loss_by_the_old_policy_and_the_s
     plain = batch_of((samples, None))
     select_tokens(plain, PolicyObjective(3), 7)
     assert "selected_tokens" not in plain.data.tokens
+
+
+def test_repetition_is_counted_in_what_the_policy_wrote_in_its_whole_episode():
+    first, second = sample(1.0), sample(1.0)
+    first.token_ids, second.token_ids = np.array([9, 9, 1, 2, 3]), np.array([9, 9, 1, 2, 4])
+    first.episode = second.episode = 0
+    batch = batch_of(([first, second], None), ([sample(1.0)], None))
+    shaping = RewardShaping(repetition_penalty=RepetitionPenalty(ngram_size=2))
+    metrics = add_advantages(batch, settings("reinforce", shaping))
+    assert batch.data.per_sample["rewards"] == pytest.approx([1 - 0.2, 1 - 0.2, 1.0])  # 12 23 31 12 24
+    assert metrics["reward/repetition_penalty"] == pytest.approx(-0.1)
+
+
+def test_samples_weigh_what_their_episode_reports():
+    batch = batch_of(([sample(1.0), sample(0.0), sample(0.5)], None))
+    for each, episode, weight in zip(batch.samples, (0, 0, 1), (2.0, None, 0.0), strict=True):
+        each.episode, each.metrics = episode, {} if weight is None else {"weight": weight}
+    add_advantages(batch, settings("rloo", sample_weight="weight"))
+    assert batch.data.per_sample["sample_weights"].tolist() == [2.0, 2.0, 0.0]
+    for wrong in ({}, {"weight": -1.0}, {"weight": np.nan}):
+        batch.samples[2].metrics = wrong
+        with pytest.raises(ValueError, match="a sample of prompt p has no number `weight`"):
+            add_advantages(batch, settings("rloo", sample_weight="weight"))
