@@ -436,9 +436,11 @@ def _estimator_problems(
     elif needs.for_episodes:
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
-    if needs.group_relative and derived.group_size(config) == 1:
-        message = f"1: {name} compares the samples of a group, so all advantages would be 0"
-        yield ConfigProblem(derived.group_size_key(config), message, "set at least 2, or `adv_estimator: reinforce`")
+    size, least = derived.group_size(config), needs.least_samples
+    if needs.group_relative and size < least:
+        message = f"{size}: {name} compares the samples of a group, so all advantages would be 0"
+        remedy = f"set at least {least}, or `adv_estimator: reinforce`"
+        yield ConfigProblem(derived.group_size_key(config), message, remedy)
     if needs.whitens and config.whiten_advantages:
         message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
         yield ConfigProblem("whiten_advantages", message, "remove the key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass, fields, replace
@@ -174,6 +175,24 @@ def loop_gdpo(case, normalize_by_batch=True, eps=1e-6):
     return per_token(case, lambda row, rank, position: sums[row])
 
 
+def loop_pass_at_k(case, k=4, baseline="group", eps=1e-6):
+    """By drawing every subset."""
+
+    def value(row, rank, position):
+        peers = case.peers(row)
+        if len(peers) <= k or len({case.total(peer) for peer in peers}) == 1:
+            return 0.0
+        best = {subset: max(map(case.total, subset)) for subset in itertools.combinations(peers, k)}
+        own = statistics.fmean(value for subset, value in best.items() if row in subset)
+        if baseline == "leave_one_out":
+            return own - statistics.fmean(value for subset, value in best.items() if row not in subset)
+        if len(set(best.values())) == 1:
+            return 0.0
+        return (own - statistics.fmean(best.values())) / (statistics.pstdev(best.values()) + eps)
+
+    return per_token(case, value)
+
+
 def loop_remax(case):
     return per_token(case, lambda row, rank, position: case.total(row) - case.baseline_rewards[row].item())
 
@@ -245,6 +264,12 @@ CLOSED_FORMS = [
     ("grpo", {"eps": 0.5}, loop_grpo),
     ("rloo", {}, loop_rloo),
     ("opo", {}, loop_opo),
+    *(
+        ("pass_at_k", {"k": k, "baseline": baseline}, loop_pass_at_k)
+        for k in (1, 2, 3)
+        for baseline in ("group", "leave_one_out")
+    ),
+    ("pass_at_k", {}, loop_pass_at_k),
     ("gdpo", {}, loop_gdpo),
     ("gdpo", {"normalize_by_batch": False}, loop_gdpo),
     ("reinforce_plus_plus", {}, lambda case: loop_whiten(case, loop_reinforce(case))),
@@ -419,7 +444,16 @@ def test_traits_say_what_estimators_need():
     def having(trait):
         return {name for name, item in traits.items() if getattr(item, trait)}
 
-    assert having("group_relative") == {"grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gigpo", "gdpo"}
+    assert make_advantage_estimator("pass_at_k", {"k": 7}).requirements.least_samples == 8
+    assert having("group_relative") == {
+        "grpo",
+        "rloo",
+        "opo",
+        "reinforce_plus_plus_baseline",
+        "gigpo",
+        "gdpo",
+        "pass_at_k",
+    }
     assert having("needs_parts") == {"gdpo"}
     assert having("needs_greedy_baseline") == {"remax"}
     assert having("needs_values") == {"gae"}
@@ -661,6 +695,29 @@ def test_gdpo_tells_mixtures_of_rewards_apart_where_grpo_sees_one_sum():
     weighted = given | {"part_weights": torch.tensor([1.0, 0.5]).expand(4, 2)}
     first, *others = make_advantage_estimator("gdpo")(rewards, mask, groups, **weighted)[:, 0].tolist()
     assert first == pytest.approx(1.5, abs=1e-5) and others == pytest.approx([-0.5] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("size", "right", "k"), [(8, 1, 4), (8, 3, 4), (8, 4, 4), (8, 5, 4), (8, 7, 4), (16, 2, 8)])
+def test_pass_at_k_has_the_analytic_advantages_of_its_paper(size, right, k):
+    """arXiv 2508.10751: from the numbers of samples and of wrong ones."""
+    wrong = size - right
+    mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+    deviation = math.sqrt(mean * (1 - mean))
+    expected = [0.0] * size
+    if deviation > 0:
+        bad = 1 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+        expected = [(1 - mean) / deviation] * right + [bad / deviation] * wrong
+    rewards, mask = torch.tensor([[1.0]] * right + [[0.0]] * wrong).double(), torch.ones(size, 1, dtype=torch.bool)
+    values = make_advantage_estimator("pass_at_k", {"k": k, "eps": 1e-12})(rewards, mask, [0] * size)[:, 0]
+    assert values.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    if deviation == 0:
+        assert values.eq(0).all()
+
+
+def test_pass_at_one_left_out_is_rloo():
+    case = random_case(12)
+    args = {"k": 1, "baseline": "leave_one_out"}
+    torch.testing.assert_close(case.estimate("pass_at_k", **args), case.estimate("rloo"), rtol=1e-12, atol=1e-12)
 
 
 def test_reinforce_plus_plus_sees_the_kl_penalty_of_each_token():

@@ -35,7 +35,9 @@ class AdvantageRequirements:
     """Requirements and properties of an advantage estimator, for its callers."""
 
     group_relative: bool = False
-    """True if it compares the samples of a group; a group of one sample then teaches nothing."""
+    """True if it compares the samples of a group."""
+    least_samples: int = 2
+    """Samples of a group with which it teaches something, if it compares them."""
     needs_greedy_baseline: bool = False
     """True if it needs ``baseline_rewards``."""
     needs_values: bool = False

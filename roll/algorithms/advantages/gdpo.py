@@ -35,7 +35,7 @@ def gdpo(
 ) -> Tensor:
     """Return the weighted sum of the `grpo` advantages of each named reward, normalised over the batch's samples.
 
-    ``[batch, seq]`` (arXiv 2601.05242, equations 4 to 6). Deviations are unbiased, as in TRL's ``normalize_then_sum``.
+    ``[batch, seq]`` (arXiv 2601.05242). Deviations are unbiased, as in TRL's ``normalize_then_sum``.
     """
     present = inputs.response_mask.any(-1)
     parts = needed(inputs.parts, "parts")[present]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,9 +14,12 @@ from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequiremen
 from roll.algorithms.advantages.shared import Eps, compared
 
 
-def _requirements(baseline: str, **others: Any) -> AdvantageRequirements:
+def _requirements(k: int, baseline: str, **others: Any) -> AdvantageRequirements:
     return AdvantageRequirements(
-        group_relative=True, shifts_cancel="group", scales_cancel="group" if baseline == "group" else "none"
+        group_relative=True,
+        least_samples=k + 1,
+        shifts_cancel="group",
+        scales_cancel="group" if baseline == "group" else "none",
     )
 
 
@@ -24,8 +28,9 @@ def _requirements(baseline: str, **others: Any) -> AdvantageRequirements:
     "M and S = mean and standard deviation of the largest R of all its k-subsets; baseline leave_one_out: "
     "A = V − mean of the largest R of the k-subsets without the sample",
     source="Pass@k training, Chen et al., arXiv 2508.10751; leave-one-out, Walder and Karkhanis, arXiv 2505.15201",
-    use="Exploration: with several attempts at a problem only the best counts, so that groups that mostly succeed teach "
-    "little and rare successes much. k = 1 is `grpo`, or `rloo` with the baseline leave_one_out.",
+    use="Exploration: of several attempts at a problem only the best counts, so that groups that mostly succeed teach "
+    "little and rare successes much. k = 1 is `rloo` (leave_one_out), or `grpo` with the population's "
+    "deviation.",
     requirements=_requirements,
 )
 def pass_at_k(
@@ -43,8 +48,8 @@ def pass_at_k(
 ) -> Tensor:
     """Return the advantages of pass@k (largest reward of k samples), ``[batch, seq]``, in closed form.
 
-    For rewards 0 and 1 the baseline ``group`` gives the analytic form of the paper (arXiv 2508.10751, equations 12 to
-    15); its subsets are weighed exactly, none is drawn. A group of k samples or fewer has advantage 0.
+    With rewards 0 and 1 the baseline ``group`` gives the analytic advantages of the paper (arXiv 2508.10751). A group
+    of k samples or fewer has advantage 0.
     """
 
     def compare(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -61,6 +66,7 @@ def pass_at_k(
 def _advantages(rewards: Tensor, k: int, baseline: str, eps: float) -> Tensor:
     """Return the advantages of a group of more than k samples, ``[samples]``."""
     ordered, order = rewards.sort(stable=True)
+    ordered = ordered - ordered[-1]  # so that subsets of equal maxima have a deviation of exactly 0
     size = len(ordered)
     with_it = torch.zeros_like(ordered)
     without_it = torch.zeros_like(ordered)
@@ -80,6 +86,7 @@ def _advantages(rewards: Tensor, k: int, baseline: str, eps: float) -> Tensor:
     return torch.zeros_like(found).scatter(0, order, found)
 
 
+@cache
 def _shares_of_largest(size: int, k: int) -> Tensor:
     """Return for each of ``size`` samples in rising order the share of k-subsets of which it is the last one."""
     return torch.tensor(

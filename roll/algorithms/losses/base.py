@@ -161,7 +161,7 @@ def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> Policy
 def covariances(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return (log pi - its mean) x (A - its mean) over the tokens in ``mask``, ``[tokens]`` in their order.
 
-    These are the summands of the covariance that drives the entropy down (arXiv 2505.22617, equation 10).
+    These are the summands of the covariance that drives the entropy down (arXiv 2505.22617).
     """
     logprobs, advantages = old_logprobs[mask], advantages[mask]
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
