@@ -51,8 +51,8 @@ def dppo(
         float | None,
         Field(
             gt=0,
-            description="Largest divergence of tokens with A > 0, which move up, as verl and prime-rl have it. Default: "
-            "`threshold`, as in the paper.",
+            description="Largest divergence of tokens with A > 0, as verl and prime-rl have it. Default: `threshold`, "
+            "as in the paper.",
         ),
     ] = None,
     ratio_cap: Annotated[
@@ -62,9 +62,9 @@ def dppo(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -M r A, ``[batch, seq]`` (arXiv 2602.04879, equations 12 to 14), with r the ratio to the old policy.
 
-    M is 0 if a step would lead further away and the divergence is above the threshold of its direction. With ``ratio_cap`` c the factor
-    of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens with M = 0 or a capped
-    ratio.
+    M is 0 if a step would lead further away and the divergence is above the threshold of its direction. With
+    ``ratio_cap`` c the factor of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens
+    with M = 0 or a capped ratio.
     """
     logprobs, advantages = inputs.logprobs, inputs.advantages
     largest = PAPER_THRESHOLDS[divergence] if threshold is None else threshold
