@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fake_cluster import IN_THIS_PROCESS
 from in_process import train_in_process
 from reward_functions import digit_reward, two_rewards
 from runs import run_pipeline
@@ -151,6 +152,27 @@ def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cl
     assert last["actor/trained_share"] < 1
     coefficients = [step["kl_penalty/coef"] for step in run.metrics]
     assert coefficients[0] == 0.01 and coefficients[-1] != 0.01
+
+
+def test_several_rewards_sample_weights_selection_and_masking_work_together(task):
+    rejections = [
+        {"level": "geometric", "divergence": "k1", "threshold": 0.02, "only_negative": True},
+        {"level": "veto", "lower": 1e-4},
+        {"second_moment": 0.04},
+    ]
+    changes = {
+        "rewards__addition": {"verifier": "reward_functions:two_rewards", "weights": {"right": 1.0, "long": 0.1}},
+        "adv_estimator": "gdpo",
+        "sample_weight": "long",
+        "actor_train__pg_variant": "kl_cov",
+        "actor_train__pg_variant_args": {"share": 0.05},
+        "train_infer_correction": {"reject": rejections},
+    }
+    run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, max_steps=4, rollout_batch_size=8, **changes))
+    for step in run.metrics:
+        assert step["reward/mean"] == pytest.approx(step["reward/right"] + 0.1 * step["reward/long"], abs=1e-5)
+        assert step["actor/clip_fraction"] == pytest.approx(0.05, abs=0.02) and np.isfinite(step["actor/loss"])
+    assert {"correction/rejected_share", "correction/rejected_sequences_share"} <= run.metrics[-1].keys()
 
 
 @tier("all")
