@@ -5,16 +5,18 @@ on the whole batch. A weight multiplies the policy loss of a token. Rejection ta
 and normaliser alike. Both look at all response tokens, so the order of rejections does not matter and the ratio of a
 sequence covers the whole sequence. Bounds apply to rho itself and are compared as logarithms: no ratio overflows.
 
-One weight and any number of rejections can be combined. `docs/algorithms/correction.md` has the settings that have a
-name (TIS, MIS, IcePop, geometric mask). Sources besides those on that page: Yao et al., "Your efficient RL framework
-secretly brings you off-policy RL training", 2025 (TIS for engines that differ from the trainer); Liu et al., "When
-speed kills stability", 2025 (MIS); Li et al., arXiv 2512.23075 (bounds the largest divergence of a token as well).
+One weight and any number of rejections can be combined. All but normalised weights and the rejection by second moment
+are the same for a part of a batch as for the whole. `docs/algorithms/correction.md` has the settings that have a name
+(TIS, MIS, IcePop, geometric mask, OPSM, veto, M2PO). Sources besides those on that page: Yao et al., "Your efficient RL
+framework secretly brings you off-policy RL training", 2025 (TIS for engines that differ from the trainer); Liu et al.,
+"When speed kills stability", 2025 (MIS); Li et al., arXiv 2512.23075 (bounds the largest divergence of a token as
+well).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -22,22 +24,32 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from roll.algorithms.aggregation import keep
+from roll.algorithms.advantages.shared import segment_means
+from roll.algorithms.aggregation import keep, needed
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.metrics import lag_buckets, off_policy_metrics, off_policy_sums
 from roll.configs.errors import Problems, choose_among
 from roll.configs.plugins import made, problem
 
-Level = Literal["token", "sequence", "geometric"]
-"""The unit of a ratio: each token, the product over the response, or its geometric mean (over response tokens)."""
-RatioLevel = Annotated[Level, Field(description="rho of each token, of the whole response, or its geometric mean.")]
+Level = Literal["token", "segment", "sequence", "geometric"]
+"""The unit of a ratio: each token, the geometric mean over its unbroken run of response tokens (a turn of an episode),
+the product over the response, or the geometric mean over the response."""
+RejectionLevel = Literal["token", "segment", "sequence", "geometric", "veto"]
+"""`Level`, or ``veto``: one token out of bounds rejects its whole response."""
 
 
 @dataclass(frozen=True)
 class ImportanceWeight:
-    """A bounded weight rho. At level ``sequence`` or ``geometric`` all tokens of a row share one weight."""
+    """A bounded weight rho. At level ``sequence`` or ``geometric`` all tokens of a row share one weight, at level
+    ``segment`` all tokens of a run."""
 
-    level: RatioLevel = "token"
+    level: Annotated[
+        Level,
+        Field(
+            description="rho of each token, its geometric mean over an unbroken run of response tokens, rho of the "
+            "whole response, or its geometric mean."
+        ),
+    ] = "token"
     mode: Annotated[
         Literal["truncate", "mask"],
         Field(
@@ -56,7 +68,12 @@ class ImportanceWeight:
 class RatioRejection:
     """Rejection of tokens or sequences whose rho lies outside the bounds."""
 
-    level: RatioLevel
+    level: Annotated[
+        RejectionLevel,
+        Field(
+            description="As for a weight; `veto`: rho of each token, and one outside the bounds rejects the response."
+        ),
+    ]
     lower: Annotated[float | None, Field(gt=0, le=1, description="Smallest rho kept. Default: no bound.")] = None
     upper: Annotated[float | None, Field(ge=1, lt=math.inf, description="Largest rho kept. Default: no bound.")] = None
 
@@ -66,16 +83,24 @@ class RatioRejection:
         if self.lower == self.upper:
             raise ValueError("lower and upper are both 1, which keeps next to nothing; lower must be below upper")
 
-    def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:
         """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
-        return _inside(_at_level(log_ratio, mask, self.level), self.lower or 0.0, self.upper or math.inf)
+        lower, upper = self.lower or 0.0, self.upper or math.inf
+        return _accepted(log_ratio, mask, self.level, lambda values: _inside(values, lower, upper))
 
 
 @dataclass(frozen=True)
 class DivergenceRejection:
     """Rejection of tokens or sequences whose estimated divergence of proximal from behaviour exceeds a threshold."""
 
-    level: Annotated[Level, Field(description="Estimate of each token, their sum over the response, or their mean.")]
+    level: Annotated[
+        RejectionLevel,
+        Field(
+            description="Estimate of each token, its mean over an unbroken run of response tokens, the sum over the "
+            "response (`sequence`), or the mean (`geometric`); `veto`: that of each token, and one above the "
+            "threshold rejects the response."
+        ),
+    ]
     divergence: Annotated[
         Literal["k1", "abs", "k2", "k3"],
         Field(
@@ -84,14 +109,41 @@ class DivergenceRejection:
         ),
     ]
     threshold: Annotated[float, Field(gt=0, lt=math.inf, description="Largest divergence kept, in nats.")]
+    only_negative: Annotated[
+        bool, Field(description="Reject tokens with a negative advantage only (off-policy sequence masking).")
+    ] = False
 
-    def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
+    def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:
+        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected,
+        whatever its advantage."""
         divergence = KL_ESTIMATORS[self.divergence](-log_ratio)
-        return _at_level(divergence, mask, self.level) <= self.threshold
+        accepted = _accepted(divergence, mask, self.level, lambda values: values <= self.threshold)
+        if not self.only_negative:
+            return accepted
+        return accepted | ((needed(advantages, "advantages") >= 0) & log_ratio.isfinite())
 
 
-Rejection = RatioRejection | DivergenceRejection
+@dataclass(frozen=True)
+class SecondMomentRejection:
+    """Rejection of the tokens with the largest (log rho)^2, until its mean over the other tokens of the batch is small
+    enough (M2PO, Zheng et al., arXiv 2510.01161)."""
+
+    second_moment: Annotated[
+        float,
+        Field(gt=0, lt=math.inf, description="Largest mean of (log rho)^2 over the batch; the paper has 0.04."),
+    ]
+
+    def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:
+        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected, and
+        of equal tokens all or none."""
+        squares = log_ratio.square().nan_to_num(nan=math.inf)
+        ordered = squares[mask].sort().values
+        means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, dtype=ordered.dtype, device=ordered.device)
+        beyond = (means > self.second_moment).nonzero()
+        return squares < ordered[beyond[0, 0]] if len(beyond) else torch.ones_like(mask)
+
+
+Rejection = RatioRejection | DivergenceRejection | SecondMomentRejection
 
 
 @dataclass(frozen=True)
@@ -104,13 +156,19 @@ class Correction:
     normalize: Annotated[
         bool,
         Field(
-            description="Divide the weights by their mean over the tokens that stay in the loss (self-normalised "
-            "importance sampling): less variance, some bias, and a loss on the scale of the uncorrected one."
+            description="Divide the weights by their mean over what stays in the loss (self-normalised importance "
+            "sampling): less variance, some bias, and a loss on the scale of the uncorrected one. The mean is over "
+            "tokens, or with a `loss_agg_mode` by sequence over sequences, each with the mean of its tokens."
         ),
     ] = False
     reject: Annotated[
         tuple[Rejection, ...], Field(description="What leaves the loss: all rejections act, in any order.")
     ] = ()
+
+    @property
+    def needs_batch(self) -> bool:
+        """True if what happens to a token depends on samples other than its own."""
+        return self.normalize or any(isinstance(each, SecondMomentRejection) for each in self.reject)
 
     def __post_init__(self) -> None:
         if self.weight is None and self.normalize:
@@ -137,33 +195,36 @@ def correct(
     response_mask: Tensor,
     settings: Correction,
     *,
+    advantages: Tensor | None = None,
     trained: Tensor | None = None,
+    by_sequence: bool = False,
     lags: Tensor | None = None,
     max_lag: int | None = None,
     capped: bool = False,
 ) -> CorrectionResult:
     """Compute weights and rejection of a whole batch, before the first update on it.
 
-    ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool) and ``lags``
-    (int) are ``[batch, seq]``. A row is a whole sequence; entries outside the mask are never read. Computed in float64;
-    the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens
-    that are trained on, before rejection; the mean weight is taken over the trained tokens that also stay. ``lags``,
-    ``max_lag`` and ``capped`` are those of `lag_buckets`.
+    ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool), ``lags``
+    (int) and ``advantages`` (needed if a rejection looks at their sign, else ``ValueError``) are ``[batch, seq]``. A
+    row is a whole sequence; entries outside the mask are never read. Computed in float64; the weights are float32, or
+    float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens that are trained on, before
+    rejection; the mean weight is taken over the trained tokens that also stay, or if ``by_sequence`` (the loss is a
+    mean over sequences) over the sequences that have such tokens, each counting with the mean of these tokens.
+    ``lags``, ``max_lag`` and ``capped`` are those of `lag_buckets`.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
-    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: mean over the
-    tokens that stay, before normalisation. With ``max_lag`` the first two are also reported per lag, as
-    ``lag_<n>/...``.
+    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: that mean,
+    before normalisation. With ``max_lag`` the first two are also reported per lag, as ``lag_<n>/...``.
     """
     log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     kept = response_mask
     for rejection in settings.reject:
-        kept = kept & rejection.accepts(log_ratio, response_mask)
+        kept = kept & rejection.accepts(log_ratio, response_mask, advantages)
     weights, clipped = _bounded_weights(log_ratio, response_mask, settings.weight)
     weights = keep(weights, kept)
     staying = kept if trained is None else kept & trained
-    mean = keep(weights, staying).sum() / staying.sum().clamp(min=1)
+    mean = _mean_weight(weights, staying, by_sequence)
     if settings.normalize:
         weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean))
     buckets = lag_buckets(response_mask, lags, max_lag, capped)
@@ -187,8 +248,8 @@ def parse_correction(args: Mapping[str, Any]) -> Correction:
     """Build a correction from plain values of a configuration file.
 
     ``weight``: the arguments of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the arguments of
-    `DivergenceRejection` (if ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises `ConfigError`
-    with every wrong key, type, range and combination.
+    `SecondMomentRejection` (if ``second_moment`` is given), `DivergenceRejection` (if ``divergence`` or ``threshold``
+    is) or `RatioRejection`. Raises `ConfigError` with every wrong key, type, range and combination.
     """
     path = "train_infer_correction"
     problems = Problems()
@@ -201,8 +262,8 @@ def parse_correction(args: Mapping[str, Any]) -> Correction:
     rejections: list[Any] = []
     if isinstance(reject, Sequence) and not isinstance(reject, str):
         for index, item in enumerate(reject):
-            by_divergence = isinstance(item, Mapping) and bool({"divergence", "threshold"} & set(item))
-            name = "rejection by divergence" if by_divergence else "rejection by ratio"
+            keys = set(item) if isinstance(item, Mapping) else set()
+            name = next((name for key, name in _KINDS.items() if key in keys), "rejection by ratio")
             rejections.append(problems.attempt(_build, name, _REJECTIONS[name], item, f"{path}.reject[{index}]"))
     elif reject is not None:
         problems.add(f"{path}.reject", f"{reject!r} is no list", "give a list, one item for each rejection")
@@ -222,7 +283,14 @@ def parse_correction(args: Mapping[str, Any]) -> Correction:
 _REJECTIONS: dict[str, type[Rejection]] = {
     "rejection by ratio": RatioRejection,
     "rejection by divergence": DivergenceRejection,
+    "rejection by second moment": SecondMomentRejection,
 }
+_KINDS = {
+    "second_moment": "rejection by second moment",
+    "divergence": "rejection by divergence",
+    "threshold": "rejection by divergence",
+}
+"""Key that only one kind of rejection has -> its name."""
 
 
 def _build(name: str, record: type, args: Any, path: str) -> Any:
@@ -249,14 +317,32 @@ def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight |
     return bounded.clamp(weight.lower, weight.upper), ~inside
 
 
+def _mean_weight(weights: Tensor, staying: Tensor, by_sequence: bool) -> Tensor:
+    """Return the mean over tokens, or over sequences of the mean over their tokens; 0-d, 0 without tokens."""
+    lengths, totals = staying.sum(-1), keep(weights, staying).sum(-1)
+    if by_sequence:
+        return (totals / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
+    return totals.sum() / lengths.sum().clamp(min=1)
+
+
 def _at_level(values: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return token values ``[batch, seq]`` (0 outside ``mask``), or the sum or mean of their row at each position."""
+    """Return token values ``[batch, seq]`` (0 outside ``mask``), or the mean of their run, or the sum or mean of their
+    row, at each position."""
     if level == "token":
         return values
+    if level == "segment":
+        return segment_means(values, mask)
     total = values.sum(-1, keepdim=True)
     if level == "geometric":
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)
     return total.expand(values.shape)
+
+
+def _accepted(values: Tensor, mask: Tensor, level: RejectionLevel, accepts: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what ``accepts`` returns for values at a level, bool ``[batch, seq]``; with ``veto`` for whole rows."""
+    if level == "veto":
+        return (accepts(values) | ~mask).all(-1, keepdim=True).expand(values.shape)
+    return accepts(_at_level(values, mask, level))
 
 
 def _inside(log_ratio: Tensor, lower: float, upper: float) -> Tensor:

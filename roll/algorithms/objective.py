@@ -3,8 +3,8 @@
 For a policy it is policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the
 same way with the normalisers of the whole batch. For a value model it is the squared error. Contributions of disjoint
 rows add up to the whole, in value, gradient and metrics. Losses see all response tokens, so that a sequence ratio
-covers the whole sequence. The aggregate counts the tokens of the loss mask: the response tokens that remain after
-rejection.
+covers the whole sequence. The aggregates, that of the entropy bonus too, count the tokens of the loss mask: the
+response tokens that remain after rejection and masks. The metric ``entropy`` is over all response tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class PolicyObjective:
     """The policy in the denominator of the ratio."""
     corrected: bool = False
     """True if batches carry ``correction_weights``, which multiply the policy loss of each token."""
+    weighted: bool = False
+    """True if batches carry ``sample_weights``, which multiply the whole loss of a sample and no normaliser."""
     max_lag: int | None = None
     """The largest lag with metrics of its own, from 0; None: no metrics per lag."""
     lags_capped: bool = False
@@ -79,13 +81,15 @@ class PolicyObjective:
             "correction_weights": self.corrected and not self.one_pass,
             "lags": self.max_lag is not None,
             "same_weights": self.monitored,
+            "selected_tokens": self.requirements.select is not None,
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
         """Per-sample fields that a batch must carry."""
-        return ("scores",) if self.requirements.needs_scores else ()
+        wanted = {"scores": self.requirements.needs_scores, "sample_weights": self.weighted}
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -125,21 +129,27 @@ class PolicyObjective:
             response_mask=response_mask,
             proximal_logprobs=fields.get("proximal_logprobs"),
             scores=fields.get("scores"),
+            selected=fields.get("selected_tokens"),
             old_policy=self.old_policy,
         )
         token_losses, token_metrics = self.policy_loss(inputs)
         if self.corrected:
             token_losses = token_losses * keep(fields["correction_weights"], response_mask)
         entropy = keep(entropy, response_mask)
-        loss = policy_loss = aggregate(token_losses, trained, self.loss_agg_mode, normalizers)
+        weights = fields["sample_weights"][:, None].to(token_losses.dtype) if self.weighted else 1.0
+
+        def total(values: Tensor) -> Tensor:
+            return aggregate(weights * values, trained, self.loss_agg_mode, normalizers)
+
+        loss = policy_loss = total(token_losses)
         totals = {"pg_loss": policy_loss}
         if self.use_kl_loss:
             reference_kl = token_kl(inputs.logprobs, fields["reference_logprobs"], response_mask, self.kl_estimator)
             token_metrics["reference_kl"] = reference_kl.detach()
-            totals["kl_loss"] = aggregate(reference_kl, trained, self.loss_agg_mode, normalizers)
+            totals["kl_loss"] = total(reference_kl)
             loss = loss + self.kl_loss_coef * totals["kl_loss"]
         if self.needs_entropy_gradient:
-            loss = loss - self.entropy_loss_coef * aggregate(entropy, trained, self.loss_agg_mode, normalizers)
+            loss = loss - self.entropy_loss_coef * total(entropy)
         token_metrics |= {"entropy": entropy.detach(), "trained_share": trained.to(entropy.dtype)}
         metrics = policy_metrics(
             {"loss": loss, **totals},
@@ -159,7 +169,14 @@ class PolicyObjective:
         fields = {**fields, "proximal_logprobs": proximal}
         if self.correction is None:
             return fields, trained
-        result = correct(proximal, fields["behaviour_logprobs"], response_mask, self.correction, trained=trained)
+        result = correct(
+            proximal,
+            fields["behaviour_logprobs"],
+            response_mask,
+            self.correction,
+            advantages=fields["advantages"],
+            trained=trained,
+        )
         return {**fields, "correction_weights": result.weights}, trained & result.kept
 
 

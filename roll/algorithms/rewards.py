@@ -1,17 +1,18 @@
 """Reward shaping before advantages: from raw scores to rewards, and the choice of samples to train on.
 
-The order is fixed: scores are clipped, the length penalty is added, the sum is normalised. The samples to keep are
-chosen by their raw scores, so that no setting above changes the choice. Nothing is changed in place; the only state is
-the caller's `RunningMoments`. All tensors cover a whole batch.
+The order is fixed: scores are clipped, length and repetition penalties are added, the sum is normalised. The samples to
+keep are chosen by their raw scores, so that no setting above changes the choice. Nothing is changed in place; the only
+state is the caller's `RunningMoments`. All tensors cover a whole batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from roll.algorithms.advantages.shared import (
     group_tensor,
     result_dtype,
 )
+from roll.algorithms.aggregation import needed
 
 MomentsOf = Literal["none", "batch", "group", "tag", "running"]
 """The samples whose mean or deviation normalises the rewards."""
@@ -48,6 +50,16 @@ class LengthPenalty:
             raise ValueError(f"unknown length penalty {self.kind!r}; valid: overlong, relative")
         if self.kind == "overlong" and not (self.max_length and self.buffer):
             raise ValueError("the overlong penalty needs max_length and buffer")
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """A repetition term that is added to the score: `repetition_penalty`."""
+
+    ngram_size: int = 3
+    """Tokens of an n-gram."""
+    weight: float = 1.0
+    """Size of the term, in units of the reward."""
 
 
 @dataclass
@@ -115,6 +127,7 @@ class RewardShaping:
     """The range of the mean raw score, ends included; groups outside it are left out."""
     drop_zero_variance: bool = False
     """True to leave out groups of equal raw scores."""
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 @dataclass(frozen=True)
@@ -126,8 +139,8 @@ class ShapedRewards:
     keep: Tensor
     """bool ``[batch]``: samples to train on."""
     metrics: dict[str, float]
-    """Metrics of the settings that are on: ``clipped_share``, ``length_penalty`` (mean), ``running_mean``,
-    ``running_std``, ``kept_share``."""
+    """Metrics of the settings that are on: ``clipped_share``, ``length_penalty`` and ``repetition_penalty`` (means),
+    ``running_mean``, ``running_std``, ``kept_share``."""
 
 
 def shape_rewards(
@@ -139,13 +152,15 @@ def shape_rewards(
     running: RunningMoments | None = None,
     tags: Groups | None = None,
     penalties: Tensor | None = None,
+    responses: Sequence[np.ndarray] | None = None,
 ) -> ShapedRewards:
-    """Clip, add the length penalty and normalise; choose the samples to keep by raw scores. All tensors ``[batch]``.
+    """Clip, add the penalties and normalise; choose the samples to keep by raw scores. All tensors ``[batch]``.
 
-    ``lengths`` are in response tokens, ``truncated`` is bool; ``penalties`` are added to the clipped scores. Rewards
-    are float64 if the scores are, else float32. With a running mean or deviation, ``running`` first learns the rewards
-    of this batch, so the first batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is
-    not finite, or if running moments are missing.
+    ``lengths`` are in response tokens, ``truncated`` is bool; ``penalties`` are added to the clipped scores;
+    ``responses`` are the token ids of each response, for a repetition penalty. Rewards are float64 if the scores are,
+    else float32. With a running mean or deviation, ``running`` first learns the rewards of this batch, so the first
+    batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is not finite, or if running
+    moments or responses are missing.
     """
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
@@ -162,6 +177,11 @@ def shape_rewards(
         penalty = _length_penalty(scores, numbers, lengths, settings.length_penalty)
         rewards = rewards + penalty
         metrics["length_penalty"] = _mean(penalty)
+    if settings.repetition_penalty is not None:
+        found = needed(responses, "responses")
+        penalty = repetition_penalty(found, settings.repetition_penalty.ngram_size, settings.repetition_penalty.weight)
+        rewards = rewards + penalty
+        metrics["repetition_penalty"] = _mean(penalty)
     if "running" in (settings.mean, settings.std) and running is not None:
         running.update(rewards)
         metrics |= {"running_mean": running.mean, "running_std": running.deviation}
@@ -243,6 +263,31 @@ def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, wei
     span = longest - shortest
     place = torch.where(span > 0, 0.5 - (values - shortest) / span, torch.zeros_like(span))
     return (weight * torch.where(correct, place, place.clamp(max=0))).to(result_dtype(lengths))
+
+
+def repetition_penalty(responses: Sequence[np.ndarray], ngram_size: int, weight: float = 1.0) -> Tensor:
+    """Return -weight x (1 - distinct n-grams / n-grams) of each response, and 0 for one without any n-gram.
+
+    ``responses`` are integer arrays ``[tokens]``. Returns float64 ``[batch]``, to be added to the reward. The formula
+    is that of open-r1 (after Yeo et al., arXiv 2502.03373, who put it on the repeated tokens); there n-grams are of
+    words, here of tokens, so that it fits every language. ``ValueError`` unless ngram_size >= 1 and weight >= 0.
+    """
+    if ngram_size < 1 or not weight >= 0:
+        raise ValueError(f"a repetition penalty needs n-grams and a weight of at least 0, not {ngram_size}, {weight}")
+    return torch.tensor([-weight * _repeated_share(ids, ngram_size) for ids in responses], dtype=torch.float64)
+
+
+def _repeated_share(ids: np.ndarray, ngram_size: int) -> float:
+    """Return the share of n-grams that stand earlier in the response, too."""
+    total = len(ids) - ngram_size + 1
+    if total < 1:
+        return 0.0
+    tokens = np.unique(ids, return_inverse=True)[1]
+    codes, kinds = tokens, int(tokens.max()) + 1
+    for length in range(2, ngram_size + 1):
+        # The number of an n-gram: those of its beginning and of its last token. Renumbered, it never overflows.
+        codes = np.unique(codes[:-1] * kinds + tokens[length - 1 :], return_inverse=True)[1]
+    return 1 - (int(codes.max()) + 1) / total
 
 
 def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> Tensor:

@@ -55,6 +55,7 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
         data.domain_shares_fit,
         data.rewards_are_complete,
         rewards.rewards_fit_their_kind,
+        rewards.weights_are_weights,
         rewards.judges_are_complete,
     ),
     "agentic": (data.environments_are_named, data.tags_are_known, data.groups_are_enough),

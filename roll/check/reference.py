@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS
-from roll.algorithms.correction import Correction, DivergenceRejection, ImportanceWeight, RatioRejection
+from roll.algorithms.correction import (
+    Correction,
+    DivergenceRejection,
+    ImportanceWeight,
+    RatioRejection,
+    SecondMomentRejection,
+)
 from roll.algorithms.losses.base import POLICY_LOSSES
 from roll.algorithms.registry import about_of, settings_of
 from roll.configs.errors import shown
@@ -31,6 +37,7 @@ CORRECTION_PARTS = {
     "`weight`": ImportanceWeight,
     "`reject`: by ratio": RatioRejection,
     "`reject`: by divergence": DivergenceRejection,
+    "`reject`: by second moment": SecondMomentRejection,
 }
 
 

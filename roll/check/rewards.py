@@ -5,6 +5,7 @@ A key that another kind of reward reads is an error, so that no run trains on sc
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -22,12 +23,16 @@ REQUEST_FIELDS = ("model", "messages", "temperature", "max_tokens", "stream", "n
 """Fields of a request that the judge fills itself."""
 
 _MODEL_KEYS = ("model_args", "strategy_args", "device_mapping", "infer_batch_size", "worker_cls", "reward_model")
-_UNREAD_KEYS = {"reward_model": ("verifier_args", "num_workers", "judge"), "judge": (*_MODEL_KEYS, "verifier_args")}
+_UNREAD_KEYS = {
+    "reward_model": ("verifier_args", "num_workers", "judge", "weights"),
+    "judge": (*_MODEL_KEYS, "verifier_args", "weights"),
+}
 """Verifier -> keys of a reward that it does not read; all others read neither `judge` nor those of a model."""
 _REMEDIES = {
     "verifier_args": "remove it; the settings of this kind of reward have keys of their own (docs/rewards.md)",
     "num_workers": "remove it; there is one process for each device of `device_mapping`",
     "judge": "set `verifier: judge`, or remove this key",
+    "weights": "remove it; this kind of reward returns one number",
 }
 _NAME_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
@@ -53,6 +58,17 @@ def rewards_fit_their_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
             message = f"{seconds:g} s for one verdict are more than the {limit:g} s for which a run may stall"
             remedy = "lower it, or raise `stall_timeout_seconds`"
             yield ConfigProblem(f"rewards.{name}.timeout_seconds", message, remedy)
+
+
+def weights_are_weights(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject weights of several rewards that are not finite, or that make every score 0."""
+    for name, reward in config.rewards.items():
+        for part, weight in reward.weights.items():
+            if not math.isfinite(weight):
+                yield ConfigProblem(f"rewards.{name}.weights.{part}", f"{weight} is no weight", "give a finite number")
+        if reward.weights and not any(reward.weights.values()):
+            remedy = "give one of them another weight, or remove the key"
+            yield ConfigProblem(f"rewards.{name}.weights", "all weights are 0, so every score would be 0", remedy)
 
 
 def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:

@@ -117,6 +117,12 @@ class RewardConfig:
         "callable `package.module:function`. See `docs/rewards.md`.",
     )
     verifier_args: dict[str, Any] = option(dict, "Keyword arguments of the verifier.")
+    weights: dict[str, float] = option(
+        dict,
+        "Several rewards: the verifier returns a mapping with a number for each of these names, and the score is their "
+        "sum with these weights. `adv_estimator: gdpo` compares each by itself. Default: the verifier returns the "
+        "score.",
+    )
     tag_included: list[str] = option(
         list, "Domain tags of the prompts this reward judges. Default: the reward's own name."
     )
@@ -162,4 +168,15 @@ class LengthPenaltyConfig:
     )
     correct_above: Finite = option(
         0.0, "`relative` only: a response is correct if its score is above this.", needs="kind: relative"
+    )
+
+
+@dataclass
+class RepetitionPenaltyConfig:
+    """A penalty on repeated n-grams, subtracted from the reward."""
+
+    ngram_size: Count = option(3, "Tokens of an n-gram.")
+    weight: Positive = option(
+        1.0,
+        "Penalty of a response of one n-gram only; in general its share of n-grams that are repetitions times this.",
     )

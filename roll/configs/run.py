@@ -18,7 +18,7 @@ from roll.configs.fields import (
     option,
 )
 from roll.configs.plugins import Kind, PlugIn
-from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
+from roll.configs.rewards import LengthPenaltyConfig, RepetitionPenaltyConfig, RewardConfig
 from roll.configs.roles import (
     ActorInferConfig,
     ActorLogpConfig,
@@ -353,6 +353,7 @@ class PipelineConfig:
         "none", "By whose standard deviation the rewards are divided."
     )
     length_penalty: LengthPenaltyConfig | None = option(None, "A penalty on long responses.")
+    repetition_penalty: RepetitionPenaltyConfig | None = option(None, "A penalty on responses that repeat themselves.")
     max_len_mask: bool = option(False, "Leave responses that were cut at their longest length out of the loss.")
     difficulty_mask: bool = option(
         False, "Leave groups out of the loss whose mean score lies outside the two thresholds."
@@ -371,6 +372,11 @@ class PipelineConfig:
     whiten_advantages: bool = option(False, "Give the advantages of a batch mean 0 and deviation 1 over tokens.")
     advantage_clip: Positive | None = option(None, "Advantages are clipped to plus and minus this, last of all.")
     ppo_epochs: Count = option(1, "Passes over each batch.")
+    sample_weight: str | None = option(
+        None,
+        "Name of the number that multiplies the loss of a sample: a number that its verifier or environment returns "
+        "beside the score, or else a field of the prompt's row. Default: all samples weigh 1.",
+    )
     loss_agg_mode: LossAggregation = option("token-mean", "How per-token losses become one number.")
     use_kl_loss: bool = option(False, "Add the KL divergence to the reference to the loss.")
     kl_loss_coef: NotNegative = option(0.001, "Weight of the KL loss.", needs="use_kl_loss: true")
@@ -390,7 +396,9 @@ class PipelineConfig:
         10000, "Samples over which the adaptive controller acts.", needs="kl_controller: adaptive"
     )
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k3_straight_through"] = option("k3", "Per-token KL estimator.")
-    entropy_loss_coef: NotNegative = option(0.0, "Weight of the entropy bonus.")
+    entropy_loss_coef: NotNegative = option(
+        0.0, "Weight of the entropy bonus, over the tokens of the loss: rejected ones get none."
+    )
 
 
 @dataclass

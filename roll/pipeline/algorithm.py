@@ -12,6 +12,7 @@ policy that sampled (behaviour).
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,14 +32,15 @@ from roll.algorithms.correction import Correction, correct, parse_correction
 from roll.algorithms.kl import AdaptiveKLController, KLController, token_kl
 from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments, shape_rewards
+from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments, shape_rewards
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
-from roll.configs.run import AgenticConfig, PipelineConfig
-from roll.data.records import Group, Sample, SampleBatch
+from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
+from roll.rewards.registry import route_domains
 
 if TYPE_CHECKING:  # Ray comes with it, and a refusal must not wait for that
     from roll.weights.verify import CanaryScores
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 MOST_LAGS_REPORTED = 8
 """Highest lag with a metric of its own; that metric includes all older tokens."""
-SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty")
+SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty")
 """Keys that shape the reward of a response or an episode."""
 
 
@@ -67,6 +69,10 @@ class AdvantageSettings:
     """Weight of an episode's (or a response's) shaped reward, at its last token."""
     turn_weight: float = 0.0
     """Weight of the rewards of turns, at the last token of each turn."""
+    part_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Domain -> name of one of its several rewards -> its weight in the score."""
+    sample_weight: str | None = None
+    """Name of the metric of an episode (or a response) that is its weight in the loss; None: no weights."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must keep."""
@@ -88,6 +94,8 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     `ValueError` if turn rewards have a weight but the samples record no turns.
     """
     metrics = _shape(batch, settings)
+    if settings.sample_weight is not None:
+        batch.data.per_sample["sample_weights"] = _sample_weights(batch, settings.sample_weight)
     # Estimators see whole episodes, although an episode may reach the trainer as several samples.
     data = batch.data.joined([len(parts) for parts in batch.episodes])
 
@@ -117,6 +125,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         values=values,
         baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         turn_rewards=settings.turn_weight * padded("turn_rewards") if settings.turn_weight else None,
+        **(_parts(batch, settings.part_weights) if settings.estimator.requirements.needs_parts else {}),
         turns=turns,
         states=None if turns is None else _states(turns, padded("turn_states", fill=-1)),
     )
@@ -169,6 +178,11 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
         settings.reward_moments,
         tags=torch.from_numpy(batch.tag_of_episode),
         penalties=torch.tensor([samples[0].reward - samples[0].score for samples in episodes], dtype=torch.float32),
+        responses=[
+            np.concatenate([sample.token_ids[sample.response_mask] for sample in samples]) for samples in episodes
+        ]
+        if settings.shaping.repetition_penalty is not None
+        else None,
     )
     data.per_sample["rewards"] = np.repeat(shaped.rewards.float().numpy(), parts)
     for samples, reward in zip(episodes, shaped.rewards.tolist(), strict=True):
@@ -177,6 +191,37 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
     if not shaped.keep.all():
         batch.leave_out(np.repeat(np.repeat(shaped.keep.numpy(), parts), data.lengths))
     return {f"reward/{name}": value for name, value in shaped.metrics.items()}
+
+
+def _sample_weights(batch: TrainingBatch, name: str) -> np.ndarray:
+    """Return the weight of each sample, float32 ``[samples]``. `ValueError` if one is missing or negative."""
+    weights: list[float] = []
+    for group in batch.groups:
+        for episode in group.episodes:
+            weight = episode[0].metrics.get(name, math.nan)
+            if not 0 <= weight < math.inf:
+                raise ValueError(
+                    f"sample_weight: a sample of prompt {group.prompt.prompt_id} has no number `{name}` of at least 0, "
+                    "neither from its verifier or environment nor in the row of its prompt"
+                )
+            weights += [weight] * len(episode)
+    return np.array(weights, dtype=np.float32)
+
+
+def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
+    """Return the named rewards of each episode and their weights, ``[episodes, names]``. `ValueError` for a missing
+    one."""
+    names = sorted({name for own in weights.values() for name in own})
+    parts, part_weights = [], []
+    for group in batch.groups:
+        own = weights.get(group.prompt.domain, {})
+        for episode in group.episodes:
+            missing = [name for name in own if name not in episode[0].metrics]
+            if missing:
+                raise ValueError(f"a sample of the domain {group.prompt.domain!r} has no reward {', '.join(missing)}")
+            parts.append([episode[0].metrics[name] if name in own else 0.0 for name in names])
+            part_weights.append([own.get(name, 0.0) for name in names])
+    return {"parts": torch.tensor(parts), "part_weights": torch.tensor(part_weights)}
 
 
 def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
@@ -214,7 +259,11 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         problems.found += _policy_problems(config, objective, correction)
     if estimator is not None:
         problems.found += _estimator_problems(config, estimator, objective)
-        reasons = [] if config.actor_train.stream_groups is False else list(obstacles(config, estimator, correction))
+        reasons = (
+            []
+            if config.actor_train.stream_groups is False
+            else list(obstacles(config, estimator, correction, objective))
+        )
         if config.actor_train.stream_groups is True:
             problems.found += [
                 ConfigProblem("actor_train.stream_groups", f"true: {reason}", f"{remedy}, or set `auto` or `false`")
@@ -254,6 +303,7 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
             entropy_loss_coef=config.entropy_loss_coef,
             old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
             corrected=correction is not None and correction.weight is not None,
+            weighted=config.sample_weight is not None,
             max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
             lags_capped=oldest > MOST_LAGS_REPORTED,
             monitored=not derived.truncates_sampling(config),
@@ -290,6 +340,9 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
             mean=config.norm_mean_type,
             std=config.norm_std_type,
             length_penalty=length_penalty,
+            repetition_penalty=None
+            if config.repetition_penalty is None
+            else RepetitionPenalty(config.repetition_penalty.ngram_size, config.repetition_penalty.weight),
             drop_truncated=config.max_len_mask,
             drop_zero_variance=config.zero_variance_mask,
             difficulty=difficulty,
@@ -301,6 +354,10 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         kl_estimator=config.kl_estimator,
         episode_weight=episode_weight,
         turn_weight=turn_weight,
+        part_weights={domain: config.rewards[name].weights for domain, name in route_domains(config.rewards).items()}
+        if isinstance(config, RLVRConfig)
+        else {},
+        sample_weight=config.sample_weight,
     )
 
 
@@ -395,9 +452,11 @@ def _estimator_problems(
     elif needs.for_episodes:
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
-    if needs.group_relative and derived.group_size(config) == 1:
-        message = f"1: {name} compares the samples of a group, so all advantages would be 0"
-        yield ConfigProblem(derived.group_size_key(config), message, "set at least 2, or `adv_estimator: reinforce`")
+    size, least = derived.group_size(config), needs.least_samples
+    if needs.group_relative and size < least:
+        message = f"{size}: {name} compares the samples of a group, so all advantages would be 0"
+        remedy = f"set at least {least}, or `adv_estimator: reinforce`"
+        yield ConfigProblem(derived.group_size_key(config), message, remedy)
     if needs.whitens and config.whiten_advantages:
         message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
         yield ConfigProblem("whiten_advantages", message, "remove the key")
@@ -405,6 +464,8 @@ def _estimator_problems(
         for key in shaping:
             message = f"{name} compares with the plain score of a greedy response; this would change one side only"
             yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
+    if needs.needs_parts:
+        yield from _part_problems(config, shaping)
     in_turns = derived.reward_weights(config, needs.for_episodes)[1] > 0
     # With a KL penalty or turn rewards in the token rewards, the scale has a meaning.
     scales_cancel = "none" if config.add_token_level_kl or in_turns else needs.scales_cancel
@@ -419,6 +480,23 @@ def _estimator_problems(
     if varies and objective is not None and objective.requirements.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
+
+
+def _part_problems(config: PipelineConfig, shaping: Sequence[str]) -> Iterator[ConfigProblem]:
+    """Yield the problems of an estimator of several rewards: rewards of one number, and changes of the score."""
+    name = config.adv_estimator
+    if not isinstance(config, RLVRConfig):
+        message = f"{name} compares several rewards by name, and an episode has one score"
+        yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
+        return
+    for reward, section in config.rewards.items():
+        if not section.weights:
+            message = f"{name} compares several rewards by name, and this one returns a score"
+            remedy = "give the names of the verifier's numbers and their weights, or set `adv_estimator: grpo`"
+            yield ConfigProblem(f"rewards.{reward}.weights", message, remedy)
+    for key in (*shaping, *(["add_token_level_kl"] if config.add_token_level_kl else [])):
+        message = f"has no effect: {name} reads the rewards by name, and this changes their sum"
+        yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
 
 
 def _episode_problems(
@@ -569,13 +647,11 @@ class TrainingBatch:
             self.metrics[name] = float(np.mean(details[name]))
 
 
-def add_correction(
-    batch: TrainingBatch, correction: Correction, *, max_lag: int | None, lags_capped: bool
-) -> dict[str, float]:
+def add_correction(batch: TrainingBatch, correction: Correction, objective: PolicyObjective) -> dict[str, float]:
     """Fill ``correction_weights`` (float32 ``[total_tokens]``) into the batch. Rejected tokens leave the loss.
 
-    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also per lag up to ``max_lag``,
-    which includes older tokens if ``lags_capped``.
+    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also for the lags that the
+    objective reports.
     """
     data = batch.data
     mask = torch.from_numpy(data.padded("response_mask", fill=False))
@@ -584,10 +660,12 @@ def add_correction(
         torch.from_numpy(data.padded("behaviour_logprobs")),
         mask,
         correction,
+        advantages=torch.from_numpy(data.padded("advantages")) if "advantages" in data.tokens else None,
         trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
+        by_sequence=objective.loss_agg_mode != "token-mean",
         lags=torch.from_numpy(data.padded("lags")),
-        max_lag=max_lag,
-        capped=lags_capped,
+        max_lag=objective.max_lag,
+        capped=objective.lags_capped,
     )
     inside = np.arange(mask.shape[1])[None, :] < data.lengths[:, None]
     if correction.weight is not None:
@@ -595,6 +673,26 @@ def add_correction(
     if correction.reject:
         batch.leave_out(result.kept.numpy()[inside])
     return result.metrics
+
+
+def select_tokens(batch: TrainingBatch, objective: PolicyObjective, seed: int) -> None:
+    """Fill ``selected_tokens`` (bool ``[total_tokens]``) into the batch, if the policy loss selects tokens of it.
+
+    ``seed`` is the run's; the choice depends on the step, too.
+    """
+    if objective.requirements.select is None:
+        return
+    data = batch.data
+    old = "proximal_logprobs" if objective.old_policy == "proximal" else "behaviour_logprobs"
+    trained = data.padded("loss_mask" if "loss_mask" in data.tokens else "response_mask", fill=False)
+    selected = objective.policy_loss.select(
+        torch.from_numpy(data.padded(old)).double(),
+        torch.from_numpy(data.padded("advantages")).double(),
+        torch.from_numpy(trained),
+        torch.Generator().manual_seed(derive_seed(seed, "selected tokens", batch.step)),
+    )
+    inside = np.arange(trained.shape[1])[None, :] < data.lengths[:, None]
+    data.tokens["selected_tokens"] = selected.numpy()[inside]
 
 
 class MismatchTooLarge(RuntimeError):

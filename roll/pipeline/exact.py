@@ -25,7 +25,7 @@ from roll.configs.errors import Problems, count
 from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, RLVRConfig
 from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
-from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.context import RunContext
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.roles import build_side, engine_spec, role_locks, trainer_setup
@@ -204,8 +204,8 @@ class PlainLoop:
             if prepared.correction is not None or "proximal_logprobs" in objective.token_fields:
                 data.tokens["proximal_logprobs"] = self.trainer.log_probs(data, temperature)
             if prepared.correction is not None:
-                lags = objective.max_lag
-                add_correction(batch, prepared.correction, max_lag=lags, lags_capped=objective.lags_capped)
+                add_correction(batch, prepared.correction, objective)
+            select_tokens(batch, objective, config.seed)
             self._train("actor", self.trainer, batch)
         if publication_due(config, step + 1):
             await self._hand_over(step + 1)

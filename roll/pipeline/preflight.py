@@ -11,6 +11,7 @@ for them.
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -299,12 +300,23 @@ def _plan_rlvr(
         routes = route_domains(config.rewards)
         problems.found += check_prompts(routes, verifiers, prompts, TRAINING_PROMPTS)
         problems.found += check_prompts(routes, verifiers, validation_prompts, VALIDATION_PROMPTS)
+        problems.found += _weight_problems(config.sample_weight, prompts)
         present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
         for domain, name in sorted(routes.items()):
             if domain not in present:
                 remedy = f"the prompts have the domains {', '.join(present)}"
                 problems.add(f"rewards.{name}.tag_included", f"no prompt has the domain {domain!r}", remedy)
     return RLVRPlan(config, prompts, validation_prompts)
+
+
+def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[ConfigProblem]:
+    """Yield a problem for the first row whose sample weight cannot be one."""
+    for prompt in prompts:
+        weight = prompt.metadata.get(name) if name else None
+        if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight < math.inf):
+            message = f"{name}: prompt {prompt.prompt_id} has the weight {weight!r}"
+            yield ConfigProblem("sample_weight", message, "give every row a number of at least 0, or none")
+            return
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,9 @@ AFTER_THE_ROLLOUT = (
     "train_infer_correction*", "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*",
     "entropy_loss_coef",
     # rewards and advantages
-    "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "max_len_mask", "difficulty_*",
-    "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip", "add_token_level_kl",
-    "init_kl_coef", "target_kl", "episode_reward_weight", "step_reward_weight",
+    "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "repetition_penalty*", "max_len_mask",
+    "difficulty_*", "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip",
+    "add_token_level_kl", "init_kl_coef", "target_kl", "episode_reward_weight", "step_reward_weight",
     # how far ahead
     "async_generation_ratio", "max_staleness", "consumption", "staleness_policy", "weight_update*",
 )  # fmt: skip

@@ -206,6 +206,7 @@ class RLVRSide(RolloutSide):
             purpose=purpose,
             separate_requests=config.is_num_return_sequences_expand,
             decoded_there=same_tokenizer,
+            sample_weight=config.sample_weight if training else None,
             greedy_baseline=training and self._prepared.advantages.estimator.requirements.needs_greedy_baseline,
         )
 
@@ -226,6 +227,8 @@ class RolloutFunction:
     """False keeps the samples of a group on one replica."""
     greedy_baseline: bool = False
     """True if each group also gets the score of one greedy response."""
+    sample_weight: str | None = None
+    """Name of the weight of samples, which may be in the row of their prompt."""
     decoded_there: bool = False
     """True if the engines decode responses, because they have the same tokenizer."""
 
@@ -287,9 +290,11 @@ class RolloutFunction:
             for sample in samples
         ]
         outputs = await self.judge.score(prompt.domain, inputs)
+        weight = prompt.metadata.get(self.sample_weight) if self.sample_weight else None
+        from_row = {} if weight is None else {str(self.sample_weight): float(weight)}
         for sample, output in zip(samples, outputs, strict=True):
             sample.score = sample.reward = output.score
-            sample.metrics = dict(output.metrics)
+            sample.metrics = from_row | output.metrics
 
 
 def sample_from_completion(prompt: Prompt, completion: Completion, text: str) -> Sample:

@@ -30,6 +30,7 @@ from roll.pipeline.algorithm import (
     add_advantages,
     add_correction,
     check_mismatch,
+    select_tokens,
     with_own_advantages,
 )
 from roll.pipeline.context import RunContext
@@ -172,6 +173,7 @@ async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
             # Only at this point does the trainer have exactly the weights of this step.
             batch.data.tokens["proximal_logprobs"] = await run.trainer.log_probs(batch.data, run.train_temperature)
             await _correct(run, batch)
+        await asyncio.to_thread(select_tokens, batch, run.objective, run.config.seed)
         metrics = await run.trainer.train(batch.data, run.objective, plan)
         run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * run.config.ppo_epochs)
         return metrics
@@ -215,13 +217,14 @@ async def _learn_in_pieces(run: RunContext, batch: TrainingBatch, logp: LogProbR
             metrics, _ = await run.trainer.train_part(part.data, run.objective, plan, completes=completes)
         return metrics
 
-    whole = run.correction is not None and run.correction.normalize
-    if whole:  # weights depend on all rows
+    correction = run.correction
+    if run.objective.requirements.select is not None or (correction is not None and correction.needs_batch):
         began = loop.time()
         async for _ in known:
             pass
         waited = loop.time() - began
         await _correct(run, batch)
+        await asyncio.to_thread(select_tokens, batch, run.objective, run.config.seed)
         done = [await update(rows, corrected=True) for rows in updates]
     else:
         for pieces in first:
@@ -248,8 +251,7 @@ async def _correct(run: RunContext, batch: TrainingBatch) -> None:
 async def _weigh(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
     if run.correction is None:
         return {}
-    max_lag, capped = run.objective.max_lag, run.objective.lags_capped
-    return await asyncio.to_thread(add_correction, batch, run.correction, max_lag=max_lag, lags_capped=capped)
+    return await asyncio.to_thread(add_correction, batch, run.correction, run.objective)
 
 
 async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll.algorithms.advantages.base import AdvantageEstimator
-from roll.algorithms.correction import Correction
+from roll.algorithms.correction import Correction, SecondMomentRejection
+from roll.algorithms.objective import PolicyObjective
 from roll.configs import derived
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import SampleBatch
@@ -43,7 +44,10 @@ class AdvantagesNeedBatch(RuntimeError):
 
 
 def obstacles(
-    config: PipelineConfig, estimator: AdvantageEstimator, correction: Correction | None
+    config: PipelineConfig,
+    estimator: AdvantageEstimator,
+    correction: Correction | None,
+    objective: PolicyObjective | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the reasons why groups cannot be trained on before their batch is whole, each with a remedy."""
     present = derived.present_roles(config)
@@ -65,6 +69,10 @@ def obstacles(
             yield f"`{key}: {vars(config)[key]}` looks at other groups", f"set `{key}` to group or none"
     if correction is not None and correction.normalize:
         yield "the correction's weights are normalised over the whole batch", "remove `normalize`"
+    if correction is not None and any(isinstance(each, SecondMomentRejection) for each in correction.reject):
+        yield "the correction rejects by the second moment of the whole batch", "remove `second_moment`"
+    if objective is not None and objective.requirements.select is not None:
+        yield f"{objective.pg_variant} selects tokens of the whole batch", "use another `pg_variant`"
     if config.stages:
         yield "stages of your own take whole batches", "remove `stages`"
 

@@ -86,6 +86,9 @@ class _Process:
             importlib.import_module(module)
         self._timeout_seconds = reward_timeout(config)
 
+    def _output(self, value: Any) -> RewardOutput:
+        return checked_output(self._verifier.name, value, self._verifier.weights)
+
     def _failed(self, error: BaseException, timed_out: bool) -> Verdict:
         if timed_out:
             return Verdict("timeout", cause=f"no answer within {self._timeout_seconds:g} s")
@@ -113,7 +116,7 @@ class RewardWorker(_Process):
         started = time.perf_counter()
         try:
             with _alarm(self._timeout_seconds):
-                verdict = Verdict("judged", checked_output(self._verifier.name, self._verifier(record)))
+                verdict = Verdict("judged", self._output(self._verifier(record)))
         except (_TimeIsUp, Exception) as error:
             signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have rung just as it was being switched off
             verdict = self._failed(error, timed_out=isinstance(error, _TimeIsUp))
@@ -132,7 +135,7 @@ class AsyncRewardWorker(_Process):
         limit = asyncio.timeout(self._timeout_seconds)
         try:
             async with limit:
-                verdict = Verdict("judged", checked_output(self._verifier.name, await self._verifier(record)))
+                verdict = Verdict("judged", self._output(await self._verifier(record)))
         except Exception as error:
             verdict = self._failed(error, timed_out=limit.expired())
         return replace(verdict, seconds=time.perf_counter() - started)
@@ -230,7 +233,9 @@ class RewardPool:
         self.counts.timeouts += verdict.kind == "timeout"
         self.counts.seconds += verdict.seconds
         if verdict.kind == "timeout" and self._verifier.timeout_score is not None:
-            return RewardOutput(self._verifier.timeout_score, {"timeout": 1.0})
+            names = ("score", *self._verifier.weights)
+            value = dict.fromkeys(names, self._verifier.timeout_score) | {"timeout": 1.0}
+            return checked_output(self._verifier.name, value, self._verifier.weights)
         return verdict.output
 
     async def _attempt(self, records: list[RewardInput]) -> list[Verdict]:

@@ -2,9 +2,9 @@
 
 A verifier is a plain function (or coroutine function). Its parameter names say what it needs: names in
 `VERIFIER_FIELDS` are filled from the judged response, the others from `verifier_args`. It returns a number, or a
-mapping with a `score` and further numbers. A subclass of `PreparedVerifier` is a verifier too: its constructor takes
-the `verifier_args`, its calls take the fields. A new built-in verifier is a function and a line in
-`roll.configs.rewards.VERIFIERS`.
+mapping with a `score` and further numbers; with `weights` the score is a weighted sum of these. A subclass of
+`PreparedVerifier` is a verifier too: its constructor takes the `verifier_args`, its calls take the fields. A new
+built-in verifier is a function and a line in `roll.configs.rewards.VERIFIERS`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Verifier:
     """Number of responses judged at a time over all processes; ``None``: as many as the processes take."""
     secrets: tuple[str, ...] = ()
     """Environment variables that its processes need."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the numbers whose sum is the score; empty: it returns the score."""
     prepared: PreparedVerifier | None = None
     """The function as a `PreparedVerifier`, if it is one."""
 
@@ -102,6 +104,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         requires=record.requires,
         timeout_score=record.timeout_score,
         max_concurrency=prepared.max_concurrency if prepared is not None else None,
+        weights=config.weights,
         prepared=prepared,
     )
 
@@ -134,15 +137,23 @@ def _judge(config: JudgeConfig, path: str) -> Verifier:
     )
 
 
-def checked_output(verifier_name: str, value: Any) -> RewardOutput:
-    """Convert a verifier's result to a `RewardOutput`. Raises `RewardNonsense` if a value is not a finite number."""
+def checked_output(verifier_name: str, value: Any, weights: Mapping[str, float] | None = None) -> RewardOutput:
+    """Convert a verifier's result to a `RewardOutput`. With ``weights`` (not empty) the score is the weighted sum of
+    the numbers that they name, which stay among the metrics; ``score`` may be one of them.
+
+    Raises `RewardNonsense` if a value is not a finite number, or if a number that is needed is missing.
+    """
     if isinstance(value, RewardOutput):
         value = {**value.metrics, "score": value.score}
     if not isinstance(value, Mapping):
-        return RewardOutput(_number(verifier_name, value, value))
-    if "score" not in value:
-        raise RewardNonsense(f"verifier `{verifier_name}` answered {_short(value)}, which has no `score`")
+        value = {"score": value}
+    for name in weights or ("score",):
+        if name not in value:
+            raise RewardNonsense(f"verifier `{verifier_name}` answered {_short(value)}, which has no `{name}`")
     numbers = {str(key): _number(verifier_name, each, value) for key, each in value.items()}
+    if weights:
+        total = sum(weight * numbers[name] for name, weight in weights.items())
+        return RewardOutput(_number(verifier_name, total, value), numbers)
     return RewardOutput(numbers.pop("score"), numbers)
 
 

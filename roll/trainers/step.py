@@ -2,7 +2,7 @@
 
 Which tokens count and the loss's divisors are decided once for the whole batch and equal on all ranks, so a trainer
 only has to run its micro-batches and add up. A plan of micro-batches is a pure function of the lengths, so all ranks
-make the same one. Ranks get about equally many tokens and exactly equally many micro-batches, because sharded models
+make the same one. Ranks get nearly equally many tokens and exactly equally many micro-batches, because sharded models
 need matching collectives. Padding is on the right. Only this module shifts tokens against the logits that predict them.
 Packing changes what the model computes on, never what the loss sees: results return to one row per sample.
 """
@@ -36,7 +36,7 @@ def plan_micro_batches(
     itself. The largest micro-batches come first, so that a batch too large for the device fails at once. When padding,
     rows of similar length share a micro-batch; when packing, rows that fill the budget do.
     """
-    ranks = _balanced(lengths, world_size)
+    ranks = _balanced(lengths, world_size, limits)
     if limits.packed and limits.max_tokens is not None:
         by_rank = [_fill_tightly(rows, lengths, limits.max_tokens) for rows in ranks]
     else:
@@ -45,8 +45,62 @@ def plan_micro_batches(
     return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
 
 
-def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list[int]]:
-    """Return the rows of each rank, longest first. Each row goes to the rank with the fewest tokens so far."""
+def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits) -> list[list[int]]:
+    """Return the rows of each rank, longest first: of some ways the one with the fewest micro-batches, if these are of
+    so many rows, and then with the fewest tokens on the rank that has most."""
+    ways = [_greedy(lengths, world_size), _differenced(lengths, world_size, equal_counts=False)]
+    if limits.max_tokens is None:
+        ways.append(_differenced(lengths, world_size, equal_counts=True))
+
+    def cost(ranks: list[list[int]]) -> tuple[int, int]:
+        rows = max(map(len, ranks)) if limits.max_tokens is None else 0
+        return -(-rows // limits.max_samples), max(sum(int(lengths[row]) for row in rows) for rows in ranks)
+
+    return min(ways, key=cost)
+
+
+def _differenced(lengths: Sequence[int] | np.ndarray, world_size: int, equal_counts: bool) -> list[list[int]]:
+    """Split rows by the largest differencing method (Karmarkar and Karp, 1982).
+
+    It begins with a partial split for each row, and joins the two with the largest difference between their ranks,
+    the largest part of the one with the smallest of the other, until one is left. For ``equal_counts`` it begins with
+    a row for each rank.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    size = world_size if equal_counts else 1
+    splits: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for number, start in enumerate(range(0, len(order), size)):
+        parts = [(int(lengths[row]), [row]) for row in order[start : start + size]]
+        parts += [(0, [])] * (size - len(parts))
+        splits.append((_negative_difference(parts, world_size), number, parts))
+    heapq.heapify(splits)
+    number = len(splits)
+    while len(splits) > 1:
+        (*_, one), (*_, other) = heapq.heappop(splits), heapq.heappop(splits)
+        parts = _joined_splits(one, other, world_size)
+        heapq.heappush(splits, (_negative_difference(parts, world_size), number, parts))
+        number += 1
+    found = [rows for _, rows in splits[0][2]] if splits else []
+    found += [[] for _ in range(world_size - len(found))]
+    return [sorted(rows, key=lambda row: (-lengths[row], row)) for rows in found]
+
+
+def _joined_splits(
+    one: list[tuple[int, list[int]]], other: list[tuple[int, list[int]]], world_size: int
+) -> list[tuple[int, list[int]]]:
+    """Join two splits, which are the parts (load, rows) of their first ranks, largest first; other ranks are empty."""
+    alone, other_alone = world_size - len(other), world_size - len(one)
+    pairs = zip(one[alone:], reversed(other[other_alone:]), strict=True)
+    joined = [(load + other_load, rows + other_rows) for (load, rows), (other_load, other_rows) in pairs]
+    return sorted(one[:alone] + joined + other[:other_alone], key=lambda part: -part[0])
+
+
+def _negative_difference(parts: list[tuple[int, list[int]]], world_size: int) -> int:
+    return (parts[-1][0] if len(parts) == world_size else 0) - parts[0][0]
+
+
+def _greedy(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list[int]]:
+    """Give each row, longest first, to the rank with the fewest tokens so far."""
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, rank) for rank in range(world_size)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):

@@ -26,6 +26,9 @@ class Row:
     old_policy: list[float]
     advantages: list[float]
     score: float
+    selected: list[bool]
+    segments: list[int]
+    """Number of the unbroken run that each token is in."""
 
     def log_ratios(self) -> list[float]:
         return [p - b for p, b in zip(self.logprobs, self.old_policy, strict=True)]
@@ -139,9 +142,12 @@ def kimi15(tau: float = 0.1, level: str = "token") -> Callable[[Row], Result]:
     return loss
 
 
-def gspo(low: float = 3e-4, high: float = 4e-4) -> Callable[[Row], Result]:
+def gspo(low: float = 3e-4, high: float = 4e-4, level: str = "sequence") -> Callable[[Row], Result]:
     def token(row: Row, t: int) -> tuple[float, float, bool]:
-        return surrogate(sum(row.log_ratios()) / len(row.logprobs), row.advantages[t], low, high, None)
+        ratios = row.log_ratios()
+        if level == "segment":
+            ratios = [d for d, segment in zip(ratios, row.segments, strict=True) if segment == row.segments[t]]
+        return surrogate(sum(ratios) / len(ratios), row.advantages[t], low, high, None)
 
     return each_token(token)
 
@@ -172,14 +178,35 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> Callable[[Row], Resul
     return each_token(token)
 
 
-def dppo(kind: str = "tv", threshold: float = 0.15, cap: float = math.inf) -> Callable[[Row], Result]:
+def dppo(
+    kind: str = "tv", threshold: float = 0.15, cap: float = math.inf, high: float | None = None
+) -> Callable[[Row], Result]:
     def token(row: Row, t: int) -> tuple[float, float, bool]:
         ratio, advantage = math.exp(row.log_ratios()[t]), row.advantages[t]
         mu, pi = math.exp(row.old_policy[t]), math.exp(row.logprobs[t])
         divergence = abs(mu - pi) if kind == "tv" else bernoulli_kl(mu, pi)
         leaving = (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
-        weight = 0.0 if leaving and divergence > threshold else min(ratio, cap)
+        largest = high if high is not None and advantage > 0 else threshold
+        weight = 0.0 if leaving and divergence > largest else min(ratio, cap)
         return -weight * advantage, -weight * advantage, weight != ratio
+
+    return each_token(token)
+
+
+def clip_cov(low: float = 1.0, high: float = 1.0) -> Callable[[Row], Result]:
+    def token(row: Row, t: int) -> tuple[float, float, bool]:
+        if row.selected[t]:
+            return 0.0, 0.0, True
+        return surrogate(row.log_ratios()[t], row.advantages[t], low, high, None)
+
+    return each_token(token)
+
+
+def kl_cov(beta: float = 1.0) -> Callable[[Row], Result]:
+    def token(row: Row, t: int) -> tuple[float, float, bool]:
+        d, chosen = row.log_ratios()[t], row.selected[t]
+        plain, sign = -math.exp(d) * row.advantages[t], (d > 0) - (d < 0)
+        return plain + beta * abs(d) * chosen, plain + beta * sign * chosen, chosen
 
     return each_token(token)
 
@@ -218,12 +245,18 @@ CASES = {
     "kimi15 sequence": ("kimi15", {"tau": 0.7, "level": "sequence"}, kimi15(0.7, "sequence")),
     "gspo": ("gspo", {}, gspo()),
     "gspo wide": ("gspo", {"clip_low": 0.2, "clip_high": 0.3}, gspo(0.2, 0.3)),
+    "gspo segment": ("gspo", {"level": "segment", "clip_low": 0.2, "clip_high": 0.3}, gspo(0.2, 0.3, "segment")),
     "gmpo": ("gmpo", {}, gmpo()),
     "gmpo narrow": ("gmpo", {"clip_low": 0.05, "clip_high": 0.1}, gmpo(0.05, 0.1)),
     "sapo": ("sapo", {}, sapo()),
     "sapo knobs": ("sapo", {"tau_positive": 0.3, "tau_negative": 2.0}, sapo(0.3, 2.0)),
+    "clip_cov": ("clip_cov", {}, clip_cov()),
+    "clip_cov bounds": ("clip_cov", {"clip_low": 0.2, "clip_high": 0.3}, clip_cov(0.2, 0.3)),
+    "kl_cov": ("kl_cov", {}, kl_cov()),
+    "kl_cov beta": ("kl_cov", {"beta": 0.3}, kl_cov(0.3)),
     "dppo": ("dppo", {}, dppo()),
     "dppo threshold and cap": ("dppo", {"threshold": 0.02, "ratio_cap": 1.3}, dppo(threshold=0.02, cap=1.3)),
+    "dppo two thresholds": ("dppo", {"threshold": 0.02, "threshold_high": 0.2}, dppo(threshold=0.02, high=0.2)),
     "dppo kl": ("dppo", {"divergence": "kl"}, dppo("kl", 0.05)),
     "dppo kl threshold": ("dppo", {"divergence": "kl", "threshold": 0.002}, dppo("kl", 0.002)),
 }
@@ -254,6 +287,7 @@ def random_fields(seed: int, rows: int, width: int) -> dict[str, Tensor]:
         "response_mask": torch.rand(rows, width, generator=generator) < 0.7,
         "proximal_logprobs": proximal,
         "scores": draw(rows),
+        "selected": torch.rand(rows, width, generator=generator) < 0.3,
     }
 
 
@@ -290,4 +324,6 @@ def row_of(inputs: PolicyInputs, row: int) -> Row:
         pick(inputs.proximal_logprobs if inputs.old_policy == "proximal" else inputs.behaviour_logprobs),
         pick(inputs.advantages),
         inputs.scores[row].item(),
+        pick(inputs.selected),
+        [int((~chosen[:place]).sum()) for place in chosen.nonzero()[:, 0]],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass, fields, replace
@@ -39,6 +40,8 @@ class Case:
     groups: Tensor
     values: Tensor
     baseline_rewards: Tensor
+    parts: Tensor
+    part_weights: Tensor
     turns: Tensor
     states: Tensor
 
@@ -49,6 +52,8 @@ class Case:
             self.groups,
             values=self.values,
             baseline_rewards=self.baseline_rewards,
+            parts=self.parts,
+            part_weights=self.part_weights,
             turns=self.turns,
             states=self.states,
         )
@@ -92,6 +97,8 @@ def random_case(seed, rows=8, width=9):
         groups=draw_integers(3, rows) * 5 - 7,
         values=draw(rows, width),
         baseline_rewards=draw(rows),
+        parts=torch.stack([draw_integers(2, rows).double(), 100 * draw(rows), torch.ones(rows).double()], dim=1),
+        part_weights=torch.tensor([1.0, 0.5, 2.0]).double().expand(rows, 3),
         turns=turns,
         states=draw_integers(3, rows, width) - 1,
     )
@@ -149,8 +156,41 @@ def loop_whiten(case, advantages, eps=1e-8):
     tokens = [advantages[row, position].item() for row, chosen in enumerate(case.rows()) for position in chosen]
     if len(set(tokens)) <= 1:
         return torch.zeros_like(advantages)
-    mean, deviation = statistics.fmean(tokens), statistics.pstdev(tokens)
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
     return per_token(case, lambda row, rank, position: (advantages[row, position].item() - mean) / (deviation + eps))
+
+
+def loop_gdpo(case, normalize_by_batch=True, eps=1e-6):
+    sums = {}
+    for row, chosen in enumerate(case.rows()):
+        if chosen:
+            names = range(case.parts.shape[1])
+            sums[row] = sum(
+                case.part_weights[row, name].item()
+                * grpo_of(case.parts[row, name].item(), [case.parts[peer, name].item() for peer in case.peers(row)])
+                for name in names
+            )
+    if normalize_by_batch:
+        sums = {row: grpo_of(value, list(sums.values())) for row, value in sums.items()}
+    return per_token(case, lambda row, rank, position: sums[row])
+
+
+def loop_pass_at_k(case, k=4, baseline="group", eps=1e-6):
+    """By drawing every subset."""
+
+    def value(row, rank, position):
+        peers = case.peers(row)
+        if len(peers) <= k or len({case.total(peer) for peer in peers}) == 1:
+            return 0.0
+        best = {subset: max(map(case.total, subset)) for subset in itertools.combinations(peers, k)}
+        own = statistics.fmean(value for subset, value in best.items() if row in subset)
+        if baseline == "leave_one_out":
+            return own - statistics.fmean(value for subset, value in best.items() if row not in subset)
+        if len(set(best.values())) == 1:
+            return 0.0
+        return (own - statistics.fmean(best.values())) / (statistics.pstdev(best.values()) + eps)
+
+    return per_token(case, value)
 
 
 def loop_remax(case):
@@ -224,6 +264,14 @@ CLOSED_FORMS = [
     ("grpo", {"eps": 0.5}, loop_grpo),
     ("rloo", {}, loop_rloo),
     ("opo", {}, loop_opo),
+    *(
+        ("pass_at_k", {"k": k, "baseline": baseline}, loop_pass_at_k)
+        for k in (1, 2, 3)
+        for baseline in ("group", "leave_one_out")
+    ),
+    ("pass_at_k", {}, loop_pass_at_k),
+    ("gdpo", {}, loop_gdpo),
+    ("gdpo", {"normalize_by_batch": False}, loop_gdpo),
     ("reinforce_plus_plus", {}, lambda case: loop_whiten(case, loop_reinforce(case))),
     (
         "reinforce_plus_plus",
@@ -314,6 +362,8 @@ def test_padding_on_either_side_and_groups_without_tokens_change_nothing(name, s
         groups=torch.cat([case.groups, case.groups[-1:]]),
         values=widened(case.values, float("nan")),
         baseline_rewards=torch.cat([case.baseline_rewards, torch.tensor([float("nan")]).double()]),
+        parts=torch.nn.functional.pad(case.parts, (0, 0, 0, 1), value=float("nan")),
+        part_weights=torch.nn.functional.pad(case.part_weights, (0, 0, 0, 1)),
         turns=widened(case.turns, -1),
         states=torch.cat([case.states, case.states[-1:]]),
     )
@@ -358,6 +408,8 @@ def test_batches_without_a_single_response_token_give_zeros(name, shape):
         groups=torch.zeros(shape[0], dtype=torch.int64),
         values=torch.full(shape, float("nan")),
         baseline_rewards=torch.zeros(shape[0]),
+        parts=torch.full((shape[0], 2), float("nan")),
+        part_weights=torch.ones(shape[0], 2),
         turns=torch.full(shape, -1),
         states=torch.full(shape, -1),
     )
@@ -371,6 +423,8 @@ def test_a_missing_field_is_named_and_nothing_else_is_asked_for(name):
     needs = {
         "values": estimator.requirements.needs_values,
         "baseline_rewards": estimator.requirements.needs_greedy_baseline,
+        "parts": estimator.requirements.needs_parts,
+        "part_weights": estimator.requirements.needs_parts,
         "turns": estimator.requirements.needs_turns,
         "states": estimator.requirements.needs_states,
     }
@@ -390,23 +444,42 @@ def test_traits_say_what_estimators_need():
     def having(trait):
         return {name for name, item in traits.items() if getattr(item, trait)}
 
-    assert having("group_relative") == {"grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gigpo"}
+    assert make_advantage_estimator("pass_at_k", {"k": 7}).requirements.least_samples == 8
+    assert having("group_relative") == {
+        "grpo",
+        "rloo",
+        "opo",
+        "reinforce_plus_plus_baseline",
+        "gigpo",
+        "gdpo",
+        "pass_at_k",
+    }
+    assert having("needs_parts") == {"gdpo"}
     assert having("needs_greedy_baseline") == {"remax"}
     assert having("needs_values") == {"gae"}
     assert having("needs_turns") == {"gigpo", "step_reinforce"}
     assert having("needs_states") == {"gigpo"}
     assert having("for_episodes") == {"gigpo", "step_reinforce", "agentic_reinforce"}
     assert having("returns_to_go") == {"reinforce", "reinforce_plus_plus", "gae"}
-    assert having("whitens") == {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+    assert having("whitens") == {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+    assert not make_advantage_estimator("gdpo", {"normalize_by_batch": False}).requirements.whitens
 
 
 @pytest.mark.parametrize(
     ("field", "shape"),
-    [("values", (8, 1)), ("baseline_rewards", (8, 1)), ("turns", (8, 8)), ("states", (8,)), ("groups", (7,))],
+    [
+        ("values", (8, 1)),
+        ("baseline_rewards", (8, 1)),
+        ("parts", (7, 3)),
+        ("part_weights", (8, 2)),
+        ("turns", (8, 8)),
+        ("states", (8,)),
+        ("groups", (7,)),
+    ],
 )
 def test_fields_of_a_wrong_shape_are_refused(field, shape):
     case = random_case(3)
-    name = {"values": "gae", "baseline_rewards": "remax"}.get(field, "gigpo")
+    name = {"values": "gae", "baseline_rewards": "remax", "parts": "gdpo", "part_weights": "gdpo"}.get(field, "gigpo")
     wrong = replace(case, **{field: torch.zeros(shape, dtype=getattr(case, field).dtype)})
     with pytest.raises(ValueError, match=field):
         wrong.estimate(name)
@@ -610,6 +683,43 @@ def test_gigpo_compares_a_state_visited_twice_in_one_episode():
     assert values.tolist() == [[-0.5, 0.5]]
 
 
+def test_gdpo_tells_mixtures_of_rewards_apart_where_grpo_sees_one_sum():
+    """The example of the paper: (1, 0) and (0, 1) are one sum, and the rarer reward is worth more."""
+    parts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]).double()
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    given = {"parts": parts, "part_weights": torch.ones(4, 2).double()}
+    rewards, groups = parts.sum(-1, keepdim=True), [0, 0, 0, 0]
+    assert make_advantage_estimator("grpo")(rewards, mask, groups).eq(0).all()
+    rewards_of_both = make_advantage_estimator("gdpo")(rewards, mask, groups, **given)[:, 0]
+    assert rewards_of_both.eq(0).all()  # one is the mirror image of the other
+    weighted = given | {"part_weights": torch.tensor([1.0, 0.5]).expand(4, 2)}
+    first, *others = make_advantage_estimator("gdpo")(rewards, mask, groups, **weighted)[:, 0].tolist()
+    assert first == pytest.approx(1.5, abs=1e-5) and others == pytest.approx([-0.5] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("size", "right", "k"), [(8, 1, 4), (8, 3, 4), (8, 4, 4), (8, 5, 4), (8, 7, 4), (16, 2, 8)])
+def test_pass_at_k_has_the_analytic_advantages_of_its_paper(size, right, k):
+    """arXiv 2508.10751: from the numbers of samples and of wrong ones."""
+    wrong = size - right
+    mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+    deviation = math.sqrt(mean * (1 - mean))
+    expected = [0.0] * size
+    if deviation > 0:
+        bad = 1 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+        expected = [(1 - mean) / deviation] * right + [bad / deviation] * wrong
+    rewards, mask = torch.tensor([[1.0]] * right + [[0.0]] * wrong).double(), torch.ones(size, 1, dtype=torch.bool)
+    values = make_advantage_estimator("pass_at_k", {"k": k, "eps": 1e-12})(rewards, mask, [0] * size)[:, 0]
+    assert values.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    if deviation == 0:
+        assert values.eq(0).all()
+
+
+def test_pass_at_one_left_out_is_rloo():
+    case = random_case(12)
+    args = {"k": 1, "baseline": "leave_one_out"}
+    torch.testing.assert_close(case.estimate("pass_at_k", **args), case.estimate("rloo"), rtol=1e-12, atol=1e-12)
+
+
 def test_reinforce_plus_plus_sees_the_kl_penalty_of_each_token():
     mask = torch.ones(2, 3, dtype=torch.bool)
     logprobs, reference = torch.full((2, 3), -1.0).double(), torch.full((2, 3), -2.0).double()
@@ -624,7 +734,7 @@ def test_reinforce_plus_plus_sees_the_kl_penalty_of_each_token():
         kl_estimator="k1",
     )
     returns = [0.7, 0.8, 0.9, -0.3, -0.2, -0.1]
-    mean, deviation = statistics.fmean(returns), statistics.pstdev(returns)
+    mean, deviation = statistics.fmean(returns), statistics.stdev(returns)
     expected = [(value - mean) / (deviation + 1e-8) for value in returns]
     assert values.flatten().tolist() == pytest.approx(expected, abs=1e-10)
 
@@ -634,7 +744,7 @@ def test_whitening_estimators_have_mean_zero_and_deviation_one_over_tokens(name)
     case = random_case(9)
     tokens = case.estimate(name)[case.response_mask]
     assert tokens.mean().item() == pytest.approx(0, abs=1e-12)
-    assert tokens.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert tokens.std().item() == pytest.approx(1, abs=1e-6)
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens():
@@ -644,7 +754,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens():
     values = whiten(dirty, mask)
     torch.testing.assert_close(values, loop_whiten(case, advantages), rtol=1e-10, atol=1e-10)
     assert values[mask].mean().item() == pytest.approx(0, abs=1e-12)
-    assert values[mask].std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert values[mask].std().item() == pytest.approx(1, abs=1e-6)
     assert whiten(advantages.float(), mask).dtype == torch.float32
     assert dirty[~mask].isnan().all()
 
@@ -688,7 +798,7 @@ def test_advantages_are_whitened_before_they_are_clipped():
     plain = estimate_advantages(estimator, rewards, mask, range(4))
     white = shape_advantages(plain, mask, True, None)
     both = shape_advantages(plain, mask, True, 1.0)
-    assert white.max() > 1.5 and both.dtype == torch.float64
+    assert white.max() > 1.4 and both.dtype == torch.float64
     assert torch.equal(both, white.clamp(-1, 1))
 
 
@@ -704,6 +814,8 @@ def test_estimate_advantages_passes_every_field_on():
             case.groups,
             values=case.values,
             baseline_rewards=case.baseline_rewards,
+            parts=case.parts,
+            part_weights=case.part_weights,
             turns=case.turns,
             states=case.states,
         )

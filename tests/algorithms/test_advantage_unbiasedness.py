@@ -21,12 +21,12 @@ OWN_SHARE = {"rloo": 0, "remax": 0, "reinforce": 0, "opo": 1, "grpo": 1}
 """Whether a sample is part of its own baseline: its expected gradient is then (n - 1) / n of the true one."""
 
 
-def group_gradients(name, arms, lengths=EQUAL_LENGTHS):
+def group_gradients(name, arms, lengths=EQUAL_LENGTHS, args=None):
     """Gradient of each group ``[groups, logits]``, mean over its samples, for int64 ``arms`` ``[groups, samples]``."""
     groups, size = arms.shape
     flat = arms.flatten()
     mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[flat][:, None]
-    estimator = make_advantage_estimator(name, {"normalize_by_std": False} if name == "grpo" else {})
+    estimator = make_advantage_estimator(name, {"normalize_by_std": False} if name == "grpo" else args)
     advantages = estimator(
         sequence_token_rewards(REWARDS[flat], mask),
         mask,
@@ -36,10 +36,10 @@ def group_gradients(name, arms, lengths=EQUAL_LENGTHS):
     return (advantages[:, None] * SCORES[flat]).view(groups, size, 3).mean(1)
 
 
-def exact_expectation(name, size, lengths=EQUAL_LENGTHS):
+def exact_expectation(name, size, lengths=EQUAL_LENGTHS, args=None):
     """Over all groups of ``size`` samples."""
     arms = torch.tensor(list(itertools.product(range(3), repeat=size)))
-    return POLICY[arms].prod(-1) @ group_gradients(name, arms, lengths)
+    return POLICY[arms].prod(-1) @ group_gradients(name, arms, lengths, args)
 
 
 @pytest.mark.parametrize("name", ["rloo", "remax", "reinforce"])
@@ -54,6 +54,16 @@ def test_a_baseline_without_the_own_reward_is_unbiased(name, size, lengths):
 def test_a_baseline_with_the_own_reward_shrinks_the_gradient_by_its_share(name, size):
     expected = TRUE_GRADIENT * (size - 1) / size
     torch.testing.assert_close(exact_expectation(name, size), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "k"), [(3, 2), (4, 2), (4, 3)])
+def test_pass_at_k_without_the_own_reward_is_the_gradient_of_the_best_of_k_but_for_the_factor_k(size, k):
+    logits = LOGITS.clone().requires_grad_()
+    arms = torch.tensor(list(itertools.product(range(3), repeat=k)))
+    best = (logits.softmax(0)[arms].prod(-1) * REWARDS[arms].max(-1).values).sum()
+    (gradient,) = torch.autograd.grad(best, logits)
+    expected = exact_expectation("pass_at_k", size, args={"k": k, "baseline": "leave_one_out"})
+    torch.testing.assert_close(k * expected, gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_the_bias_of_opo_falls_with_the_size_of_the_group():

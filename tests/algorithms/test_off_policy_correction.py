@@ -15,6 +15,7 @@ from roll.algorithms.correction import (
     DivergenceRejection,
     ImportanceWeight,
     RatioRejection,
+    SecondMomentRejection,
     correct,
     parse_correction,
 )
@@ -22,7 +23,7 @@ from roll.configs.errors import ConfigError
 from tests.tiers import examples
 
 ROWS, WIDTH = 7, 6
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "segment", "sequence", "geometric")
 DIVERGENCES = {
     "k1": lambda x: -x,
     "abs": abs,
@@ -43,10 +44,14 @@ def random_tensors(seed):
     return behaviour + 0.6 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64), behaviour, mask
 
 
-def at_level(values, level):
-    """For each token of one response: its own value, the sum, or the mean."""
-    if level == "token":
+def at_level(values, level, places):
+    """For each token of one response: its own value, the mean of its run, the sum, or the mean."""
+    if level in ("token", "veto"):
         return values
+    if level == "segment":
+        starts = [index for index, place in enumerate(places) if index == 0 or places[index - 1] != place - 1]
+        runs = [values[start:end] for start, end in zip(starts, [*starts[1:], len(values)], strict=True)]
+        return [sum(run) / len(run) for run in runs for _ in run]
     total = sum(values) if level == "sequence" else sum(values) / len(values)
     return [total] * len(values)
 
@@ -58,14 +63,16 @@ def weight_by_loop(log_ratio, weight):
     return (min(max(ratio, weight.lower), weight.upper) if weight.mode == "truncate" else 0.0), True
 
 
-def is_kept(values, level, rejection):
+def is_kept(values, level, rejection, places):
     if isinstance(rejection, DivergenceRejection):
-        divergences = at_level([DIVERGENCES[rejection.divergence](value) for value in values], level)
-        return [divergence <= rejection.threshold for divergence in divergences]
-    ratios = [math.exp(value) for value in at_level(values, level)]
-    lower = -math.inf if rejection.lower is None else rejection.lower
-    upper = math.inf if rejection.upper is None else rejection.upper
-    return [lower <= ratio <= upper for ratio in ratios]
+        divergences = at_level([DIVERGENCES[rejection.divergence](value) for value in values], level, places)
+        kept = [divergence <= rejection.threshold for divergence in divergences]
+    else:
+        ratios = [math.exp(value) for value in at_level(values, level, places)]
+        lower = -math.inf if rejection.lower is None else rejection.lower
+        upper = math.inf if rejection.upper is None else rejection.upper
+        kept = [lower <= ratio <= upper for ratio in ratios]
+    return [all(kept)] * len(kept) if level == "veto" else kept
 
 
 def correct_by_loop(proximal, behaviour, mask, settings):
@@ -79,10 +86,12 @@ def correct_by_loop(proximal, behaviour, mask, settings):
         log_ratios = [(proximal[row, place] - behaviour[row, place]).item() for place in places]
         own = [(1.0, False)] * len(places)
         if settings.weight is not None:
-            own = [weight_by_loop(value, settings.weight) for value in at_level(log_ratios, settings.weight.level)]
+            own = [
+                weight_by_loop(value, settings.weight) for value in at_level(log_ratios, settings.weight.level, places)
+            ]
         stays = [True] * len(places)
         for rejection in settings.reject:
-            accepted = is_kept(log_ratios, rejection.level, rejection)
+            accepted = is_kept(log_ratios, rejection.level, rejection, places)
             stays = [one and other for one, other in zip(stays, accepted, strict=True)]
         for place, (value, changed), stay in zip(places, own, stays, strict=True):
             tokens, clipped, rejected = tokens + 1, clipped + changed, rejected + (not stay)
@@ -110,8 +119,8 @@ WEIGHTS = [None] + [
 ]
 REJECTIONS = [
     (),
-    *((RatioRejection(level, 0.6, 1.6),) for level in LEVELS),
-    *((DivergenceRejection(level, name, 0.3),) for level in LEVELS for name in DIVERGENCES),
+    *((RatioRejection(level, 0.6, 1.6),) for level in (*LEVELS, "veto")),
+    *((DivergenceRejection(level, name, 0.3),) for level in (*LEVELS, "veto") for name in DIVERGENCES),
     (RatioRejection("token", upper=2.0), RatioRejection("geometric", lower=0.9), DivergenceRejection("token", "k3", 1)),
 ]
 CORRECTIONS = [
@@ -247,6 +256,16 @@ def test_normalised_weights_have_mean_one_over_the_tokens_that_stay(seed, level)
     assert result.weights[result.kept].mean().item() == pytest.approx(1.0, abs=1e-10)
 
 
+@settings(max_examples=examples(50))
+@given(seed=st.integers(0, 10_000), level=st.sampled_from(LEVELS))
+def test_weights_normalised_by_sequence_have_mean_one_over_sequences(seed, level):
+    tensors = random_tensors(seed)
+    correction = Correction(ImportanceWeight(level), True, (RatioRejection("token", upper=3.0),))
+    result = correct(*tensors, correction, by_sequence=True)
+    means = [row[kept].mean().item() for row, kept in zip(result.weights, result.kept, strict=True) if kept.any()]
+    assert sum(means) / len(means) == pytest.approx(1.0, abs=1e-10)
+
+
 def test_weights_that_are_all_zero_stay_zero_when_normalised():
     proximal = torch.full((1, 3), 5.0)
     arguments = (proximal, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
@@ -336,7 +355,64 @@ def test_the_weight_of_a_sequence_makes_an_expectation_under_the_target_within_f
     assert 0 < error < 4 * values.std().item() / math.sqrt(number)
 
 
+def test_one_improbable_token_vetoes_its_response():
+    proximal = torch.tensor([[0.0, -10.0, 9.0], [0.0, -9.0, 20.0]], dtype=torch.float64)
+    veto = RatioRejection("veto", lower=1e-4)
+    result = correct(proximal, torch.zeros_like(proximal), torch.ones(2, 3).bool(), Correction(reject=(veto,)))
+    assert result.kept.tolist() == [[False] * 3, [True] * 3]
+    assert result.metrics["rejected_sequences_share"] == 0.5
+
+
+def test_sequence_masking_rejects_bad_responses_that_the_policy_no_longer_gives():
+    """DeepSeek-V3.2: a negative advantage, and a mean log ratio of behaviour to proximal above the threshold."""
+    proximal = torch.tensor([[-0.5, -0.1], [-0.5, -0.1], [-0.1, 0.0], [0.5, 0.1]], dtype=torch.float64)
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0]]).expand(4, 2)
+    arguments = (proximal, torch.zeros_like(proximal), torch.ones(4, 2).bool())
+    masking = Correction(reject=(DivergenceRejection("geometric", "k1", 0.2, only_negative=True),))
+    assert correct(*arguments, masking, advantages=advantages).kept.all(-1).tolist() == [False, True, True, True]
+    unusable = (proximal.clone().index_fill_(0, torch.tensor([1]), math.nan), *arguments[1:])
+    assert not correct(*unusable, masking, advantages=advantages).kept[1].any()
+    with pytest.raises(ValueError, match="advantages"):
+        correct(*arguments, masking)
+
+
+def second_moment_by_loop(log_ratio, mask, limit):
+    """Take out the token with the largest square, with all that equal it, until the mean is small enough."""
+    kept = {tuple(place): log_ratio[tuple(place)].item() ** 2 for place in mask.nonzero().tolist()}
+    while kept and sum(kept.values()) / len(kept) > limit:
+        largest = max(kept.values())
+        kept = {place: value for place, value in kept.items() if value < largest}
+    return set(kept)
+
+
+@settings(max_examples=examples(60))
+@given(seed=st.integers(0, 10_000), limit=st.sampled_from([1e-6, 0.04, 0.2, 0.3, 5.0]))
+def test_the_second_moment_of_what_stays_in_the_batch_is_bounded_at_the_least_price(seed, limit):
+    proximal, behaviour, mask = random_tensors(seed)
+    correction = Correction(reject=(SecondMomentRejection(limit),))
+    kept = correct(proximal, behaviour, mask, correction).kept
+    log_ratio = torch.where(mask, proximal - behaviour, 0.0)
+    assert {tuple(place) for place in kept.nonzero().tolist()} == second_moment_by_loop(log_ratio, mask, limit)
+    if kept.any():
+        assert log_ratio[kept].square().mean() <= limit
+    dirty = (tensor.masked_fill(~mask, math.nan) for tensor in (proximal, behaviour))
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
+    again = correct(*(tensor[order] for tensor in (*dirty, mask)), correction).kept
+    assert torch.equal(again, kept[order])
+
+
+def test_of_equally_distant_tokens_none_or_all_are_rejected_for_the_second_moment():
+    proximal = torch.tensor([[0.0, 0.0, 1.0, -1.0, math.nan]], dtype=torch.float64)
+    arguments = (proximal, torch.zeros_like(proximal), torch.ones(1, 5).bool())
+    kept = [
+        correct(*arguments, Correction(reject=(SecondMomentRejection(limit),))).kept.tolist()[0] for limit in (0.4, 0.5)
+    ]
+    assert kept == [[True, True, False, False, False], [True, True, True, True, False]]
+
+
 def test_plain_values_become_settings():
+    second_moment = parse_correction({"reject": [{"second_moment": 0.04}]})
+    assert second_moment == Correction(reject=(SecondMomentRejection(0.04),))
     args = {
         "weight": {"level": "geometric", "mode": "mask", "lower": 0.5, "upper": 5},
         "normalize": True,
@@ -382,6 +458,9 @@ def test_defaults_are_token_weights_truncated_at_two():
         ({"reject": [{"level": "token", "divergence": "k3"}]}, ["reject[0].threshold"]),
         ({"reject": [{"level": "token", "divergence": "k3", "threshold": 0}]}, ["reject[0].threshold"]),
         ({"reject": [{"level": "token", "divergence": "tv", "threshold": 1}]}, ["reject[0].divergence"]),
+        ({"reject": [{"second_moment": 0}]}, ["reject[0].second_moment"]),
+        ({"reject": [{"second_moment": 0.1, "level": "token"}]}, ["reject[0].level"]),
+        ({"weight": {"level": "veto"}}, ["weight.level"]),
         (
             {
                 "weight": {"mode": "clip"},

@@ -12,7 +12,14 @@ import torch
 from roll.algorithms.losses.base import POLICY_LOSSES, LossRequirements, PolicyInputs, make_policy_loss
 from roll.algorithms.losses.dppo import binary_kl, binary_total_variation
 from roll.algorithms.registry import about_of
-from tests.algorithms.policy_loss_reference import CASES, bernoulli_kl, hard_inputs, random_inputs, row_of
+from tests.algorithms.policy_loss_reference import (
+    CASES,
+    bernoulli_kl,
+    hard_inputs,
+    random_fields,
+    random_inputs,
+    row_of,
+)
 
 
 def one_row(log_ratios, advantages, **fields):
@@ -180,7 +187,9 @@ def test_binary_divergences_are_finite_and_exact_up_to_the_last_bit_of_probabili
 
 
 def test_requirements_say_what_each_loss_needs_and_does():
-    assert {name: asdict(make_policy_loss(name).requirements) for name in POLICY_LOSSES.names()} == {
+    found = {name: make_policy_loss(name).requirements for name in POLICY_LOSSES.names()}
+    assert {name for name, each in found.items() if each.select is not None} == {"clip_cov", "kl_cov"}
+    assert {name: asdict(replace(each, select=None)) for name, each in found.items()} == {
         name: asdict(requirements)
         for name, requirements in {
             "vanilla": LossRequirements(uses_old_policy=False, importance_weighted=False, corrects=False),
@@ -194,6 +203,8 @@ def test_requirements_say_what_each_loss_needs_and_does():
             "gmpo": LossRequirements(sequence_valued=True),
             "sapo": LossRequirements(),
             "dppo": LossRequirements(),
+            "clip_cov": LossRequirements(),
+            "kl_cov": LossRequirements(),
         }.items()
     }
     assert make_policy_loss("kimi15", {"level": "sequence"}).requirements.sequence_valued
@@ -220,6 +231,7 @@ def test_what_a_loss_needs_and_does_not_get_is_an_error(name):
             "proximal_logprobs" if needs.uses_old_policy else None,
         ),
         (replace(bare, proximal_logprobs=bare.logprobs), "scores" if needs.needs_scores else None),
+        (replace(random_inputs(6), selected=None), "selected" if needs.select is not None else None),
     ):
         if lacking is None:
             make_policy_loss(name)(inputs)
@@ -240,8 +252,8 @@ def test_an_unknown_old_policy_is_refused():
 
 
 def test_a_loss_survives_pickling():
-    loss = make_policy_loss("dppo", {"divergence": "kl"})
-    assert pickle.loads(pickle.dumps(loss)) == loss
+    for loss in (make_policy_loss("dppo", {"divergence": "kl"}), make_policy_loss("kl_cov")):
+        assert pickle.loads(pickle.dumps(loss)) == loss
 
 
 def test_formula_source_and_use_are_one_printable_line_each():
@@ -250,3 +262,70 @@ def test_formula_source_and_use_are_one_printable_line_each():
         for text in (about.formula, about.source, about.use):
             assert text.strip() and "\n" not in text
         assert "arXiv" in about.source or name == "vanilla"
+
+
+def selected_by(name, args, inputs, seed=0):
+    select = make_policy_loss(name, args).select
+    return select(
+        inputs.behaviour_logprobs, inputs.advantages, inputs.response_mask, torch.Generator().manual_seed(seed)
+    )
+
+
+def covariances_by_loop(inputs):
+    """Position -> (log mu - mean) (A - mean), over the response tokens of the batch."""
+    tokens = [tuple(place) for place in inputs.response_mask.nonzero().tolist()]
+    values = {place: (inputs.behaviour_logprobs[place].item(), inputs.advantages[place].item()) for place in tokens}
+    means = [sum(each) / len(tokens) for each in zip(*values.values(), strict=True)]
+    return {place: (logprob - means[0]) * (advantage - means[1]) for place, (logprob, advantage) in values.items()}
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.1, 1.0])
+def test_kl_cov_selects_the_share_of_tokens_with_the_largest_covariance(share):
+    inputs = random_inputs(5, 10, 9)
+    found = covariances_by_loop(inputs)
+    number = max(1, int(share * len(found)))
+    chosen = selected_by("kl_cov", {"share": share}, inputs)
+    assert {tuple(place) for place in chosen.nonzero().tolist()} == set(sorted(found, key=found.get)[-number:])
+
+
+def test_clip_cov_selects_random_tokens_with_a_covariance_in_its_range():
+    inputs = random_inputs(5, 10, 9)
+    found = covariances_by_loop(inputs)
+    candidates = {place for place, value in found.items() if 0.2 < value < 1.5}
+    args = {"share": 0.1, "cov_low": 0.2, "cov_high": 1.5}
+    drawn = [
+        {tuple(place) for place in selected_by("clip_cov", args, inputs, seed).nonzero().tolist()} for seed in range(50)
+    ]
+    number = int(0.1 * len(found))
+    assert len(candidates) > number and all(len(each) == number and each <= candidates for each in drawn)
+    assert set.union(*drawn) == candidates
+    assert drawn[0] == {tuple(place) for place in selected_by("clip_cov", args, inputs).nonzero().tolist()}
+    everything = selected_by("clip_cov", args | {"share": 1.0}, inputs)
+    assert {tuple(place) for place in everything.nonzero().tolist()} == candidates
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_are_selected_whatever_stands_outside_the_mask_and_however_wide_it_is(name):
+    args = {"share": 0.2} | ({"cov_low": 0.0} if name == "clip_cov" else {})
+    fields = random_fields(6, 8, 9)
+    clean = PolicyInputs(**fields)
+    chosen = selected_by(name, args, clean)
+    assert chosen.any() and not chosen[~clean.response_mask].any()
+    select = make_policy_loss(name, args).select
+    for fill in (math.nan, math.inf):
+        old, advantages = (
+            torch.nn.functional.pad(fields[key].masked_fill(~clean.response_mask, fill), (1, 2, 0, 1), value=fill)
+            for key in ("behaviour_logprobs", "advantages")
+        )
+        mask = torch.nn.functional.pad(clean.response_mask, (1, 2, 0, 1))
+        wide = select(old, advantages, mask, torch.Generator().manual_seed(0))
+        assert torch.equal(wide[:-1, 1:-2], chosen) and wide.sum() == chosen.sum()
+    nothing = torch.zeros_like(clean.response_mask)
+    assert not select(fields["advantages"], fields["advantages"], nothing, torch.Generator()).any()
+
+
+def test_selected_tokens_lose_their_gradient_or_are_pulled_back():
+    inputs = one_row([0.3, 0.3, -0.3], [1.0, 1.0, 1.0], selected=torch.tensor([[False, True, True]]))
+    assert gradient_of(inputs, "clip_cov").tolist() == [pytest.approx([-math.exp(0.3), 0, 0])]
+    pulled = [-math.exp(0.3), -math.exp(0.3) + 0.5, -math.exp(-0.3) - 0.5]
+    assert gradient_of(inputs, "kl_cov", {"beta": 0.5}).tolist() == [pytest.approx(pulled)]

@@ -25,7 +25,7 @@ some = settings(max_examples=examples(12))
 
 
 def select(inputs, rows):
-    tensors = (*TENSORS, "response_mask", "scores")
+    tensors = (*TENSORS, "response_mask", "scores", "selected")
     return replace(inputs, **{name: getattr(inputs, name)[rows] for name in tensors})
 
 
@@ -46,7 +46,7 @@ def test_what_stands_outside_the_mask_is_never_read(label, seed, old_policy, fil
     outside = ~clean.response_mask
     empty = outside.all(-1)
     dirty = replace(clean, **{name: getattr(clean, name).masked_fill(outside, fill) for name in TENSORS})
-    dirty = replace(dirty, scores=clean.scores.masked_fill(empty, fill))
+    dirty = replace(dirty, scores=clean.scores.masked_fill(empty, fill), selected=clean.selected | outside)
     for left, right in zip(evaluate(label, clean), evaluate(label, dirty), strict=True):
         assert torch.equal(left, right)
         assert left[outside].eq(0).all()
@@ -86,6 +86,7 @@ def test_micro_batches_of_any_padding_add_up_to_the_whole(label, seed, parts, mo
         rows = [row for row in range(ROWS) if parts[row] == part]
         piece = select(inputs, rows)
         wider = {field: torch.nn.functional.pad(getattr(piece, field), (pad, part)) for field in TENSORS}
+        wider["selected"] = torch.nn.functional.pad(piece.selected, (pad, part), value=True)
         wider["response_mask"] = torch.nn.functional.pad(piece.response_mask, (pad, part))
         value, gradient = total(replace(piece, **wider))
         added += value
@@ -119,8 +120,10 @@ def on_policy(seed, old_policy, uniform):
     """Inputs whose three policies agree wherever the old_policy looks, and advantages of either sign."""
     inputs = random_inputs(seed, old_policy=old_policy)
     advantages = inputs.advantages[:, :1].expand_as(inputs.advantages) if uniform else inputs.advantages
-    current = inputs.logprobs
-    return replace(inputs, behaviour_logprobs=current, proximal_logprobs=current, advantages=advantages)
+    current, selected = inputs.logprobs, torch.zeros_like(inputs.selected)
+    return replace(
+        inputs, behaviour_logprobs=current, proximal_logprobs=current, advantages=advantages, selected=selected
+    )
 
 
 @pytest.mark.parametrize("label", [label for label in LOSSES if not label.startswith(("gmpo", "topr knobs"))])

@@ -108,6 +108,46 @@ def test_loss_is_policy_loss_plus_kl_minus_entropy():
     torch.testing.assert_close(entropy_gradient, torch.where(mask, -0.2 / tokens.double(), 0.0), rtol=1e-10, atol=1e-12)
 
 
+def test_the_entropy_bonus_is_over_the_tokens_of_the_loss_and_the_metric_over_all():
+    tensors = random_tensors(1)
+    mask = tensors["response_mask"]
+    tensors["loss_mask"] = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(7)) < 0.5
+    kept = tensors["loss_mask"] & mask
+    assert 0 < kept.sum() < mask.sum()
+    tensors["advantages"] = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    loss, (_, gradient), metrics = evaluate(PolicyObjective(9, "vanilla", entropy_loss_coef=0.2), tensors, WHOLE)
+    assert loss == pytest.approx(-0.2 * tensors["entropy"][kept].mean().item(), rel=1e-10)
+    torch.testing.assert_close(gradient, torch.where(kept, -0.2 / kept.sum().double(), 0.0))
+    assert metrics["entropy"] == pytest.approx(tensors["entropy"][mask].mean().item(), rel=1e-10)
+
+
+@settings(max_examples=examples(20))
+@given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
+def test_no_split_matters_to_weighted_samples(seed, labels):
+    objective = PolicyObjective(9, "kimi15", use_kl_loss=True, entropy_loss_coef=0.1, weighted=True)
+    assert_no_split_matters(objective, full_tensors(seed), labels)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_a_weight_multiplies_all_of_the_loss_of_a_sample_and_no_normaliser(mode):
+    tensors = full_tensors(5)
+    shared = {"loss_agg_mode": mode, "use_kl_loss": True, "entropy_loss_coef": 0.1}
+    single = [
+        tensors | {"loss_mask": tensors["loss_mask"] & (torch.arange(ROWS) == row)[:, None]} for row in range(ROWS)
+    ]
+    objective, weighted = PolicyObjective(9, "kimi15", **shared), PolicyObjective(9, "kimi15", weighted=True, **shared)
+    whole = (tensors["loss_mask"] & tensors["response_mask"]).sum(-1).tolist()
+    for each in (objective, weighted):
+        each.normalizers = lambda lengths: LossNormalizers.of(whole, 9)
+    expected = sum(
+        weight * evaluate(objective, one, WHOLE)[0]
+        for weight, one in zip(tensors["sample_weights"].tolist(), single, strict=True)
+    )
+    assert evaluate(weighted, tensors, WHOLE)[0] == pytest.approx(expected, rel=1e-10)
+    ones = tensors | {"sample_weights": torch.ones(ROWS)}
+    assert evaluate(weighted, ones, WHOLE)[0] == evaluate(objective, tensors, WHOLE)[0]
+
+
 def test_ratio_metrics_follow_their_definitions():
     tensors = random_tensors(2)
     mask = tensors["response_mask"]
@@ -193,7 +233,9 @@ def full_tensors(seed):
         "proximal_logprobs": tensors["behaviour_logprobs"] + 0.1 * tensors["advantages"],
         "correction_weights": torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 2,
         "scores": torch.randint(0, 2, (ROWS,), generator=generator).double(),
+        "sample_weights": 3 * torch.rand(ROWS, generator=torch.Generator().manual_seed(seed + 2)),
         "lags": torch.randint(0, 4, (ROWS, WIDTH), generator=generator),
+        "selected_tokens": torch.rand(ROWS, WIDTH, generator=generator) < 0.3,
         "loss_mask": torch.rand(ROWS, WIDTH, generator=generator) < 0.7,
     }
 
@@ -291,6 +333,9 @@ CORRECTION = parse_correction(
         "reject": [
             {"level": "token", "divergence": "abs", "threshold": 1.2},
             {"level": "geometric", "lower": 0.6, "upper": 1.6},
+            {"level": "geometric", "divergence": "k1", "threshold": 0.1, "only_negative": True},
+            {"level": "segment", "lower": 0.3},
+            {"level": "veto", "upper": 3.5},
         ],
     }
 )
@@ -305,7 +350,14 @@ def test_one_pass_over_parts_of_unknown_totals_is_the_corrected_pass_over_the_ba
     dice = torch.Generator().manual_seed(seed + 1)
     tensors = random_tensors(seed) | {"loss_mask": torch.rand(ROWS, WIDTH, generator=dice) < 0.8}
     mask, logprobs = tensors["response_mask"], tensors["logprobs"]
-    result = correct(logprobs, tensors["behaviour_logprobs"], mask, CORRECTION, trained=tensors["loss_mask"] & mask)
+    result = correct(
+        logprobs,
+        tensors["behaviour_logprobs"],
+        mask,
+        CORRECTION,
+        advantages=tensors["advantages"],
+        trained=tensors["loss_mask"] & mask,
+    )
     corrected = tensors | {
         "correction_weights": result.weights,
         "loss_mask": tensors["loss_mask"] & result.kept,

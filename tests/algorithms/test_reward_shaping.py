@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from roll.algorithms.rewards import (
     LengthPenalty,
+    RepetitionPenalty,
     RewardShaping,
     RunningMoments,
     clip_rewards,
@@ -19,6 +20,7 @@ from roll.algorithms.rewards import (
     normalize_rewards,
     overlong_penalty,
     relative_length_reward,
+    repetition_penalty,
     shape_rewards,
     zero_variance_mask,
 )
@@ -289,3 +291,37 @@ def test_a_length_penalty_must_be_complete():
         LengthPenalty("overlong", max_length=10)
     with pytest.raises(ValueError, match="unknown length penalty 'cosine'"):
         LengthPenalty("cosine")
+
+
+def loop_repetition(ids, size):
+    grams = [tuple(ids[start : start + size]) for start in range(len(ids) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@settings(max_examples=examples(60))
+@given(
+    responses=st.lists(st.lists(st.sampled_from([0, 1, 2**31 - 1]), max_size=12), max_size=4), size=st.integers(1, 6)
+)
+def test_the_repetition_penalty_counts_ngrams_that_stood_there_before(responses, size):
+    arrays = [np.array(ids, dtype=np.int32) for ids in responses]
+    expected = [-0.5 * loop_repetition(ids, size) for ids in responses]
+    assert repetition_penalty(arrays, size, 0.5).tolist() == pytest.approx(expected)
+
+
+def test_a_loop_is_nearly_the_whole_penalty_and_long_responses_do_not_overflow():
+    ids = np.tile(np.array([7, 150_000, 3], dtype=np.int32), 10_000)
+    distinct = np.random.default_rng(0).permutation(30_000).astype(np.int32)
+    assert repetition_penalty([ids, distinct], 20, 2.0).tolist() == pytest.approx([-2 * (1 - 3 / 29_981), 0.0])
+    for wrong in ((0, 1.0), (2, -1.0)):
+        with pytest.raises(ValueError, match="at least 0"):
+            repetition_penalty([ids], *wrong)
+
+
+def test_repetition_lowers_the_clipped_score():
+    shaping = RewardShaping(clip=1.0, repetition_penalty=RepetitionPenalty(1, 0.5))
+    given = (torch.tensor([3.0, 1.0]), [0, 0], torch.tensor([4, 2]), torch.zeros(2), shaping)
+    shaped = shape_rewards(*given, responses=[np.array([5, 5, 5, 5]), np.array([5, 6])])
+    assert shaped.rewards.tolist() == [1 - 0.5 * 0.75, 1.0]
+    assert shaped.metrics["repetition_penalty"] == pytest.approx(-0.1875)
+    with pytest.raises(ValueError, match="responses"):
+        shape_rewards(*given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -579,6 +580,8 @@ WRONG = [
         "zero_variance_mask", "before training", "keep one",
     ),
     ({"difficulty_mask": True}, "difficulty_mask", "keep every group", "0.95"),
+    ({"rewards.math.weights": {"right": 0, "short": 0}}, "rewards.math.weights", "every score would be 0", "another"),
+    ({"rewards.math.weights": {"right": math.inf}}, "rewards.math.weights.right", "no weight", "finite"),
     (
         {"num_return_sequences_in_group": 1, "length_penalty": {"kind": "relative"}},
         "length_penalty.kind", "1 sample", "overlong",

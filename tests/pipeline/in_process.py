@@ -18,11 +18,12 @@ from roll.check.config import check_config
 from roll.configs.loader import load_config
 from roll.data.stream import PromptStream
 from roll.engines.hf.strategy import HFInferStrategy
-from roll.pipeline.algorithm import TrainingBatch, add_advantages
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, select_tokens
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.rlvr import RolloutFunction
 from roll.pipeline.rollouts import sampling_params
 from roll.rewards.base import RewardInput, RewardOutput
+from roll.rewards.registry import checked_output
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.worker import TrainPlan, optimizer_batches
 from roll.weights.buckets import pack_buckets
@@ -57,13 +58,14 @@ class Engine:
 
 
 class Judge:
-    """Scores by a function of response and truth."""
+    """Scores by a function of response and truth, and the weights of the run's one reward."""
 
-    def __init__(self, reward) -> None:
-        self.reward = reward
+    def __init__(self, reward, weights) -> None:
+        self.reward, self.weights = reward, weights
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        return [RewardOutput(self.reward(record.response_text, record.ground_truth)) for record in records]
+        values = [self.reward(record.response_text, record.ground_truth) for record in records]
+        return [checked_output("the reward", value, self.weights) for value in values]
 
 
 def train_in_process(folder: Path, tree: dict[str, Any], reward) -> list[dict[str, float]]:
@@ -86,7 +88,7 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
     )
     rollouts = RolloutFunction(
         generator=engine,
-        judge=Judge(reward),
+        judge=Judge(reward, *(section.weights for section in config.rewards.values())),
         decoder=prepared.tokenizer,
         sampling=sampling_params(config.actor_infer.generating_args, config.response_length),
         samples_per_group=config.num_return_sequences_in_group,
@@ -110,6 +112,7 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
             batch.metrics.update(add_advantages(batch, prepared.advantages))
             if "proximal_logprobs" in prepared.objective.token_fields:
                 batch.data.tokens["proximal_logprobs"] = trainer.log_probs(batch.data, 1.0)
+            select_tokens(batch, prepared.objective, config.seed)
             plan = TrainPlan(step, config.ppo_epochs, len(batch.data), 1.0)
             for rows in optimizer_batches(len(batch.data), plan, config.seed):
                 batch.metrics.update(trainer.train_step(batch.data.select(rows), prepared.objective, plan.temperature))

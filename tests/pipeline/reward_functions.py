@@ -13,6 +13,12 @@ def digit_reward(response, ground_truth):
     return sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False)) + 0.1 * len(response)
 
 
+def two_rewards(response, ground_truth):
+    """The two parts of `digit_reward`; their weights make the same sum."""
+    right = sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False))
+    return {"right": right, "long": len(response)}
+
+
 def share_of_digits_reward(response, ground_truth):
     """Between 0 and 1: how many of the answer's characters are right and in their place."""
     return sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False)) / len(ground_truth)

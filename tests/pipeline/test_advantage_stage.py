@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import AdaptiveKLController
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
+from roll.algorithms.objective import PolicyObjective
+from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
-from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
+from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction, select_tokens
 
 PROMPT = Prompt("p", "sums", np.array([7, 8], dtype=np.int32), "p")
 
@@ -127,6 +130,23 @@ def test_advantages_are_clipped_last():
     assert first_advantages(batch).tolist() == [2.0, -2.0]
 
 
+def test_several_rewards_are_compared_by_name_within_their_domain():
+    rows = [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.0}], [{"kind": 2.0}, {"kind": 4.0, "right": 9.0}]]
+    batch = batch_of(*(([sample(0.0), sample(0.0)], None) for _ in rows))
+    for group, metrics, domain in zip(batch.groups, rows, ("sums", "talk"), strict=True):
+        group.prompt = replace(PROMPT, domain=domain)
+        for each, numbers in zip(group.samples, metrics, strict=True):
+            each.metrics = numbers
+    weights = {"sums": {"right": 1.0, "short": 0.5}, "talk": {"kind": 0.5}}
+    estimator = make_advantage_estimator("gdpo", {"normalize_by_batch": False})
+    add_advantages(batch, replace(settings(part_weights=weights), estimator=estimator))
+    half = 0.5**0.5
+    assert first_advantages(batch) == pytest.approx([half, -half, -half / 2, half / 2], abs=1e-5)
+    batch.groups[0].samples[0].metrics = {"right": 1.0}
+    with pytest.raises(ValueError, match="domain 'sums' has no reward short"):
+        add_advantages(batch, replace(settings(part_weights=weights), estimator=estimator))
+
+
 def with_proximal(batch, *per_sample):
     values = np.repeat(np.array(per_sample, dtype=np.float32), batch.data.lengths)
     batch.data.tokens["proximal_logprobs"] = np.where(batch.data.tokens["response_mask"], values, np.nan)
@@ -136,7 +156,7 @@ def with_proximal(batch, *per_sample):
 def test_correction_weights_are_the_bounded_ratio_of_proximal_to_behaviour():
     batch = with_proximal(batch_of(([sample(1.0), sample(0.0)], None)), -0.5 + np.log(1.5), 4.0)
     correction = parse_correction({"weight": {"level": "token", "upper": 2.0}})
-    metrics = add_correction(batch, correction, max_lag=2, lags_capped=False)
+    metrics = add_correction(batch, correction, PolicyObjective(3, max_lag=2))
     assert batch.data.tokens["correction_weights"] == pytest.approx([0, 0, 1.5, 1.5, 1.5, 0, 0, 2, 2, 2])
     assert "loss_mask" not in batch.data.tokens
     assert metrics["clipped_share"] == 0.5 and metrics["lag_1/share"] == 1.0
@@ -148,7 +168,7 @@ def test_rejection_adds_to_what_is_left_out_already():
     )
     add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
     correction = parse_correction({"reject": [{"level": "sequence", "upper": 10.0}]})
-    metrics = add_correction(batch, correction, max_lag=None, lags_capped=False)
+    metrics = add_correction(batch, correction, PolicyObjective(3))
     assert batch.data.tokens["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 10
     assert "correction_weights" not in batch.data.tokens
     assert metrics["rejected_share"] == pytest.approx(1 / 3)
@@ -159,8 +179,65 @@ def test_weights_are_averaged_over_what_is_trained_on():
     batch = with_proximal(batch_of((samples, None)), -0.5, -0.5, -0.5 + np.log(10))
     add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
     correction = parse_correction({"weight": {"level": "token", "upper": 20.0}, "normalize": True})
-    metrics = add_correction(batch, correction, max_lag=2, lags_capped=False)
+    metrics = add_correction(batch, correction, PolicyObjective(3, max_lag=2))
     trained = batch.data.tokens["loss_mask"]
     assert batch.data.tokens["correction_weights"][trained] == pytest.approx(1.0)
     assert metrics["weight_mean"] == pytest.approx(1.0)
     assert metrics["lag_1/clipped_share"] == 0.0 and metrics["lag_1/rejected_share"] == 0.0
+
+
+@pytest.mark.parametrize(("mode", "mean"), [("token-mean", (1 + 2 * 3) / 4), ("seq-mean-token-sum", (1 + 2) / 2)])
+def test_weights_are_averaged_as_the_loss_is(mode, mean):
+    short, long = sample(1.0), sample(0.0)
+    short.response_mask = np.array([False, False, True, False, False])
+    batch = with_proximal(batch_of(([short, long], None)), -0.5, -0.5 + np.log(2) / 3)
+    correction = parse_correction({"weight": {"level": "sequence", "upper": 3.0}, "normalize": True})
+    metrics = add_correction(batch, correction, PolicyObjective(3, loss_agg_mode=mode))
+    assert metrics["weight_mean"] == pytest.approx(mean)
+    trained = batch.data.tokens["response_mask"]
+    assert batch.data.tokens["correction_weights"][trained] == pytest.approx(np.array([1, 2, 2, 2]) / mean)
+
+
+def test_tokens_are_selected_among_those_of_the_loss_by_the_old_policy_and_the_step():
+    samples = [sample(1.0), sample(0.0, finish_reason="length"), sample(0.5)]
+    batch = with_proximal(batch_of((samples, None)), -0.1, -0.2, -0.9)
+    add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
+    behaviour = PolicyObjective(3, "kl_cov", {"share": 0.5})
+    select_tokens(batch, behaviour, 7)
+    # The recorded log-probabilities are all equal, so all covariances are 0 and the first tokens are taken.
+    assert batch.data.tokens["selected_tokens"].nonzero()[0].tolist() == [2, 3, 4]
+    select_tokens(batch, PolicyObjective(3, "kl_cov", {"share": 0.5}, old_policy="proximal"), 7)
+    assert batch.data.tokens["selected_tokens"].sum() == 3
+    assert not batch.data.tokens["selected_tokens"][5:10].any()
+    draws = set()
+    for step in range(4, 12):
+        batch.step = step
+        select_tokens(batch, PolicyObjective(3, "clip_cov", {"cov_low": -1.0, "share": 0.2}), 7)
+        draws.add(int(batch.data.tokens["selected_tokens"].nonzero()[0][0]))
+    assert len(draws) > 1
+    plain = batch_of((samples, None))
+    select_tokens(plain, PolicyObjective(3), 7)
+    assert "selected_tokens" not in plain.data.tokens
+
+
+def test_repetition_is_counted_in_what_the_policy_wrote_in_its_whole_episode():
+    first, second = sample(1.0), sample(1.0)
+    first.token_ids, second.token_ids = np.array([9, 9, 1, 2, 3]), np.array([9, 9, 1, 2, 4])
+    first.episode = second.episode = 0
+    batch = batch_of(([first, second], None), ([sample(1.0)], None))
+    shaping = RewardShaping(repetition_penalty=RepetitionPenalty(ngram_size=2))
+    metrics = add_advantages(batch, settings("reinforce", shaping))
+    assert batch.data.per_sample["rewards"] == pytest.approx([1 - 0.2, 1 - 0.2, 1.0])  # 12 23 31 12 24
+    assert metrics["reward/repetition_penalty"] == pytest.approx(-0.1)
+
+
+def test_samples_weigh_what_their_episode_reports():
+    batch = batch_of(([sample(1.0), sample(0.0), sample(0.5)], None))
+    for each, episode, weight in zip(batch.samples, (0, 0, 1), (2.0, None, 0.0), strict=True):
+        each.episode, each.metrics = episode, {} if weight is None else {"weight": weight}
+    add_advantages(batch, settings("rloo", sample_weight="weight"))
+    assert batch.data.per_sample["sample_weights"].tolist() == [2.0, 2.0, 0.0]
+    for wrong in ({}, {"weight": -1.0}, {"weight": np.nan}):
+        batch.samples[2].metrics = wrong
+        with pytest.raises(ValueError, match="a sample of prompt p has no number `weight`"):
+            add_advantages(batch, settings("rloo", sample_weight="weight"))

@@ -12,6 +12,7 @@ from roll.configs.loader import config_from_tree
 from roll.pipeline.algorithm import build_algorithms
 
 WEIGHT = {"weight": {"level": "token", "mode": "truncate", "upper": 2.0}}
+PARTS = {"rewards__addition__weights": {"right": 1.0, "long": 0.1}, "num_return_sequences_in_group": 8}
 SEVERAL_STEPS = {
     "actor_train__training_args__gradient_accumulation_steps": 8,
     "actor_train__training_args__per_device_train_batch_size": 1,
@@ -201,8 +202,10 @@ def test_every_estimator_is_built_or_refused_with_its_reason(tmp_path, name):
     elif requirements.for_episodes:
         assert "several turns" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
     else:
-        assert build(tmp_path, adv_estimator=name).advantages.estimator.name == name
-        refused = problems(tmp_path, adv_estimator=name, critic={"device_mapping": [0]})
+        if requirements.needs_parts:
+            assert "by name" in problems(tmp_path, adv_estimator=name)["rewards.addition.weights"]
+        assert build(tmp_path, adv_estimator=name, **PARTS).advantages.estimator.name == name
+        refused = problems(tmp_path, adv_estimator=name, critic={"device_mapping": [0]}, **PARTS)
         assert "reads no values" in refused["critic"]
 
 
@@ -211,5 +214,11 @@ def test_estimators_refuse_what_would_leave_them_nothing_to_do(tmp_path):
     assert "advantages would be 0" in found["num_return_sequences_in_group"]
     found = problems(tmp_path, adv_estimator="reinforce_plus_plus", whiten_advantages=True)
     assert "itself" in found["whiten_advantages"]
+    found = problems(tmp_path, adv_estimator="pass_at_k", adv_estimator_args={"k": 4})
+    assert "set at least 5" in found["num_return_sequences_in_group"]
+    found = problems(tmp_path, adv_estimator="gdpo", whiten_advantages=True, reward_clip=1.0, **PARTS)
+    assert "itself" in found["whiten_advantages"] and "reads the rewards by name" in found["reward_clip"]
+    kl = {"add_token_level_kl": True, "reference": {"device_mapping": [0]}}
+    assert "by name" in problems(tmp_path, adv_estimator="gdpo", **kl, **PARTS)["add_token_level_kl"]
     found = problems(tmp_path, adv_estimator="remax", norm_mean_type="batch")
     assert "one side" in found["norm_mean_type"]

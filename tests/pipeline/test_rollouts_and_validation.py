@@ -12,6 +12,7 @@ import pytest
 from roll.data.records import Group, Prompt, Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
+from roll.pipeline.preflight import _weight_problems
 from roll.pipeline.rlvr import PromptValidator, RolloutFunction, sample_from_completion
 from roll.pipeline.rollouts import MixedVersions, Pace
 from roll.pipeline.stages import StepGroups
@@ -79,6 +80,31 @@ def test_a_group_has_its_samples_in_order_each_with_its_own_seed_and_name():
         assert group.samples[0].versions.tolist() == [-1, -1, 5, 5, 5]
 
     run_virtual(scenario())
+
+
+def test_a_weight_in_the_row_of_a_prompt_goes_to_its_samples_unless_the_verifier_has_one():
+    class Weighing:
+        async def score(self, domain, records):
+            return [RewardOutput(1.0, {"weight": 3.0} if index else {}) for index, _ in enumerate(records)]
+
+    async def scenario():
+        row = replace(prompt(), metadata={"weight": 2})
+        given = await rollout(Engine(), judge=Weighing(), sample_weight="weight")(9, row, min_version=5)
+        assert [sample.metrics for sample in given.samples] == [{"weight": 2.0}] + [{"weight": 3.0}] * 3
+        bare = await rollout(Engine(), judge=Weighing(), sample_weight="weight")(9, prompt(), min_version=5)
+        assert bare.samples[0].metrics == {}
+        ignored = await rollout(Engine(), judge=Weighing())(9, row, min_version=5)
+        assert ignored.samples[0].metrics == {}
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("weight", [-1, "much", float("nan")])
+def test_a_row_whose_weight_cannot_be_one_is_a_problem(weight):
+    rows = [prompt(), replace(prompt(), metadata={"weight": 0}), replace(prompt("3+3"), metadata={"weight": weight})]
+    (found,) = _weight_problems("weight", rows)
+    assert found.path == "sample_weight" and "prompt 3+3 has the weight" in found.message
+    assert not list(_weight_problems("weight", rows[:2])) and not list(_weight_problems(None, rows))
 
 
 def test_a_greedy_baseline_is_generated_judged_and_not_trained_on():

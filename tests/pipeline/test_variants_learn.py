@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fake_cluster import IN_THIS_PROCESS
 from in_process import train_in_process
-from reward_functions import digit_reward
+from reward_functions import digit_reward, two_rewards
 from runs import run_pipeline
 from tiny import make_task, tiny_config
 
@@ -21,6 +22,10 @@ EXTRA = {
     "decoupled_ppo": {"old_logprobs": "recompute"},
     # Its bounds are made for responses of hundreds of tokens.
     "gspo": {"actor_train__pg_variant_args": {"clip_low": 0.2, "clip_high": 0.3}},
+}
+ESTIMATOR_EXTRA = {
+    "gdpo": {"rewards__addition__weights": {"right": 1.0, "long": 0.1}},
+    "pass_at_k": {"adv_estimator_args": {"k": 2}},
 }
 ESTIMATORS = [
     name
@@ -59,6 +64,10 @@ def losses_config(task, name, **changes):
     return config_of(task, actor_train__pg_variant=name, **EXTRA.get(name, {}), **changes)
 
 
+def estimators_config(task, name, **changes):
+    return config_of(task, adv_estimator=name, **ESTIMATOR_EXTRA.get(name, {}), **changes)
+
+
 def assert_says_how_far_off_policy(steps):
     assert [step["lag/max"] for step in steps[:3]] == [0, 1, 1]
     assert {"ess", "k1", "kl", "chi2", "clip_fraction"} <= steps[-1].keys()
@@ -80,8 +89,8 @@ def test_every_policy_loss_trains_off_policy_and_says_how_far(task, name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_of_single_responses_trains(task, name):
-    config = config_of(task, adv_estimator=name, max_steps=2, rollout_batch_size=8)
-    assert_trains(train_in_process(task, config, digit_reward))
+    config = estimators_config(task, name, max_steps=2, rollout_batch_size=8)
+    assert_trains(train_in_process(task, config, two_rewards if name == "gdpo" else digit_reward))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,8 @@ def test_every_policy_loss_learns(task, name):
     "name", [pytest.param(name, marks=tier("all" if name == "remax" else "soak")) for name in ESTIMATORS]
 )
 def test_every_estimator_of_single_responses_learns(task, name):
-    assert gain(train_in_process(task, config_of(task, adv_estimator=name), digit_reward)) > 0.25
+    reward = two_rewards if name == "gdpo" else digit_reward
+    assert gain(train_in_process(task, estimators_config(task, name), reward)) > 0.25
 
 
 @tier("all")
@@ -142,6 +152,27 @@ def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cl
     assert last["actor/trained_share"] < 1
     coefficients = [step["kl_penalty/coef"] for step in run.metrics]
     assert coefficients[0] == 0.01 and coefficients[-1] != 0.01
+
+
+def test_several_rewards_sample_weights_selection_and_masking_work_together(task):
+    rejections = [
+        {"level": "geometric", "divergence": "k1", "threshold": 0.02, "only_negative": True},
+        {"level": "veto", "lower": 1e-4},
+        {"second_moment": 0.04},
+    ]
+    changes = {
+        "rewards__addition": {"verifier": "reward_functions:two_rewards", "weights": {"right": 1.0, "long": 0.1}},
+        "adv_estimator": "gdpo",
+        "sample_weight": "long",
+        "actor_train__pg_variant": "kl_cov",
+        "actor_train__pg_variant_args": {"share": 0.05},
+        "train_infer_correction": {"reject": rejections},
+    }
+    run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, max_steps=4, rollout_batch_size=8, **changes))
+    for step in run.metrics:
+        assert step["reward/mean"] == pytest.approx(step["reward/right"] + 0.1 * step["reward/long"], abs=1e-5)
+        assert step["actor/clip_fraction"] == pytest.approx(0.05, abs=0.02) and np.isfinite(step["actor/loss"])
+    assert {"correction/rejected_share", "correction/rejected_sequences_share"} <= run.metrics[-1].keys()
 
 
 @tier("all")

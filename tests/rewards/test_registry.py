@@ -134,6 +134,33 @@ def test_numbers_are_scores(value, output):
 
 
 @pytest.mark.parametrize(
+    ("value", "score", "metrics"),
+    [
+        ({"right": True, "short": 0.5, "length": 7}, 1.1, {"right": 1.0, "short": 0.5, "length": 7.0}),
+        ({"right": 0, "short": 1, "score": 9}, 0.2, {"right": 0.0, "short": 1.0, "score": 9.0}),
+    ],
+)
+def test_several_rewards_are_summed_with_their_weights_and_stay_metrics(value, score, metrics):
+    output = checked_output("v", value, {"right": 1.0, "short": 0.2})
+    assert output.score == pytest.approx(score) and output.metrics == metrics
+
+
+def test_a_score_may_be_one_of_several_rewards():
+    weights = {"score": 2.0, "tests_passed": -1.0}
+    assert checked_output("v", {"score": 1, "tests_passed": 0.5}, weights).score == 1.5
+    assert checked_output("v", 3, {"score": 2.0}) == RewardOutput(6.0, {"score": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(1.0, "has no `right`"), ({"score": 1.0}, "has no `right`"), ({"right": 1e308, "short": 1}, "no finite number")],
+)
+def test_a_missing_reward_or_a_sum_without_bounds_is_nonsense(value, words):
+    with pytest.raises(RewardNonsense, match=words):
+        checked_output("v", value, {"right": 1e308 if words.endswith("number") else 1.0, "short": 0.2})
+
+
+@pytest.mark.parametrize(
     "value",
     [
         None, "1.0", b"1", float("nan"), float("inf"), 10**400, [1.0], (1.0, 2.0), np.array([1.0, 2.0]), 1j, object(),

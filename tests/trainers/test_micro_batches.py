@@ -11,6 +11,7 @@ from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits
 from roll.trainers.step import (
     Packing,
+    _greedy,
     build_micro_batch,
     plan_micro_batches,
     predicted_tokens,
@@ -73,6 +74,43 @@ def test_ranks_get_about_equally_many_tokens(lengths, world_size):
     plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(100, 1))
     loads = [sum(lengths[row] for micro_batch in rank for row in micro_batch) for rank in plan]
     assert max(loads) - min(loads) <= max(lengths)
+
+
+def loads_of(plan, lengths):
+    return sorted(sum(lengths[row] for micro_batch in rank for row in micro_batch) for rank in plan)
+
+
+def test_differencing_is_nearer_to_an_even_split_than_the_least_loaded_rank():
+    """Longest first to the least loaded rank gives 17 and 13."""
+    lengths = [8, 7, 6, 5, 4]
+    assert loads_of(plan_micro_batches(lengths, 2, MicroBatchLimits(100, 1)), lengths) == [14, 16]
+    assert _greedy(lengths, 2) == [[0, 3, 4], [1, 2]]
+
+
+@settings(max_examples=examples(100))
+@given(
+    lengths=st.lists(st.integers(0, 50), max_size=40),
+    world_size=st.integers(1, 6),
+    max_tokens=st.sampled_from([None, 60]),
+)
+def test_no_rank_has_more_tokens_than_with_the_least_loaded_rank_or_there_are_fewer_micro_batches(
+    lengths, world_size, max_tokens
+):
+    limits = MicroBatchLimits(max_tokens, 2)
+    plan = plan_micro_batches(lengths, world_size, limits)
+    assert plan == plan_micro_batches(np.array(lengths, dtype=np.int64), world_size, limits)
+    greedy = _greedy(lengths, world_size)
+    most = max(sum(lengths[row] for row in rows) for rows in greedy)
+    if max_tokens is None:
+        assert len(plan[0]) == max(1, -(-len(lengths) // (2 * world_size)))
+    else:
+        assert loads_of(plan, lengths)[-1] <= most
+
+
+def test_tokens_of_long_tailed_responses_are_balanced_to_a_thousandth():
+    lengths = np.minimum(np.random.default_rng(3).lognormal(6.5, 1, 512).astype(int), 8192)
+    loads = loads_of(plan_micro_batches(lengths, 8, MicroBatchLimits(16384, 1)), lengths)
+    assert loads[-1] / loads[0] < 1.0001
 
 
 def test_a_row_longer_than_the_budget_is_alone():

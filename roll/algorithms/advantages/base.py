@@ -35,10 +35,14 @@ class AdvantageRequirements:
     """Requirements and properties of an advantage estimator, for its callers."""
 
     group_relative: bool = False
-    """True if it compares the samples of a group; a group of one sample then teaches nothing."""
+    """True if it compares the samples of a group."""
+    least_samples: int = 2
+    """Samples of a group with which it teaches something, if it compares them."""
     needs_greedy_baseline: bool = False
     """True if it needs ``baseline_rewards``."""
     needs_values: bool = False
+    needs_parts: bool = False
+    """True if it compares the named rewards of a sample each by itself; it then reads no ``token_rewards``."""
     needs_turns: bool = False
     needs_states: bool = False
     for_episodes: bool = False
@@ -50,7 +54,7 @@ class AdvantageRequirements:
     scales_cancel: Literal["none", "batch", "group"] = "none"
     """Scalings of the rewards that have no effect: one factor for the whole batch, or one per group."""
     whitens: bool = False
-    """True if it already gives the batch mean 0 and deviation 1, so that whitening again does nothing."""
+    """True if it already gives the batch mean 0 and deviation 1, so that whitening again is pointless."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class AdvantageInputs:
     """``[batch, seq]``: the critic's estimate, made before each response token, of the return from that token on."""
     baseline_rewards: Tensor | None = None
     """``[batch]``: the reward of the greedy response to the sample's prompt."""
+    parts: Tensor | None = None
+    """``[batch, names]``: the named rewards of each sample; 0 for a name that it does not have."""
+    part_weights: Tensor | None = None
+    """``[batch, names]``: the weight of each in the sample's reward; 0 for a name that it does not have."""
     turns: Tensor | None = None
     """int64 ``[batch, seq]``: the turn of each response token, counted from 0; -1 outside the mask."""
     states: Tensor | None = None
@@ -75,14 +83,22 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         batch, width = self.response_mask.shape
-        shapes = {"values": (batch, width), "baseline_rewards": (batch,), "turns": (batch, width)}
+        names = 0 if self.parts is None else self.parts.shape[-1]
+        shapes = {
+            "values": (batch, width),
+            "baseline_rewards": (batch,),
+            "parts": (batch, names),
+            "part_weights": (batch, names),
+            "turns": (batch, width),
+        }
         for name, shape in shapes.items():
             found = getattr(self, name)
             if found is not None and tuple(found.shape) != shape:
                 raise ValueError(f"{name} must have the shape {list(shape)}, not {list(found.shape)}")
         for name in ("token_rewards", "values"):
             self._set(name, lambda value: keep(value.detach(), self.response_mask).double())
-        self._set("baseline_rewards", lambda value: value.detach().double())
+        for name in ("baseline_rewards", "parts", "part_weights"):
+            self._set(name, lambda value: value.detach().double())
         self._set("turns", lambda value: torch.where(self.response_mask, value.long(), -1))
 
     def _set(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -111,6 +127,8 @@ class AdvantageEstimator:
         needed = {
             "values": needs.needs_values,
             "baseline_rewards": needs.needs_greedy_baseline,
+            "parts": needs.needs_parts,
+            "part_weights": needs.needs_parts,
             "turns": needs.needs_turns,
             "states": needs.needs_states,
         }
@@ -176,13 +194,13 @@ def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, 
 def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Give advantages ``[batch, seq]`` mean 0 and deviation 1 over the response tokens of the whole batch.
 
-    Uses population moments. Equal values (or a single token, or none) give exactly 0. Returns the type of
+    The deviation is unbiased (n - 1). Equal values (or a single token, or none) give exactly 0. Returns the type of
     ``advantages``.
     """
     tokens = advantages[response_mask].double()
     if not len(tokens):
         return torch.zeros_like(advantages)
     mean = tokens.mean().clamp(tokens.min(), tokens.max())
-    deviation = (tokens - mean).square().mean().sqrt()
+    deviation = ((tokens - mean).square().sum() / max(1, len(tokens) - 1)).sqrt()
     centred = keep(advantages, response_mask).double() - mean
     return keep(centred / (deviation + eps), response_mask).to(advantages.dtype)

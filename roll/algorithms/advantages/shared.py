@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from roll.algorithms.aggregation import needed
+from roll.algorithms.aggregation import keep, needed
 
 if TYPE_CHECKING:
     from roll.algorithms.advantages.base import AdvantageInputs
@@ -156,3 +156,10 @@ def spread_over_tokens(turn_values: Tensor, turns: Tensor) -> Tensor:
     """Give each token the value of its turn, ``[batch, seq]``; 0 where there is no turn."""
     number = turn_values.shape[-1]
     return pad(turn_values, (0, 1)).gather(1, torch.where(turns < 0, number, turns))
+
+
+def segment_means(token_values: Tensor, response_mask: Tensor) -> Tensor:
+    """Give each token the mean of its unbroken run of response tokens, ``[batch, seq]``; 0 outside the mask."""
+    segments = response_segments(response_mask)
+    sums = turn_sums(keep(token_values, response_mask), segments)
+    return spread_over_tokens(sums / turn_sums(response_mask.to(sums.dtype), segments).clamp(min=1), segments)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import keep
+from roll.algorithms.aggregation import keep, needed
 from roll.algorithms.registry import About, built, one_file_each
 from roll.configs.plugins import Kind, PlugIn
 
@@ -50,6 +50,8 @@ class PolicyInputs:
     """Log-probabilities that the trainer recomputed before the first update on the batch."""
     scores: Tensor | None = None
     """``[batch]``: raw verifier output."""
+    selected: Tensor | None = None
+    """bool: tokens that the loss selected from the whole batch (`LossRequirements.select`)."""
     old_policy: OldPolicy = "behaviour"
     """The policy in the denominator of the ratio."""
 
@@ -60,6 +62,8 @@ class PolicyInputs:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, keep(value, self.response_mask))
+        if self.selected is not None:
+            object.__setattr__(self, "selected", self.selected & self.response_mask)
 
     def old_logprobs(self) -> Tensor:
         """Return the log-probabilities of the ratio's denominator. ``ValueError`` if they were not recomputed."""
@@ -103,6 +107,9 @@ class LossRequirements:
     sequence_valued: bool = False
     """True if the loss of a token is that of its whole response. A weight of one token then weighs the whole response,
     and one advantage per response is assumed."""
+    select: Callable[..., Tensor] | None = None
+    """Function that selects tokens of the whole batch, once before the first update on it, so that the selection
+    depends on no micro-batch (`PolicyLoss.select`)."""
 
     def reads_proximal(self, old_policy: OldPolicy) -> bool:
         """Return True if the loss needs ``proximal_logprobs`` with this old policy."""
@@ -121,7 +128,7 @@ class PolicyLoss:
     def __call__(self, inputs: PolicyInputs) -> tuple[Tensor, TokenMetrics]:
         """Return loss and metrics per token ``[batch, seq]``, all 0 outside the mask.
 
-        Raises ``ValueError`` if log-probabilities or scores that the loss needs are missing.
+        Raises ``ValueError`` if log-probabilities, scores or selected tokens that the loss needs are missing.
         """
         if self.requirements.reads_proximal(inputs.old_policy) and inputs.proximal_logprobs is None:
             raise ValueError(f"{self.name} with the old policy {inputs.old_policy!r} needs proximal_logprobs")
@@ -129,15 +136,35 @@ class PolicyLoss:
         if self.requirements.needs_scores and (inputs.scores is None or inputs.scores.shape != rows):
             got = "none" if inputs.scores is None else f"shape {tuple(inputs.scores.shape)}"
             raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
+        if self.requirements.select is not None and inputs.selected is None:
+            raise ValueError(f"{self.name} needs the tokens that it has selected from the whole batch")
         losses, metrics = self.function(inputs, **self.arguments)
         mask = inputs.response_mask
         return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
+
+    def select(self, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the tokens that the loss selects, bool ``[batch, seq]``, from a whole batch.
+
+        ``old_logprobs`` and ``advantages`` (float64) and ``mask`` (bool: the tokens of the loss) are ``[batch, seq]``;
+        ``generator`` is for random choices. The loss's function gets its arguments, too. ``ValueError`` if it has none.
+        """
+        function = needed(self.requirements.select, f"the tokens that {self.name} selects")
+        return function(old_logprobs, advantages, mask, generator, **self.arguments)
 
 
 def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
     """Return a policy loss with its arguments. Raises `ConfigError` that lists every wrong name, type and range."""
     paths = ("pg_variant", "pg_variant_args")
     return PolicyLoss(name, *built(POLICY_LOSSES, name, args or {}, paths, LossRequirements()))
+
+
+def covariances(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return (log pi - its mean) x (A - its mean) over the tokens in ``mask``, ``[tokens]`` in their order.
+
+    These are the summands of the covariance that drives the entropy down (arXiv 2505.22617).
+    """
+    logprobs, advantages = old_logprobs[mask], advantages[mask]
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:

@@ -19,18 +19,19 @@ PAPER_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 """Largest divergence of each kind; kl in nats."""
 
 
-def _check_threshold(divergence: str, threshold: float | None, **others: Any) -> None:
-    if divergence == "tv" and threshold is not None and threshold >= 1:
-        raise ValueError(f"threshold must be below 1, the largest total variation, not {threshold}")
+def _check_thresholds(divergence: str, threshold: float | None, threshold_high: float | None, **others: Any) -> None:
+    for name, value in (("threshold", threshold), ("threshold_high", threshold_high)):
+        if divergence == "tv" and value is not None and value >= 1:
+            raise ValueError(f"{name} must be below 1, the largest total variation, not {value}")
 
 
 @policy_loss(
     formula="−M·ρ·A, M = 0 where D > threshold and (A > 0 and ρ > 1, or A < 0 and ρ < 1), else 1; "
-    "D = |μ−π| or the KL divergence of (μ, 1−μ) from (π, 1−π)",
+    "D = |μ−π| or the KL divergence of (μ, 1−μ) from (π, 1−π); threshold_high where A > 0",
     source="Divergence PPO, Qi et al., arXiv 2602.04879",
     use="In the place of `ppo` for large vocabularies and tokens of another engine or version: rare tokens are free to "
     "move, likely ones are held. The paper finds that the old policy must be the behaviour policy.",
-    check=_check_threshold,
+    check=_check_thresholds,
 )
 def dppo(
     inputs: PolicyInputs,
@@ -46,6 +47,14 @@ def dppo(
         float | None,
         Field(gt=0, description="Largest divergence. Default: 0.15 for `tv`, 0.05 for `kl`, as in the paper."),
     ] = None,
+    threshold_high: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Largest divergence of tokens with A > 0, as verl and prime-rl have it. Default: `threshold`, "
+            "as in the paper.",
+        ),
+    ] = None,
     ratio_cap: Annotated[
         float | None,
         Field(gt=1, description="Largest ratio that weighs a token. Off by default, as in the paper; others use 20."),
@@ -53,17 +62,18 @@ def dppo(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -M r A, ``[batch, seq]`` (arXiv 2602.04879, equations 12 to 14), with r the ratio to the old policy.
 
-    M is 0 if a step would lead further away and the divergence is above the threshold. With ``ratio_cap`` c the factor
-    of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens with M = 0 or a capped
-    ratio.
+    M is 0 if a step would lead further away and the divergence is above the threshold of its direction. With
+    ``ratio_cap`` c the factor of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens
+    with M = 0 or a capped ratio.
     """
     logprobs, advantages = inputs.logprobs, inputs.advantages
     largest = PAPER_THRESHOLDS[divergence] if threshold is None else threshold
+    above = largest if threshold_high is None else threshold_high
     ratio = inputs.ratio().detach()
     moved = BINARY_DIVERGENCES[divergence](inputs.old_logprobs().detach(), logprobs.detach())
-    leaving = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    cut = ((advantages > 0) & (ratio > 1) & (moved > above)) | ((advantages < 0) & (ratio < 1) & (moved > largest))
     weights = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
-    weights = torch.where(leaving & (moved > largest), 0.0, weights)
+    weights = torch.where(cut, 0.0, weights)
     # The second factor has the value 1: it carries the gradient of the ratio, even if the ratio is capped.
     losses = -weights * advantages * (logprobs - logprobs.detach()).exp()
     return losses, clip_fraction(weights != ratio, losses)

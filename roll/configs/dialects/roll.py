@@ -49,7 +49,7 @@ _ADVICE = {
     "pg_clip pg_clip_low pg_clip_high use_pg_clip_range": "write `actor_train.pg_variant_args: {clip_low, clip_high}`",
     "dual_clip_loss": "write `actor_train.pg_variant_args: {dual_clip: 1.4}`: ROLL's bound is 1 + 2 x `pg_clip`",
     "importance_sampling": "for `seq` write `actor_train.pg_variant: gspo`, for `token` nothing",
-    "ratio_type": "remove it; a ratio for each turn is `pg_variant: gspo` with `env_manager_cls: step`",
+    "ratio_type": "remove it; a ratio for each turn is `pg_variant: gspo` with `pg_variant_args: {level: segment}`",
     "use_topr_loss use_topr_neg_loss_coef": "write `actor_train.pg_variant: topr`",
     "use_policy_loss_type": "write `actor_train.pg_variant: ppo`, or `vanilla` for `PG`",
     "gamma": "write `adv_estimator_args: {gamma}`",
@@ -64,7 +64,7 @@ _ADVICE = {
     ),
     "reward_normalization reward_norm reward_shift reward_scale": "write `norm_mean_type` and `norm_std_type`",
     "difficulty_loss_weight length_loss_weight": (
-        "remove it: samples have no weights here; see `difficulty_mask` and `length_penalty`"
+        "remove it; see `difficulty_mask` and `length_penalty`, or return a weight from the verifier: `sample_weight`"
     ),
     "add_len_reward": "write `length_penalty`",
     "mask_type": "remove it: a mask takes samples out of the loss, and nothing else",
