@@ -70,6 +70,18 @@ VARIANTS = {
         "train_infer_correction": {"weight": {"level": "token"}, "normalize": True},
         "async_generation_ratio": 1,
     },
+    "tokens that are selected from the whole batch": {
+        **RECOMPUTED,
+        **SEVERAL,
+        "actor_train__pg_variant": "clip_cov",
+        "actor_train__pg_variant_args": {"share": 0.2, "cov_low": -100.0, "cov_high": 100.0},
+    },
+    "the second moment of the whole batch": {
+        **DECOUPLED,
+        **SEVERAL,
+        "train_infer_correction": {"reject": [{"second_moment": 1e-12}]},
+        "async_generation_ratio": 1,
+    },
     "whole models on each device": {
         **RECOMPUTED,
         **SEVERAL,
