@@ -362,7 +362,8 @@ def test_updates_far_below_the_resolution_of_bfloat16_add_up(start, model_path):
         if name.endswith("proj.weight"):
             resolution = np.median(np.abs(weights[name])) * 2.0**-8
             assert 0 < np.abs(moved[name]).max() < resolution / 10, name
-            assert np.linalg.norm(moved[name] - expected[name]) < 0.1 * np.linalg.norm(expected[name]), name
+            # Processors round products of bfloat16 differently; updates that are lost would differ by 1.
+            assert np.linalg.norm(moved[name] - expected[name]) < 0.25 * np.linalg.norm(expected[name]), name
     assert np.abs(computed["bfloat16"] - computed["float32"]).max() > 1e-3, "that was not computed in bfloat16"
 
 
