@@ -345,3 +345,20 @@ def test_lacking_keys_are_asked_for_by_train_too(capsys):
     shown = capsys.readouterr()
     assert "is in ROLL's dialect" in shown.out and "rewards: there is no reward" in shown.err
     assert "rewards" in LACKING
+
+
+def test_float16_trains_where_the_trainer_scales_the_loss():
+    (problem,) = problems_of(
+        lambda: check_elsewhere(told_of("roll_rlvr_async", "actor_train.model_args.dtype=fp16", REWARD)[0])
+    ).values()
+    assert problem.path == "actor_train.model_args.dtype" and "no loss scale" in problem.message
+    config, _ = told_of(
+        "roll_rlvr_async",
+        *("actor_train.model_args.dtype=fp16", "actor_train.strategy_args.strategy_name=fsdp2_train", REWARD),
+        *("actor_train.training_args.gradient_accumulation_steps=32", "actor_infer.strategy_args.strategy_name=vllm"),
+    )
+    check_elsewhere(config)
+    assert config.actor_train.model_args.dtype == config.actor_infer.model_args.dtype == "float16"
+
+
+REWARD = "rewards.math.verifier=math"
