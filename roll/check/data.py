@@ -11,6 +11,7 @@ from pathlib import Path
 from roll.configs.derived import groups_ahead, roles_and_reward_models, sequence_length, validation_settings
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH
+from roll.configs.given import is_given
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
 from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
@@ -118,6 +119,10 @@ def _domain(source: ReasoningGymSource) -> str:
     return source.domain or source.dataset
 
 
+def _leads_to_an_object(name: str) -> bool:
+    return is_given(name) or IMPORT_PATH.fullmatch(name) is not None
+
+
 def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
     if not config.rewards:
@@ -130,7 +135,7 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if not reward.verifier:
             remedy = f"write one of {', '.join(known)}, or `package.module:function`"
             yield ConfigProblem(f"rewards.{name}.verifier", "no verifier is named", remedy)
-        elif reward.verifier not in known and not IMPORT_PATH.fullmatch(reward.verifier):
+        elif reward.verifier not in known and not _leads_to_an_object(reward.verifier):
             message = f"{shown(reward.verifier)} is neither a built-in verifier nor `package.module:function`"
             yield ConfigProblem(f"rewards.{name}.verifier", message, choose_among(reward.verifier, known))
         for tag in reward.tag_included or [name]:
@@ -211,7 +216,7 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, message, "use letters, digits, '-', '_' and '.'")
         if not env.env_type:
             yield ConfigProblem(f"{path}.env_type", "no environment is named", "write one, for example `frozen_lake`")
-        if env.env_manager_cls not in ENV_MANAGERS and not IMPORT_PATH.fullmatch(env.env_manager_cls):
+        if env.env_manager_cls not in ENV_MANAGERS and not _leads_to_an_object(env.env_manager_cls):
             message = f"{shown(env.env_manager_cls)} is neither a built-in environment manager nor an import path"
             yield ConfigProblem(f"{path}.env_manager_cls", message, choose_among(env.env_manager_cls, ENV_MANAGERS))
         if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:

@@ -31,12 +31,19 @@ from roll.configs.strategies import Strategy, strategy_of
 
 def plan(config: PipelineConfig) -> str:
     """Format what a checked configuration comes to (samples a step, optimizer steps, lag, ...) as console lines."""
+    rows = plan_rows(config)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def plan_rows(config: PipelineConfig) -> list[tuple[str, str]]:
+    """Return what a checked configuration comes to, as pairs of subject and sentence."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)
     if isinstance(config, AgenticConfig):
         data = _environments(config, config.train_env_manager)
-    rows = [
+    return [
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
@@ -55,8 +62,6 @@ def plan(config: PipelineConfig) -> str:
         ("metrics", ", ".join(["metrics.jsonl", *tracker_words(config)])),
         *(("warning", warning) for warning in config_warnings(config)),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def _role(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
@@ -107,11 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(wrong, error=True)
         return BAD_CONFIGURATION
     options = _parser(arguments).parse_args(arguments)
-    attempt = partial(attempt_run, options.config)
-    ended = attempt(lambda: load_config(options.config, options.overrides), started)
-    if ended.failed is None:
-        return ended.exit_code
-    return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic()))
+    return run_to_its_end(options.config, lambda: load_config(options.config, options.overrides), started).exit_code
 
 
 @dataclass(frozen=True)
@@ -123,6 +119,22 @@ class Ended:
     """Configuration and folder of a run that failed after it had begun and was not interrupted."""
     refused: bool = False
     """True if nothing was started, for a reason that may pass."""
+    run: RunDirectory | None = None
+    """Folder of the run; None if nothing was started."""
+    problems: Sequence[ConfigProblem] = ()
+    """Reasons why the configuration was refused."""
+
+
+def run_to_its_end(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
+    """Run what ``load`` returns, with the restarts it allows; ``path`` is the user's name for it.
+
+    Return how the first attempt ended, with the exit code of the last one.
+    """
+    ended = attempt_run(path, load, started)
+    if ended.failed is None:
+        return ended
+    again = begin_again(*ended.failed, lambda config: attempt_run(path, lambda: config, time.monotonic()))
+    return replace(ended, exit_code=again)
 
 
 def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[PipelineConfig], Ended]) -> int:
@@ -156,12 +168,12 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
         prepared, run, point = _check(load)
     except ConfigError as error:
         say(refusal(path, error, "; nothing was started"), error=True)
-        return Ended(BAD_CONFIGURATION, refused=True)
+        return Ended(BAD_CONFIGURATION, refused=True, problems=error.problems)
     except (KeyboardInterrupt, SystemExit) as error:
         say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
         return Ended(FAILURE)
     if point is not None and _has_ended(point, prepared.config):
-        return Ended(SUCCESS)
+        return Ended(SUCCESS, run=run)
     try:
         with run.held():
             if point is not None:
@@ -169,7 +181,7 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
 
                 point = look_again(point, prepared.config, prepared.source)
                 if _has_ended(point, prepared.config):
-                    return Ended(SUCCESS)
+                    return Ended(SUCCESS, run=run)
                 try:
                     take_out_of_the_way(point, prepared.config.max_ckpt_to_keep)
                 except (OSError, ValueError) as error:
@@ -179,13 +191,13 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
                 outcome = _run(prepared, run, status, point, started)
     except ConfigError as error:  # another process changed the run in the meantime
         say(refusal(path, error, "; nothing was started"), error=True)
-        return Ended(BAD_CONFIGURATION, refused=True)
+        return Ended(BAD_CONFIGURATION, refused=True, problems=error.problems)
     except (RunExists, RunUnusable) as error:
         say(str(error), error=True)
         return Ended(FAILURE, refused=isinstance(error, RunUnusable))
     if outcome == "success":
-        return Ended(SUCCESS)
-    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
+        return Ended(SUCCESS, run=run)
+    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None, run=run)
 
 
 def _no_command(arguments: Sequence[str]) -> str | None:

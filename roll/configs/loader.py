@@ -185,12 +185,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     ``overrides`` are ``dotted.key=value`` with the value in YAML; list entries are ``key[0]`` or ``key.0``. A mapping
     is merged into the one in the file, anything else replaces it.
     """
-    return _typed(_read_mapping(Path(path)), overrides)
+    return _typed(read_tree(Path(path)), overrides)
 
 
-def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
+def config_from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> PipelineConfig:
     """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`."""
-    return _typed(tree, ())
+    return _typed(tree, overrides)
 
 
 def dump_config(config: PipelineConfig) -> str:
@@ -243,7 +243,8 @@ def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[Pipeli
     return PIPELINES[nearest(str(name), PIPELINES) or "rlvr"]
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the keys of a file as they are written. Raises `ConfigError`."""
     tree = parse_yaml(_read_text(path), str(path))
     if tree is None:
         raise problem(str(path), "the file is empty", "write at least `pretrain` and the data")

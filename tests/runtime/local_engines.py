@@ -279,9 +279,7 @@ def request(name: str = "r", tokens: int = 4) -> GenerateRequest:
 class LocalPool:
     """A pool over scripted engines. ``handles`` holds every process ever started, in order."""
 
-    def __init__(
-        self, monkeypatch, replicas: int = 1, *, in_place: bool = True, discards: bool = False, **settings
-    ):
+    def __init__(self, monkeypatch, replicas: int = 1, *, in_place: bool = True, discards: bool = False, **settings):
         self.witness = Witness()
         engine = partial(ScriptedEngine, in_place=in_place, discards=discards, witness=self.witness)
         monkeypatch.setattr(infer_worker, "strategy_class", lambda kind, name, own: engine)
