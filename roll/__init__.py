@@ -57,7 +57,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        found: Any = import_module("roll.configs.distribution").version()
+        found: Any = import_module("roll.distribution").version()
     elif name in _ROOMS:
         found = import_module(f"roll.{name}")
     elif name in _PLACES:

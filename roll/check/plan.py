@@ -27,6 +27,7 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DataArguments, WorkerConfig
 from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Strategy, strategy_of
+from roll.distribution import install_command
 
 
 def plan(config: PipelineConfig) -> str:
@@ -231,7 +232,7 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
             state = f"not checked here: {strategy.package_tells}, which only the package knows"
             yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
-        yield _package("peft", 'pip install "roll[lora]"')
+        yield _package("peft", install_command("peft"))
     if any(
         section.model_args.attn_implementation == "flash_attention_2"
         and (strategy := strategy_of(role, section)) is not None

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
 from roll.configs.loader import dump_config, load_config
 from roll.configs.run import PipelineConfig
+from roll.distribution import version
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import DriverWatch, StatusFile
@@ -98,10 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is not None and command.entry:
         return printed(partial(resolve_name(command.entry), arguments[1:]))
     if arguments == ["--version"]:
-        try:
-            say(f"roll {version('roll')}")
-        except PackageNotFoundError:
-            say("roll (not installed)")
+        say(f"roll {version()}")
         return SUCCESS
     if (wrong := _no_command(arguments)) is not None:
         say(wrong, error=True)

@@ -28,6 +28,7 @@ from pydantic.fields import FieldInfo
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, nearest, nearest_name_hint, shown
 from roll.configs.fields import describe
 from roll.configs.given import NotGiven, given_object, is_given
+from roll.distribution import EXTRAS, PACKAGES, install_command
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,16 @@ def problem(path: str, message: str, remedy: str) -> ConfigError:
     return ConfigError([ConfigProblem(path, message, remedy)])
 
 
-_PACKAGES = {"megatron": "megatron-core"}
-"""Packages whose module has another name. The package `megatron` is somebody else's."""
-
-
 def require(modules: Collection[str], name: str, where: str) -> None:
     """Raise `ConfigError` if a module that ``name`` needs is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            package = _PACKAGES.get(module, module.replace("_", "-"))
-            raise problem(where, f"`{name}` needs the package `{package}`", f"pip install {package}")
+            remedy = (
+                install_command(module)
+                if module in {**EXTRAS, **PACKAGES}
+                else "install it, from where its documentation says"
+            )
+            raise problem(where, f"`{name}` needs the module `{module}`, which is not installed", remedy)
 
 
 IMPORT_REMEDY = "correct it, or make the module importable from the working folder or PYTHONPATH"
