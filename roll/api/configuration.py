@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from roll.check.config import loaded
 from roll.configs.given import with_tokens
 from roll.configs.loader import config_from_tree, read_tree
 from roll.configs.plugins import problem
@@ -33,7 +34,7 @@ def load_config(config: Source, overrides: Sequence[str] = ()) -> PipelineConfig
     if pickles:
         message = "objects stand in place of names, and a configuration is text"
         raise problem(", ".join(pickles), message, "give them to `roll.train` or `roll.check`, or write import paths")
-    return config_from_tree(tree, overrides)
+    return loaded(lambda: config_from_tree(tree, overrides))
 
 
 def with_given(
@@ -50,7 +51,7 @@ def with_given(
     if advantage is not None:
         tree = _replaced(tree, "adv_estimator", advantage)
     tree, pickles = with_tokens(tree)
-    return config_from_tree(tree, overrides), pickles
+    return loaded(lambda: config_from_tree(tree, overrides)), pickles
 
 
 def _tree(config: Source) -> dict[str, Any]:

@@ -39,6 +39,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     training.schedule_is_possible,
     training.batches_divide,
     training.lengths_fit,
+    data.lengths_fit_the_model,
     training.sampling_varies,
     training.kl_has_a_reference,
     training.rewards_keep_a_meaning,
@@ -58,10 +59,36 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
 }
 """Rules of one pipeline."""
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": (data.models_exist, data.prompts_exist, devices.gpus_are_visible, rules.trackers_are_here),
+    "rlvr": (
+        data.models_exist,
+        data.prompts_exist,
+        devices.gpus_are_visible,
+        rules.trackers_are_here,
+    ),
     "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
 }
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
+
+
+INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist),
+    "agentic": (rules.algorithms_are_known, data.models_exist),
+}
+"""Rules that can be asked of a configuration in which other keys are missing: each looks at one value that is there."""
+
+
+def loaded(load: Callable[[], PipelineConfig]) -> PipelineConfig:
+    """Return what ``load`` returns; add to its problems those that do not depend on what is wrong. Raises
+    `ConfigError`."""
+    try:
+        return load()
+    except ConfigError as error:
+        if error.rest is None:
+            raise
+        reported = [problem.path for problem in error.problems]
+        more = [problem for rule in INDEPENDENT_RULES[error.rest.pipeline] for problem in rule(error.rest)]
+        more = [problem for problem in more if not rules.is_within(problem.path, reported)]
+        raise ConfigError([*error.problems, *more]) from error
 
 
 def check_config(config: PipelineConfig) -> PipelineConfig:
@@ -71,7 +98,7 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     """
     problems = [*_faults(config), *missing_here(config)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *rules.algorithms_are_known(config)])
     return config
 
 
@@ -82,7 +109,7 @@ def check_elsewhere(config: PipelineConfig) -> list[ConfigProblem]:
     """
     problems = _faults(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *rules.algorithms_are_known(config)])
     return missing_here(config)
 
 

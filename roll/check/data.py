@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.configs.derived import groups_ahead, roles_and_reward_models, sequence_length, validation_settings
+from roll.configs.derived import groups_ahead, model_path, roles_and_reward_models, sequence_length, validation_settings
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH
 from roll.configs.given import is_given
@@ -49,6 +50,34 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if (policy / "config.json").is_file() and not any(list(policy.glob(pattern)) for pattern in TOKENIZER_FILES):
         remedy = "put `tokenizer.json` and `tokenizer_config.json` beside the model, as `save_pretrained` writes them"
         yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
+
+
+def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject sequences that are longer than the positions of the policy, if its files are here."""
+    model, longest = Path(model_path(config, config.actor_train)), sequence_length(config)
+    positions, is_scaled = _positions(model)
+    if (
+        positions is None
+        or longest <= positions
+        or (is_scaled and config.actor_infer.strategy_args.strategy_name != "hf_infer")
+    ):
+        return
+    path = "response_length" if config.sequence_length is None else "sequence_length"
+    message = f"sequences of up to {longest:,} tokens are longer than the {positions:,} positions of {model}"
+    lower = f"`{path}`" if config.sequence_length is not None else "`prompt_length` or `response_length`"
+    yield ConfigProblem(path, message, f"lower {lower} by {longest - positions:,}, or take a model with more positions")
+
+
+def _positions(model: Path) -> tuple[int | None, bool]:
+    """Return the positions of a model in a folder, None if they are not known, and True if they can be stretched."""
+    try:
+        facts = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        text = facts.get("text_config", facts)
+        positions, rope = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters")
+    except (OSError, ValueError, AttributeError):
+        return None, False
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
+    return positions if isinstance(positions, int) else None, kind != "default"
 
 
 def is_local(model: str) -> bool:

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from roll.check.devices import readable_mappings
 from roll.configs import derived, fields
 from roll.configs.devices import compact
@@ -175,6 +176,12 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
             if value is not None and not fields.IMPORT_PATH.fullmatch(value):
                 message = f"{shown(value)} is no import path"
                 yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
+
+
+def algorithms_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require names of a loss and of an estimator that exist. Modules of import paths are imported later."""
+    yield from problems_of(partial(POLICY_LOSSES.find, config.actor_train.pg_variant, "actor_train.pg_variant"))
+    yield from problems_of(partial(ADVANTAGE_ESTIMATORS.find, config.adv_estimator, "adv_estimator"))
 
 
 def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:

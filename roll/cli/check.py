@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from roll.check.config import check_elsewhere
+from roll.check.config import check_elsewhere, loaded
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
 from roll.check.plan import missing_packages, needs, plan
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.exact is not None:
             return _exact(options.config, options.overrides, options.exact)
-        config = load_config(options.config, [*options.overrides, *gpu_memory])
+        config = loaded(lambda: load_config(options.config, [*options.overrides, *gpu_memory]))
         missing = check_elsewhere(config)
         print(plan(config), flush=True)
         from roll.pipeline.preflight import look_up

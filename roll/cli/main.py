@@ -22,7 +22,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from roll.check.config import check_config
+from roll.check.config import check_config, loaded
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
 from roll.configs.loader import dump_config, load_config
@@ -234,7 +234,7 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
     """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     gc.disable()  # scanning the objects of imports again and again takes a fifth of the time
     try:
-        config = check_config(load())
+        config = check_config(loaded(load))
         say(plan(config))
         from roll.pipeline.preflight import prepare
         from roll.pipeline.resume import find_resume_point

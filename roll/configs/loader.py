@@ -228,12 +228,29 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     reported = {each.path for each in problems}
     problems += [each for each in wrong if each.path not in reported]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, valid or _without(cls, tree, problems))
     config: PipelineConfig = valid
     problems = place_shares(config)
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _without(cls: type[PipelineConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
+    """Return the configuration without the reported keys; None if what is left does not fit either."""
+    reported = {each.path for each in problems}
+
+    def kept(value: Any, parts: tuple[PathPart, ...]) -> Any:
+        if isinstance(value, dict):
+            below = {
+                key: kept(each, (*parts, key)) for key, each in value.items() if join((*parts, key)) not in reported
+            }
+            return below
+        if isinstance(value, list):
+            return [kept(each, (*parts, at)) for at, each in enumerate(value) if join((*parts, at)) not in reported]
+        return value
+
+    return validated(cls, kept(tree, ()))[0]
 
 
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:

@@ -102,11 +102,8 @@ def require(modules: Collection[str], name: str, where: str) -> None:
     """Raise `ConfigError` if a module that ``name`` needs is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            remedy = (
-                install_command(module)
-                if module in {**EXTRAS, **PACKAGES}
-                else "install it, from where its documentation says"
-            )
+            known = module in EXTRAS or module in PACKAGES
+            remedy = install_command(module) if known else "install it as its documentation says"
             raise problem(where, f"`{name}` needs the module `{module}`, which is not installed", remedy)
 
 
