@@ -174,8 +174,25 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
         classes = {"worker_cls": role.worker_cls, "strategy_args.strategy_cls": role.strategy_args.strategy_cls}
         for key, value in classes.items():
             if value is not None and not fields.IMPORT_PATH.fullmatch(value):
-                message = f"{shown(value)} is no import path"
-                yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
+                message, remedy = f"{shown(value)} is no import path", "write `package.module:Class`"
+                if key == "worker_cls" and value.startswith("roll."):
+                    message = f"{shown(value)} is a worker of ROLL, which is not here"
+                    remedy = f"remove it; {_in_place_of(name, value)} (docs/howto/plug_ins.md)"
+                yield ConfigProblem(f"{name}.{key}", message, remedy)
+
+
+_VERIFIERS_OF_WORKERS = {"Math": "math", "Code": "code", "Judge": "judge", "Choice": "exact"}
+"""Part of the name of one of ROLL's reward workers -> our verifier."""
+
+
+def _in_place_of(role: str, worker: str) -> str:
+    """Return what takes the place of one of ROLL's workers."""
+    if role.startswith("rewards."):
+        known = [ours for part, ours in _VERIFIERS_OF_WORKERS.items() if part in worker.rpartition(".")[2]]
+        return f"write `verifier: {known[0]}`" if known else "name a function of a response under `verifier`"
+    if role == "actor_train":
+        return "a loss of one's own is a function under `pg_variant`, an estimator one under `adv_estimator`"
+    return "an engine or a trainer of one's own is a class under `strategy_args.strategy_name`"
 
 
 def algorithms_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:

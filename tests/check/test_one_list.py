@@ -11,6 +11,8 @@ import roll
 from roll.configs.loader import dump_yaml
 from tests.pipeline.command_lines import run_here
 
+REWARDS = "roll.pipeline.rlvr.rewards"
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
@@ -72,3 +74,18 @@ def test_positions_that_another_engine_can_stretch_are_left_to_it(task, tmp_path
     assert paths(tree) == ["sequence_length"]
     tree["actor_infer"]["strategy_args"] = {"strategy_name": "vllm"}
     assert "sequence_length" not in paths(tree)
+
+
+@pytest.mark.parametrize(
+    ("role", "worker", "remedy"),
+    [
+        ("rewards__addition", f"{REWARDS}.math_rule_reward_worker.MathRuleRewardWorker", "`verifier: math`"),
+        ("rewards__addition", f"{REWARDS}.ifeval_rule_reward_worker.GeneralRuleRewardWorker", "`verifier`"),
+        ("actor_train", "roll.pipeline.base_worker.ActorWorker", "`pg_variant`"),
+        ("actor_infer", "roll.pipeline.base_worker.ActorWorker", "`strategy_args.strategy_name`"),
+    ],
+)
+def test_a_worker_of_roll_gets_what_takes_its_place(task, role, worker, remedy):
+    problems = roll.check(tiny_config(task, **{f"{role}__worker_cls": worker})).problems
+    (found,) = [each for each in problems if each.path == f"{role.replace('__', '.')}.worker_cls"]
+    assert "a worker of ROLL" in found.message and remedy in found.remedy
