@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.check.config import loaded
-from roll.configs.given import with_tokens
+from roll.configs.given import is_given, with_tokens
 from roll.configs.loader import config_from_tree, read_tree
 from roll.configs.plugins import problem
 from roll.configs.run import PipelineConfig
@@ -51,6 +51,9 @@ def with_given(
     if advantage is not None:
         tree = _replaced(tree, "adv_estimator", advantage)
     tree, pickles = with_tokens(tree)
+    if any(is_given(str(name)) for name in tree.get("track_with") or ()):
+        message = "a tracker runs in a process of its own, which imports it"
+        raise problem("track_with", message, "put it in a file and write `package.module:Class`")
     return loaded(lambda: config_from_tree(tree, overrides)), pickles
 
 

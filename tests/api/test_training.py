@@ -109,6 +109,11 @@ def test_what_cannot_be_pickled_is_named_with_its_place(task):
     assert problem.path == "rewards.addition.verifier" and "lock" in problem.message
 
 
+def test_a_tracker_is_named_since_its_process_imports_it(task):
+    (problem,) = roll.check({**tiny_config(task), "track_with": [starts_with_a_digit()]}).problems
+    assert problem.path == "track_with" and "package.module:Class" in problem.remedy
+
+
 def test_a_configuration_is_a_file_a_dictionary_or_a_dataclass(task, tmp_path):
     tree = tiny_config(task)
     from_tree = roll.load_config(tree, ["max_steps=5"])
