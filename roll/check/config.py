@@ -24,6 +24,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.inert_keys_are_left_alone,
     rules.roll_names_fit,
     rules.names_are_known,
+    rules.workers_of_roll_have_a_place,
     rules.output_can_be_written,
     rules.trackers_are_known,
     data.validation_is_complete,

@@ -62,9 +62,12 @@ def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
         or (is_scaled and config.actor_infer.strategy_args.strategy_name != "hf_infer")
     ):
         return
-    path = "response_length" if config.sequence_length is None else "sequence_length"
+    is_cut = (
+        config.sequence_length is not None and config.sequence_length < config.prompt_length + config.response_length
+    )
+    path = "sequence_length" if is_cut else "response_length"
     message = f"sequences of up to {longest:,} tokens are longer than the {positions:,} positions of {model}"
-    lower = f"`{path}`" if config.sequence_length is not None else "`prompt_length` or `response_length`"
+    lower = "it" if is_cut else "`prompt_length` or `response_length`"
     yield ConfigProblem(path, message, f"lower {lower} by {longest - positions:,}, or take a model with more positions")
 
 

@@ -25,7 +25,15 @@ from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, p
 from roll.configs.loader import validated
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import ADAPTER_KEYS, ROLL_ARGUMENTS, TRAINED_ROLES, UNREAD_KEYS, UNREAD_PATHS, ActorInferConfig
-from roll.configs.run import PUBLICATION_CHAOS, TENSORBOARD, TRACKERS, AgenticConfig, ChaosEvent, PipelineConfig
+from roll.configs.run import (
+    PUBLICATION_CHAOS,
+    TENSORBOARD,
+    TRACKERS,
+    AgenticConfig,
+    ChaosEvent,
+    PipelineConfig,
+    RLVRConfig,
+)
 from roll.configs.strategies import FORWARD_STRATEGIES, Options, Trainer, strategies_of, strategy_of
 from roll.tracking.plugins.process import TrackerPlugIn
 from roll.tracking.run_directory import RunDirectory
@@ -174,15 +182,30 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
         classes = {"worker_cls": role.worker_cls, "strategy_args.strategy_cls": role.strategy_args.strategy_cls}
         for key, value in classes.items():
             if value is not None and not fields.IMPORT_PATH.fullmatch(value):
-                message, remedy = f"{shown(value)} is no import path", "write `package.module:Class`"
-                if key == "worker_cls" and value.startswith("roll."):
-                    message = f"{shown(value)} is a worker of ROLL, which is not here"
-                    remedy = f"remove it; {_in_place_of(name, value)} (docs/howto/plug_ins.md)"
-                yield ConfigProblem(f"{name}.{key}", message, remedy)
+                message = f"{shown(value)} is no import path"
+                if not is_worker_of_roll(value):
+                    yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
 
 
 _VERIFIERS_OF_WORKERS = {"Math": "math", "Code": "code", "Judge": "judge", "Choice": "exact"}
 """Part of the name of one of ROLL's reward workers -> our verifier."""
+
+
+def is_worker_of_roll(name: str | None) -> bool:
+    """Return True for the dotted path of a class of ROLL; import paths of this project have a colon."""
+    return name is not None and name.startswith("roll.") and ":" not in name
+
+
+def workers_of_roll_have_a_place(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject ROLL's worker classes, with what takes their place."""
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    sections = {f"rewards.{name}": reward for name, reward in rewards.items()}
+    for name, section in {**derived.present_roles(config), **sections}.items():
+        worker = section.worker_cls
+        if worker is not None and is_worker_of_roll(worker):
+            message = f"{shown(worker)} is a worker of ROLL, which is not here"
+            remedy = f"remove it; {_in_place_of(name, worker)} (docs/howto/plug_ins.md)"
+            yield ConfigProblem(f"{name}.worker_cls", message, remedy)
 
 
 def _in_place_of(role: str, worker: str) -> str:

@@ -50,7 +50,9 @@ def test_a_dropped_value_causes_no_further_problem(task):
 def test_a_sequence_beyond_the_positions_of_the_model_is_found(task, key):
     """The tiny model has 64 positions."""
     tree = tiny_config(task)
-    room = 64 if key == "sequence_length" else 60
+    room = 60
+    if key == "sequence_length":
+        room, tree["response_length"] = 64, 200
     tree[key] = room
     assert roll.check(tree).ok
     tree[key] = room + 1
@@ -70,7 +72,7 @@ def test_positions_that_another_engine_can_stretch_are_left_to_it(task, tmp_path
     facts = json.loads((folder / "config.json").read_text())
     facts["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(facts))
-    tree = tiny_config(task, sequence_length=100, pretrain=str(folder))
+    tree = tiny_config(task, sequence_length=100, response_length=200, pretrain=str(folder))
     assert paths(tree) == ["sequence_length"]
     tree["actor_infer"]["strategy_args"] = {"strategy_name": "vllm"}
     assert "sequence_length" not in paths(tree)

@@ -112,7 +112,6 @@ class AdvantageEstimator:
         needed and missing, or that has the wrong shape.
         """
         needs = self.requirements
-        fields = {"groups": None if groups is None else group_tensor(groups, token_rewards), **fields}
         needed = {
             "groups": needs.group_relative,
             "values": needs.needs_values,
@@ -120,12 +119,12 @@ class AdvantageEstimator:
             "turns": needs.needs_turns,
             "states": needs.needs_states,
         }
-        missing = [name for name, is_needed in needed.items() if is_needed and fields.get(name) is None]
+        given = {"groups": groups, **fields}
+        missing = [name for name, is_needed in needed.items() if is_needed and given.get(name) is None]
         if missing:
             raise ValueError(f"the advantage estimator {self.name!r} needs {', '.join(missing)}")
-        if fields["groups"] is None:
-            fields["groups"] = torch.arange(len(token_rewards), device=token_rewards.device)
-        inputs = AdvantageInputs(token_rewards, response_mask, **fields)
+        numbers = group_tensor(range(len(token_rewards)) if groups is None else groups, token_rewards)
+        inputs = AdvantageInputs(token_rewards, response_mask, numbers, **fields)
         return keep(self.function(inputs, **self.arguments), response_mask).to(result_dtype(token_rewards))
 
 
