@@ -9,6 +9,7 @@ reads it without being given the object again is refused.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,18 @@ def holding_given(pickles: Mapping[str, bytes]) -> Iterator[None]:
         receive(before)
 
 
+def _pickled(value: Callable[..., Any]) -> bytes:
+    """Pickle by value what other processes could not import: what is in `__main__`, or in a module without a file."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if module is None or module.__spec__ is not None or module.__name__ == "__main__":
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
 def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
     """Return a tree with a token in place of each callable, and the pickles by token.
 
@@ -92,7 +105,7 @@ def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
             token = f"{PREFIX}{name} ({number})"
         tokens[id(value)], objects[token] = token, value
         try:
-            pickles[token] = cloudpickle.dumps(value)
+            pickles[token] = _pickled(value)
         except Exception as error:
             message = f"`{name}` cannot be sent to workers: {type(error).__name__}: {error}"
             remedy = "let it make what cannot be pickled (a lock, a file, a connection) when it is called"

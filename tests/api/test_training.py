@@ -5,10 +5,12 @@ from __future__ import annotations
 import _thread
 import asyncio
 import logging
+import pickle
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -99,6 +101,17 @@ def test_a_dictionary_may_hold_objects_and_one_object_has_one_name():
     tree, pickles = with_tokens({"a": first, "b": [second, {"c": first}], "d": "text", "e": 3})
     assert tree == {"a": f"{PREFIX}<lambda>", "b": [f"{PREFIX}<lambda> (2)", {"c": tree["a"]}], "d": "text", "e": 3}
     assert len(pickles) == 2
+
+
+def test_a_function_of_a_module_that_no_file_has_travels_too():
+    module = types.ModuleType("of_no_file")
+    sys.modules["of_no_file"] = module
+    try:
+        exec("SIZE = 2\ndef reward(response):\n    return SIZE * len(response)", vars(module))
+        tree, pickles = with_tokens({"verifier": module.reward})
+    finally:
+        del sys.modules["of_no_file"]
+    assert pickle.loads(pickles[tree["verifier"]])("ab") == 4
 
 
 def test_what_cannot_be_pickled_is_named_with_its_place(task):
