@@ -46,7 +46,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     """With fewer steps, which change what is learned and nothing else."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     written = cells()
-    shorter = written[0].replace("STEPS = 20", "STEPS = 2")
+    shorter = written[0].replace("STEPS, WARM_UP = 20, 1000", "STEPS, WARM_UP = 2, 20")
     assert shorter != written[0]
     done = subprocess.run(
         [sys.executable, "-c", KERNEL],
