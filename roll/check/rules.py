@@ -199,9 +199,9 @@ def is_worker_of_roll(name: str | None) -> bool:
 def workers_of_roll_have_a_place(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject ROLL's worker classes, with what takes their place."""
     rewards = config.rewards if isinstance(config, RLVRConfig) else {}
-    sections = {f"rewards.{name}": reward for name, reward in rewards.items()}
-    for name, section in {**derived.present_roles(config), **sections}.items():
-        worker = section.worker_cls
+    workers = {name: section.worker_cls for name, section in derived.present_roles(config).items()}
+    workers |= {f"rewards.{name}": reward.worker_cls for name, reward in rewards.items()}
+    for name, worker in workers.items():
         if worker is not None and is_worker_of_roll(worker):
             message = f"{shown(worker)} is a worker of ROLL, which is not here"
             remedy = f"remove it; {_in_place_of(name, worker)} (docs/howto/plug_ins.md)"
