@@ -1,0 +1,72 @@
+"""Reinforcement learning for language models, from Python: what `docs/python.md` describes, and the rooms behind it.
+
+Everything is imported when it is first used, so ``import roll`` takes milliseconds and needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll.api.checks import Check
+    from roll.api.checks import check as check
+    from roll.api.configuration import load_config
+    from roll.api.runs import Page, Run, compare, open_run
+    from roll.api.training import RunFailed, train
+    from roll.configs.errors import ConfigError, ConfigProblem
+    from roll.configs.run import AgenticConfig, RLVRConfig
+
+    __version__: str
+
+_PLACES = {
+    "AgenticConfig": "roll.configs.run",
+    "Check": "roll.api.checks",
+    "ConfigError": "roll.configs.errors",
+    "ConfigProblem": "roll.configs.errors",
+    "Page": "roll.api.runs",
+    "RLVRConfig": "roll.configs.run",
+    "Run": "roll.api.runs",
+    "RunFailed": "roll.api.training",
+    "compare": "roll.api.runs",
+    "load_config": "roll.api.configuration",
+    "open_run": "roll.api.runs",
+    "train": "roll.api.training",
+}
+_ROOMS = ("algorithms", "check")
+"""Packages that are part of the public face: `roll.check` is called like a function."""
+
+__all__ = [
+    "AgenticConfig",
+    "Check",
+    "ConfigError",
+    "ConfigProblem",
+    "Page",
+    "RLVRConfig",
+    "Run",
+    "RunFailed",
+    "__version__",
+    "algorithms",
+    "check",
+    "compare",
+    "load_config",
+    "open_run",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        found: Any = import_module("roll.distribution").version()
+    elif name in _ROOMS:
+        found = import_module(f"roll.{name}")
+    elif name in _PLACES:
+        found = getattr(import_module(_PLACES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

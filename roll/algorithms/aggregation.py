@@ -28,30 +28,37 @@ class LossNormalizers:
     """Response tokens of the batch."""
     sequences: int
     """Sequences with at least one response token."""
-    max_response_length: int
-    """The constant of `seq-mean-token-sum-norm`, in tokens; it does not depend on the batch."""
+    max_response_length: int | None = None
+    """The constant of `seq-mean-token-sum-norm`, in tokens; it does not depend on the batch. Other modes need none."""
 
     @classmethod
-    def unknown(cls, max_response_length: int) -> LossNormalizers:
+    def unknown(cls, max_response_length: int | None) -> LossNormalizers:
         """Return divisors of 1, for a batch whose totals are not known yet: its sums are divided at the end."""
         return cls(1, 1, max_response_length)
 
     @classmethod
-    def of(cls, response_lengths: Sequence[int], max_response_length: int) -> LossNormalizers:
+    def of(cls, response_lengths: Sequence[int], max_response_length: int | None = None) -> LossNormalizers:
         """Count the response tokens of every sequence of the whole batch."""
         lengths = [int(length) for length in response_lengths]
         return cls(sum(lengths), sum(length > 0 for length in lengths), max_response_length)
 
 
-def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
+def aggregate(
+    values: Tensor, response_mask: Tensor, mode: str = "token-mean", normalizers: LossNormalizers | None = None
+) -> Tensor:
     """Return the contribution of these rows to the aggregate over the whole batch, a 0-d tensor.
 
-    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``; a row must hold its whole sequence. Contributions of
+    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``; a row must hold its whole sequence. ``normalizers``
+    are those of the whole batch; None: these rows are all of it. Contributions of
     disjoint rows add up. The weight of a token is, for ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476);
     ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO, arXiv 2402.03300); ``seq-mean-token-sum``:
     1 / sequences; ``seq-mean-token-sum-norm``: 1 / (sequences x longest possible response) (Dr. GRPO, arXiv
-    2503.20783). ``ValueError`` for an unknown mode.
+    2503.20783). ``ValueError`` for an unknown mode, a wrong shape, or a constant that the mode needs and is not given.
     """
+    checked_mask(response_mask)
+    checked_shape("values", values, tuple(response_mask.shape))
+    if normalizers is None:
+        normalizers = LossNormalizers.of(response_mask.sum(-1).tolist())
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).to(torch.promote_types(values.dtype, torch.float32))
     sequences = max(1, normalizers.sequences)
     if mode == "token-mean":
@@ -61,10 +68,26 @@ def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: Los
     elif mode == "seq-mean-token-sum":
         weights = torch.full_like(lengths, 1.0 / sequences)
     elif mode == "seq-mean-token-sum-norm":
+        if normalizers.max_response_length is None:
+            raise ValueError(f"{mode} divides by `max_response_length`: give `normalizers` that have it")
         weights = torch.full_like(lengths, 1.0 / (sequences * normalizers.max_response_length))
     else:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
     return (keep(values, response_mask) * weights).sum()
+
+
+def checked_mask(response_mask: Tensor) -> None:
+    """Raise ``ValueError`` unless a mask is bool and ``[batch, seq]``."""
+    if response_mask.dtype != torch.bool:
+        raise ValueError(f"response_mask must be bool, not {response_mask.dtype}: write `mask.bool()`")
+    if response_mask.ndim != 2:
+        raise ValueError(f"response_mask must be [batch, seq], not {list(response_mask.shape)}")
+
+
+def checked_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless a tensor has a shape; nothing is broadcast, since that would hide mistakes."""
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have the shape {list(shape)}, not {list(value.shape)}")
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:

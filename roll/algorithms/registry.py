@@ -1,7 +1,8 @@
 """Losses and advantage estimators by name: their descriptions, and how they are made with their arguments.
 
 The function's keyword arguments are its settings. A decorator adds the text of the reference page, the requirements,
-and the check of relations between arguments; a function without a decorator has the default requirements.
+and the check of relations between arguments; a function without a decorator has the default requirements. Nothing here
+imports torch, so that a check of a configuration knows the names.
 """
 
 from __future__ import annotations
@@ -83,3 +84,9 @@ def built(
 def _owners(kind: Kind[PlugIn], key: str) -> list[str]:
     """Return the built-in plug-ins that have a setting ``key``."""
     return [name for name in sorted(kind.built_in) if key in settings_of(kind.load(name, kind.name), name, kind.name)]
+
+
+POLICY_LOSSES = Kind("policy loss", "roll.policy_losses", one_file_each("roll.algorithms.losses"), PlugIn)
+ADVANTAGE_ESTIMATORS = Kind(
+    "advantage estimator", "roll.advantage_estimators", one_file_each("roll.algorithms.advantages"), PlugIn
+)

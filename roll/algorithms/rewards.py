@@ -207,7 +207,7 @@ def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
 
 def normalize_rewards(
     rewards: Tensor,
-    groups: Groups,
+    groups: Groups | None = None,
     mean: MomentsOf = "none",
     std: MomentsOf = "none",
     running: RunningMoments | None = None,
@@ -219,17 +219,16 @@ def normalize_rewards(
     ``none`` subtracts 0, or does not divide. Deviations are unbiased (n - 1). If the deviation is 0 (a group of one,
     equal rewards) the result is exactly 0 whatever the mean: there is nothing to compare. ``running`` is only read;
     ``tag`` uses the samples with equal ``tags``. The result is float64 if the rewards are, else float32. ``ValueError``
-    for an unknown source, for running moments that are missing or empty, for missing tags, or ``eps`` <= 0.
+    for an unknown source, for what a source needs and is missing (running moments, groups, tags), or ``eps`` <= 0.
     """
     if not eps > 0:
         raise ValueError(f"eps must be above 0, not {eps}")
-    numbers = group_tensor(groups, rewards)
     values = rewards.detach().double()
     result = values
     if mean != "none":
-        result = values - _moments(mean, values, numbers, running, tags)[0]
+        result = values - _moments(mean, values, groups, running, tags)[0]
     if std != "none":
-        deviation = _moments(std, values, numbers, running, tags)[1]
+        deviation = _moments(std, values, groups, running, tags)[1]
         result = torch.where(deviation > 0, result / (deviation + eps), torch.zeros_like(result))
     return result.to(result_dtype(rewards))
 
@@ -311,7 +310,7 @@ def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, penalty: Le
 
 
 def _moments(
-    of: MomentsOf, values: Tensor, groups: Tensor, running: RunningMoments | None, tags: Groups | None
+    of: MomentsOf, values: Tensor, groups: Groups | None, running: RunningMoments | None, tags: Groups | None
 ) -> tuple[Tensor, Tensor]:
     """Return mean and deviation for each value, ``[batch]``."""
     if of == "running":
@@ -324,8 +323,12 @@ def _moments(
         if tags is None:
             raise ValueError("moments by tag are asked for, but no tags are given")
         together = group_tensor(tags, values)
+    elif of == "group":
+        if groups is None:
+            raise ValueError("moments by group are asked for, but no groups are given")
+        together = group_tensor(groups, values)
     else:
-        together = group_tensor(groups if of == "group" else torch.zeros_like(groups), values)
+        together = torch.zeros(len(values), dtype=torch.int64, device=values.device)
     return group_mean(values, together), group_deviation(values, together)
 
 

@@ -17,7 +17,7 @@ from roll.check.memory import estimate_memory
 from roll.configs.derived import rlvr
 from roll.configs.errors import ConfigError, ConfigProblem, NoEffect
 from roll.configs.fields import default_of, values_below
-from roll.configs.loader import load_config
+from roll.configs.loader import config_from_tree, load_config
 from roll.configs.run import AgenticConfig, PipelineConfig
 
 COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
@@ -26,6 +26,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.inert_keys_are_left_alone,
     rules.roll_names_fit,
     rules.names_are_known,
+    rules.workers_of_roll_have_a_place,
     rules.output_can_be_written,
     rules.trackers_are_known,
     data.validation_is_complete,
@@ -41,6 +42,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     training.schedule_is_possible,
     training.batches_divide,
     training.lengths_fit,
+    data.lengths_fit_the_model,
     training.sampling_varies,
     training.kl_has_a_reference,
     training.log_probabilities_have_the_weights,
@@ -62,7 +64,12 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
 }
 """Rules of one pipeline."""
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": (data.models_exist, data.prompts_exist, devices.gpus_are_visible, rules.trackers_are_here),
+    "rlvr": (
+        data.models_exist,
+        data.prompts_exist,
+        devices.gpus_are_visible,
+        rules.trackers_are_here,
+    ),
     "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
 }
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
@@ -73,15 +80,19 @@ LACKING = ("rewards", "custom_envs", "actor_train.data_args", "validation.data_a
 
 
 def read_config(
-    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+    source: str | Path | dict[str, Any], overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
 ) -> PipelineConfig:
-    """Load a configuration; in ROLL's dialect, keys without an effect here are named and left out.
+    """Load a configuration from a file or a tree; in ROLL's dialect, keys without an effect here are named and left
+    out.
 
     See `load_config`. Raises `ConfigError`.
     """
     told: list[str] = []
     try:
-        config = load_config(path, overrides, told.append)
+        if isinstance(source, dict):
+            config = config_from_tree(source, overrides, told.append)
+        else:
+            config = load_config(source, overrides, told.append)
         if told:
             told += leave_out_without_effect(config).values()
         return config
@@ -103,6 +114,25 @@ def leave_out_without_effect(config: PipelineConfig) -> dict[str, str]:
             section, item = sections[where]
             setattr(section, item.name, default_of(item))
             sentences[where] = f"{where}: {found[where].replace('has no effect:', 'has no effect here:')}"
+INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist),
+    "agentic": (rules.algorithms_are_known, data.models_exist),
+}
+"""Rules that can be asked of a configuration in which other keys are missing: each looks at one value that is there."""
+
+
+def loaded(load: Callable[[], PipelineConfig]) -> PipelineConfig:
+    """Return what ``load`` returns; add to its problems those that do not depend on what is wrong. Raises
+    `ConfigError`."""
+    try:
+        return load()
+    except ConfigError as error:
+        if error.rest is None:
+            raise
+        reported = [problem.path for problem in error.problems]
+        more = [problem for rule in INDEPENDENT_RULES[error.rest.pipeline] for problem in rule(error.rest)]
+        more = [problem for problem in more if not rules.is_within(problem.path, reported)]
+        raise ConfigError([*error.problems, *more]) from error
 
 
 def check_config(config: PipelineConfig) -> PipelineConfig:
@@ -112,7 +142,7 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
     """
     problems = [*_faults(config), *missing_here(config)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *rules.algorithms_are_known(config)])
     return config
 
 
@@ -124,7 +154,8 @@ def check_elsewhere(config: PipelineConfig, may_lack: Sequence[str] = ()) -> lis
     problems = _faults(config)
     lacking = [problem for problem in problems if problem.path in may_lack]
     if len(lacking) < len(problems):
-        raise ConfigError([problem for problem in problems if problem not in lacking])
+        others = [problem for problem in problems if problem not in lacking]
+        raise ConfigError([*others, *rules.algorithms_are_known(config)])
     return [*lacking, *missing_here(config)]
 
 

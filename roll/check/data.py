@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.configs.derived import groups_ahead, roles_and_reward_models, sequence_length, validation_settings
+from roll.configs.derived import groups_ahead, model_path, roles_and_reward_models, sequence_length, validation_settings
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH, changes
+from roll.configs.given import is_given
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
 from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
@@ -53,6 +55,37 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if (policy / "config.json").is_file() and not any(list(policy.glob(pattern)) for pattern in TOKENIZER_FILES):
         remedy = "put `tokenizer.json` and `tokenizer_config.json` beside the model, as `save_pretrained` writes them"
         yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
+
+
+def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject sequences that are longer than the positions of the policy, if its files are here."""
+    model, longest = Path(model_path(config, config.actor_train)), sequence_length(config)
+    positions, is_scaled = _positions(model)
+    if (
+        positions is None
+        or longest <= positions
+        or (is_scaled and config.actor_infer.strategy_args.strategy_name != "hf_infer")
+    ):
+        return
+    is_cut = (
+        config.sequence_length is not None and config.sequence_length < config.prompt_length + config.response_length
+    )
+    path = "sequence_length" if is_cut else "response_length"
+    message = f"sequences of up to {longest:,} tokens are longer than the {positions:,} positions of {model}"
+    lower = "it" if is_cut else "`prompt_length` or `response_length`"
+    yield ConfigProblem(path, message, f"lower {lower} by {longest - positions:,}, or take a model with more positions")
+
+
+def _positions(model: Path) -> tuple[int | None, bool]:
+    """Return the positions of a model in a folder, None if they are not known, and True if they can be stretched."""
+    try:
+        facts = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        text = facts.get("text_config", facts)
+        positions, rope = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters")
+    except (OSError, ValueError, AttributeError):
+        return None, False
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
+    return positions if isinstance(positions, int) else None, kind != "default"
 
 
 def is_local(model: str) -> bool:
@@ -133,6 +166,10 @@ def _domain(source: ReasoningGymSource) -> str:
     return source.domain or source.dataset
 
 
+def _leads_to_an_object(name: str) -> bool:
+    return is_given(name) or IMPORT_PATH.fullmatch(name) is not None
+
+
 def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
     if not config.rewards:
@@ -145,7 +182,7 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if not reward.verifier:
             remedy = f"write one of {', '.join(known)}, or `package.module:function`"
             yield ConfigProblem(f"rewards.{name}.verifier", "no verifier is named", remedy)
-        elif reward.verifier not in known and not IMPORT_PATH.fullmatch(reward.verifier):
+        elif reward.verifier not in known and not _leads_to_an_object(reward.verifier):
             message = f"{shown(reward.verifier)} is neither a built-in verifier nor `package.module:function`"
             yield ConfigProblem(f"rewards.{name}.verifier", message, choose_among(reward.verifier, known))
         for tag in reward.tag_included or [name]:
@@ -226,7 +263,7 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, message, "use letters, digits, '-', '_' and '.'")
         if not env.env_type:
             yield ConfigProblem(f"{path}.env_type", "no environment is named", "write one, for example `frozen_lake`")
-        if env.env_manager_cls not in ENV_MANAGERS and not IMPORT_PATH.fullmatch(env.env_manager_cls):
+        if env.env_manager_cls not in ENV_MANAGERS and not _leads_to_an_object(env.env_manager_cls):
             message = f"{shown(env.env_manager_cls)} is neither a built-in environment manager nor an import path"
             yield ConfigProblem(f"{path}.env_manager_cls", message, choose_among(env.env_manager_cls, ENV_MANAGERS))
         if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:

@@ -27,16 +27,24 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DataArguments, WorkerConfig
 from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Strategy, strategy_of
+from roll.distribution import install_command
 
 
 def plan(config: PipelineConfig) -> str:
     """Format what a checked configuration comes to (samples a step, optimizer steps, lag, ...) as console lines."""
+    rows = plan_rows(config)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def plan_rows(config: PipelineConfig) -> list[tuple[str, str]]:
+    """Return what a checked configuration comes to, as pairs of subject and sentence."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)
     if isinstance(config, AgenticConfig):
         data = _environments(config, config.train_env_manager)
-    rows = [
+    return [
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
@@ -56,8 +64,6 @@ def plan(config: PipelineConfig) -> str:
         ("metrics", ", ".join(["metrics.jsonl", *tracker_words(config)])),
         *(("warning", warning) for warning in config_warnings(config)),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def _role(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> str:
@@ -234,9 +240,9 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
             state = f"not checked here: {strategy.package_tells}, which only the package knows"
             yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
-        yield _package("peft", 'pip install "roll[lora]"')
+        yield _package("peft", install_command("peft"))
     if isinstance(config, RLVRConfig) and any(map(needs_datasets, data_sections(config).values())):
-        yield _package("datasets", 'pip install "roll[datasets]"')
+        yield _package("datasets", install_command("datasets"))
     if any(
         section.model_args.attn_implementation == "flash_attention_2"
         and (strategy := strategy_of(role, section)) is not None

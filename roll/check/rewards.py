@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from roll.check.rules import is_worker_of_roll
 from roll.configs.derived import model_path, reward_timeout
 from roll.configs.errors import ConfigProblem, choose_among, shown, without_effect
 from roll.configs.fields import changes
@@ -48,6 +49,8 @@ def rewards_fit_their_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
         for key in _UNREAD_KEYS.get(reward.verifier, (*_MODEL_KEYS, "judge")) if reward.verifier else ():
             remedy = _REMEDIES.get(key, "set `verifier: reward_model`, or remove this key")
             for path, value in changes(reward, key):
+                if key == "worker_cls" and is_worker_of_roll(reward.worker_cls):
+                    continue
                 reason = f"the verifier {shown(reward.verifier)} does not read this key"
                 yield without_effect(f"rewards.{name}.{path}", value, reason, remedy)
         if reward.verifier == "reward_model" and not model_path(config, reward):

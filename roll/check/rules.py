@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from roll.check.devices import readable_mappings
 from roll.configs import derived, fields
 from roll.configs.devices import compact
@@ -24,7 +25,15 @@ from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, p
 from roll.configs.loader import validated
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import ADAPTER_KEYS, ROLL_ARGUMENTS, TRAINED_ROLES, UNREAD_KEYS, UNREAD_PATHS, ActorInferConfig
-from roll.configs.run import PUBLICATION_CHAOS, TENSORBOARD, TRACKERS, AgenticConfig, ChaosEvent, PipelineConfig
+from roll.configs.run import (
+    PUBLICATION_CHAOS,
+    TENSORBOARD,
+    TRACKERS,
+    AgenticConfig,
+    ChaosEvent,
+    PipelineConfig,
+    RLVRConfig,
+)
 from roll.configs.strategies import FORWARD_STRATEGIES, Options, Trainer, strategies_of, strategy_of
 from roll.tracking.plugins.process import TrackerPlugIn
 from roll.tracking.run_directory import RunDirectory
@@ -180,7 +189,45 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
         for key, value in classes.items():
             if value is not None and not fields.IMPORT_PATH.fullmatch(value):
                 message = f"{shown(value)} is no import path"
-                yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
+                if not is_worker_of_roll(value):
+                    yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
+
+
+_VERIFIERS_OF_WORKERS = {"Math": "math", "Code": "code", "Judge": "judge", "Choice": "exact"}
+"""Part of the name of one of ROLL's reward workers -> our verifier."""
+
+
+def is_worker_of_roll(name: str | None) -> bool:
+    """Return True for the dotted path of a class of ROLL; import paths of this project have a colon."""
+    return name is not None and name.startswith("roll.") and ":" not in name
+
+
+def workers_of_roll_have_a_place(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject ROLL's worker classes, with what takes their place."""
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    workers = {name: section.worker_cls for name, section in derived.present_roles(config).items()}
+    workers |= {f"rewards.{name}": reward.worker_cls for name, reward in rewards.items()}
+    for name, worker in workers.items():
+        if worker is not None and is_worker_of_roll(worker):
+            message = f"{shown(worker)} is a worker of ROLL, which is not here"
+            remedy = f"remove it; {_in_place_of(name, worker)} (docs/howto/plug_ins.md)"
+            yield ConfigProblem(f"{name}.worker_cls", message, remedy)
+
+
+def _in_place_of(role: str, worker: str) -> str:
+    """Return what takes the place of one of ROLL's workers."""
+    if role.startswith("rewards."):
+        known = [ours for part, ours in _VERIFIERS_OF_WORKERS.items() if part in worker.rpartition(".")[2]]
+        return f"write `verifier: {known[0]}`" if known else "name a function of a response under `verifier`"
+    if role == "actor_train":
+        return "a loss of one's own is a function under `pg_variant`, an estimator one under `adv_estimator`"
+    return "an engine or a trainer of one's own is a class under `strategy_args.strategy_name`"
+
+
+def algorithms_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require names of a loss and of an estimator that exist. Modules of import paths are imported later."""
+    yield from problems_of(partial(POLICY_LOSSES.find, config.actor_train.pg_variant, "actor_train.pg_variant"))
+    yield from problems_of(partial(ADVANTAGE_ESTIMATORS.find, config.adv_estimator, "adv_estimator"))
 
 
 def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:

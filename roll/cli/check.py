@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from roll.check.config import LACKING, check_elsewhere, read_config
+from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
 from roll.check.plan import Need, missing_packages, needs, plan
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
             return _exact(options.config, options.overrides, options.exact)
         told: list[str] = []
         try:
-            config = read_config(options.config, [*options.overrides, *gpu_memory], told.append)
+            overrides = [*options.overrides, *gpu_memory]
+            config = loaded(lambda: read_config(options.config, overrides, told.append))
         finally:
             print(*told, sep="\n", end="\n\n" if told else "", flush=True)
         missing = check_elsewhere(config, LACKING if told else ())

@@ -17,17 +17,17 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from roll.check.config import check_config, read_config
+from roll.check.config import check_config, loaded, read_config
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
 from roll.configs.loader import dump_config
 from roll.configs.run import PipelineConfig
+from roll.distribution import version
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import DriverWatch, StatusFile
@@ -100,21 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is not None and command.entry:
         return printed(partial(resolve_name(command.entry), arguments[1:]))
     if arguments == ["--version"]:
-        try:
-            say(f"roll {version('roll')}")
-        except PackageNotFoundError:
-            say("roll (not installed)")
+        say(f"roll {version()}")
         return SUCCESS
     if (wrong := _no_command(arguments)) is not None:
         say(wrong, error=True)
         return BAD_CONFIGURATION
     options = _parser(arguments).parse_args(arguments)
-    attempt = partial(attempt_run, options.config)
-    ended = attempt(lambda: read_config(options.config, options.overrides, say), started)
-    if ended.failed is None:
-        return ended.exit_code
-    restarts = ended.restarts
-    return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic(), restarts), restarts)
+    load = partial(read_config, options.config, options.overrides, say)
+    return run_to_its_end(options.config, load, started).exit_code
 
 
 @dataclass(frozen=True)
@@ -128,6 +121,26 @@ class Ended:
     """The counter of its failures, if it has failed."""
     refused: bool = False
     """True if nothing was started, for a reason that may pass."""
+    run: RunDirectory | None = None
+    """Folder of the run; None if nothing was started."""
+    problems: Sequence[ConfigProblem] = ()
+    """Reasons why the configuration was refused."""
+
+
+def run_to_its_end(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
+    """Run what ``load`` returns, with the restarts it allows; ``path`` is the user's name for it.
+
+    Return how the first attempt ended, with the exit code of the last one.
+    """
+    ended = attempt_run(path, load, started)
+    if ended.failed is None:
+        return ended
+
+    def attempt(config: PipelineConfig) -> Ended:
+        return attempt_run(path, lambda: config, time.monotonic(), ended.restarts)
+
+    again = begin_again(*ended.failed, attempt, ended.restarts)
+    return replace(ended, exit_code=again)
 
 
 def begin_again(
@@ -172,12 +185,12 @@ def attempt_run(
         prepared, run, point = _check(load)
     except ConfigError as error:
         say(refusal(path, error, "; nothing was started"), error=True)
-        return Ended(BAD_CONFIGURATION, refused=True)
+        return Ended(BAD_CONFIGURATION, refused=True, problems=error.problems)
     except (KeyboardInterrupt, SystemExit) as error:
         say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
         return Ended(FAILURE)
     if point is not None and _has_ended(point, prepared.config):
-        return Ended(SUCCESS)
+        return Ended(SUCCESS, run=run)
     from roll.pipeline.resume import Restarts, look_again, take_out_of_the_way
 
     restarts = restarts or Restarts()
@@ -186,7 +199,7 @@ def attempt_run(
             if point is not None:
                 point = look_again(point, prepared.config, prepared.source)
                 if _has_ended(point, prepared.config):
-                    return Ended(SUCCESS)
+                    return Ended(SUCCESS, run=run)
                 try:
                     take_out_of_the_way(point, prepared.config.max_ckpt_to_keep)
                 except (OSError, ValueError) as error:
@@ -196,13 +209,13 @@ def attempt_run(
                 outcome = _run(prepared, run, status, point, started, restarts)
     except ConfigError as error:  # another process changed the run in the meantime
         say(refusal(path, error, "; nothing was started"), error=True)
-        return Ended(BAD_CONFIGURATION, refused=True)
+        return Ended(BAD_CONFIGURATION, refused=True, problems=error.problems)
     except (RunExists, RunUnusable) as error:
         say(str(error), error=True)
         return Ended(FAILURE, refused=isinstance(error, RunUnusable))
     if outcome == "success":
-        return Ended(SUCCESS)
-    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None, restarts)
+        return Ended(SUCCESS, run=run)
+    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None, restarts, run=run)
 
 
 def _no_command(arguments: Sequence[str]) -> str | None:
@@ -242,7 +255,7 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
     """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     gc.disable()  # scanning the objects of imports again and again takes a fifth of the time
     try:
-        config = check_config(load())
+        config = check_config(loaded(load))
         say(plan(config))
         from roll.pipeline.preflight import prepare
         from roll.pipeline.resume import find_resume_point

@@ -45,10 +45,12 @@ def without_effect(path: str, value: Any, reason: str, remedy: str) -> ConfigPro
 class ConfigError(Exception):
     """A configuration with at least one problem."""
 
-    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+    def __init__(self, problems: Sequence[ConfigProblem], rest: Any = None) -> None:
+        """``rest``: the configuration without what is wrong in it, if there is one, for further checks."""
         if not problems:
             raise ValueError("a ConfigError needs at least one problem")
         self.problems = list(problems)
+        self.rest = rest
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[ConfigProblem]]]:

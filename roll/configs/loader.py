@@ -206,9 +206,11 @@ def _tell_dialect(path: str, tell: Callable[[str], None] | None, lines: Sequence
         tell("\n  ".join([f"{path} is in ROLL's dialect (docs/migration/roll.md); read as follows:", *lines]))
 
 
-def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
+def config_from_tree(
+    tree: dict[str, Any], overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+) -> PipelineConfig:
     """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`."""
-    return _typed(tree, (), lambda lines: None)
+    return _typed(tree, overrides, partial(_tell_dialect, "the configuration", tell))
 
 
 def dump_config(config: PipelineConfig) -> str:
@@ -256,7 +258,7 @@ def _typed(
     reported = {each.path for each in problems}
     problems += [each for each in wrong if each.path not in reported]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, valid or _without(cls, tree, problems))
     config: PipelineConfig = valid
     problems = place_shares(config)
     if problems:
@@ -271,6 +273,21 @@ def _resolved(
     merged = OmegaConf.create(references.vetted(tree, ()))
     problems = _apply(overrides, merged, references)
     return references.resolved(merged, ()), problems
+def _without(cls: type[PipelineConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
+    """Return the configuration without the reported keys; None if what is left does not fit either."""
+    reported = {each.path for each in problems}
+
+    def kept(value: Any, parts: tuple[PathPart, ...]) -> Any:
+        if isinstance(value, dict):
+            below = {
+                key: kept(each, (*parts, key)) for key, each in value.items() if join((*parts, key)) not in reported
+            }
+            return below
+        if isinstance(value, list):
+            return [kept(each, (*parts, at)) for at, each in enumerate(value) if join((*parts, at)) not in reported]
+        return value
+
+    return validated(cls, kept(tree, ()))[0]
 
 
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:

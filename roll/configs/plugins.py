@@ -1,9 +1,9 @@
 """Plug-ins: from a name in a configuration to an object and its checked arguments, the same way for every kind.
 
 A name is built in, or an entry point of an installed package in the group of its kind, or an import path
-`package.module:object`. Modules are imported from installed packages, `PYTHONPATH` and the working folder. A console
-command does not search the working folder by itself, but a user who writes a file beside the configuration expects it
-to be found.
+`package.module:object`, or the token of an object that a Python program gave (`roll.configs.given`). Modules are
+imported from installed packages, `PYTHONPATH` and the working folder. A console command does not search the working
+folder by itself, but a user who writes a file beside the configuration expects it to be found.
 
 The arguments are those of the object's signature. Their types are its annotations; a range and a help text are
 written as ``Annotated[float, Field(gt=0, description="...")]``.
@@ -27,6 +27,8 @@ from pydantic.fields import FieldInfo
 
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, nearest, nearest_name_hint, shown
 from roll.configs.fields import describe
+from roll.configs.given import NotGiven, given_object, is_given
+from roll.distribution import EXTRAS, PACKAGES, install_command
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,25 @@ def problem(path: str, message: str, remedy: str) -> ConfigError:
     return ConfigError([ConfigProblem(path, message, remedy)])
 
 
-_PACKAGES = {"megatron": "megatron-core"}
-"""Packages whose module has another name. The package `megatron` is somebody else's."""
-
-
 def require(modules: Collection[str], name: str, where: str) -> None:
     """Raise `ConfigError` if a module that ``name`` needs is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            package = _PACKAGES.get(module, module.replace("_", "-"))
-            raise problem(where, f"`{name}` needs the package `{package}`", f"pip install {package}")
+            known = module in EXTRAS or module in PACKAGES
+            remedy = install_command(module) if known else "install it as its documentation says"
+            raise problem(where, f"`{name}` needs the module `{module}`, which is not installed", remedy)
 
 
 IMPORT_REMEDY = "correct it, or make the module importable from the working folder or PYTHONPATH"
+GIVE_REMEDY = "give it again to `roll.train`, or put it in a file and write `package.module:object`"
 
 
 def load_object(path: str, where: str) -> Callable[..., Any]:
     """Return the class or function at an import path. Raises `ConfigError` with the path ``where``."""
     try:
         found = import_object(path)
+    except NotGiven as cause:
+        raise problem(where, str(cause), GIVE_REMEDY) from cause
     except ImportError as cause:
         raise problem(where, str(cause), IMPORT_REMEDY) from cause
     if not callable(found):
@@ -132,11 +134,13 @@ def load_subclass(path: str, base: type, where: str) -> type:
 
 
 def import_object(path: str) -> Any:
-    """Return the object at ``package.module:attribute`` (the attribute may be dotted).
+    """Return the object at ``package.module:attribute`` (the attribute may be dotted), or of a token.
 
     Searches the working folder last. Raises `ImportError` with the part that was not found; an error raised by the
     module itself is its cause.
     """
+    if is_given(path):
+        return given_object(path)
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ImportError(f"{path!r} is not of the form `package.module:attribute`")

@@ -23,6 +23,7 @@ from roll.configs.fields import is_too_large
 from roll.configs.plugins import Kind, PlugIn, converted, import_object, load_subclass, made
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import FORWARD_ROLES, WorkerConfig
+from roll.distribution import install_command
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ TRAINERS = Kind(
         "deepspeed_train": Trainer(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
             requires=("deepspeed",),
-            install='pip install "roll[deepspeed]"',
+            install=install_command("deepspeed"),
             options="roll.trainers.options:check_deepspeed_options",
             package_tells="the names under `zero_optimization`",
             chooses_attention=True,
@@ -88,7 +89,7 @@ TRAINERS = Kind(
         "megatron_train": Trainer(
             "roll.trainers.megatron.strategy:MegatronTrainStrategy",
             requires=("megatron",),
-            install='pip install "roll[megatron]"',
+            install=install_command("megatron"),
             options="roll.trainers.options:MegatronOptions",
             layout="roll.trainers.megatron.facts:layout_problems",
         ),
@@ -125,14 +126,14 @@ ENGINES = Kind(
         "sglang": Strategy(
             "roll.engines.sglang.strategy:SGLangInferStrategy",
             requires=("sglang",),
-            install='pip install "roll[sglang]", in an environment of its own: docs/engines.md',
+            install=f"{install_command('sglang')}, in an environment of its own: docs/engines.md",
             options="roll.engines.options:check_sglang_options",
             package_tells="the names in `strategy_config`",
         ),
         "vllm": Strategy(
             "roll.engines.vllm.strategy:VLLMInferStrategy",
             requires=("vllm",),
-            install="pip install vllm, on a CPU make venv-for-tests: docs/engines.md",
+            install=f"{install_command('vllm')}; on a CPU as in docs/engines.md",
             options="roll.engines.options:check_vllm_options",
             package_tells="the names in `strategy_config`",
         ),

@@ -24,6 +24,7 @@ from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_na
 from roll.configs.plugins import problem, require
 from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
 from roll.data.records import Prompt, derive_seed
+from roll.distribution import install_command
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -430,7 +431,7 @@ def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralData
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as cause:
         message = "the package `reasoning-gym` is not installed"
-        raise problem(at.removesuffix("."), message, "pip install reasoning-gym") from cause
+        raise problem(at.removesuffix("."), message, install_command("reasoning_gym")) from cause
     name = source.dataset
     if name not in DATASETS:
         raise problem(f"{at}dataset", f"reasoning-gym has no data set `{name}`", nearest_name_hint(name, DATASETS))

@@ -1,4 +1,5 @@
 """`roll report`: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
+Several runs become one page of another kind (`roll.report.comparison`).
 
 A content security policy names the style sheet and the script by their hashes. Nothing else runs, whatever a model has
 written, and the script writes text as text, never as markup. The run's own files are only read.
@@ -34,6 +35,7 @@ _EPILOG = """\
 examples:
   roll report output/quickstart/latest
   roll report output/quickstart/latest --output report.html
+  roll report output/quickstart/latest output/quickstart-critic/latest
 
 What slows the run down is said here, too, the most costly first. Works while the run goes on: call it again for a newer
 page. docs/report.md says what each part means.
@@ -42,34 +44,55 @@ exit codes: 0 written; 1 the file cannot be written; 2 the folder holds no run.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page of a run; return the exit code."""
+    """Write the page of a run, or of several; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="roll report",
         description="Write one HTML page that shows a run: curves, who worked and who waited, lags, waste, samples.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run (its `output_dir`)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report.html)")
-    options = parser.parse_args(arguments)
-    root: Path = options.run
-    target: Path = options.output or root / "report.html"
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of the run (its `output_dir`); several: compared"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: RUN_DIR/report.html; of several, comparison.html)",
+    )
+    options = parser.parse_intermixed_args(arguments)
     try:
-        run = read_run(root)
+        runs = [read_run(root) for root in options.runs]
     except NoRun as error:
         print(error, file=sys.stderr)
         return NO_RUN
-    page = render_page(run)
-    try:
-        write_atomically(target, page)
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}; choose another place with --output", file=sys.stderr)
+    if len(runs) > 1:
+        from roll.report.comparison import render_comparison
+
+        target = options.output or Path("comparison.html")
+        return _write(render_comparison(runs), target) or _say(f"comparison of {len(runs)} runs", target)
+    (run,) = runs
+    target = options.output or run.root / "report.html"
+    if _write(render_page(run), target):
         return NOT_WRITTEN
     for reason in run.absent.values():
         print(f"left out: {reason}")
     for place, finding in enumerate(findings(run), start=1):
         print(f"{place}. {finding.text} {finding.remedy}".rstrip())
-    print(f"report of {root}: {target.resolve()} ({target.stat().st_size / 1e6:.2f} MB)")
+    return _say(f"report of {run.root}", target)
+
+
+def _write(page: str, target: Path) -> int:
+    try:
+        write_atomically(target, page)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; choose another place with --output", file=sys.stderr)
+        return NOT_WRITTEN
+    return WRITTEN
+
+
+def _say(what: str, target: Path) -> int:
+    print(f"{what}: {target.resolve()} ({target.stat().st_size / 1e6:.2f} MB)")
     return WRITTEN
 
 
@@ -103,15 +126,20 @@ source, under "run-data".</noscript>
 def render_page(run: RunFiles, now: float | None = None) -> str:
     """Return the whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
     data = page_data(run, time.time() if now is None else now)
-    style, *scripts = ((_ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", *_SCRIPTS))
-    script = '(() => {\n"use strict";\n' + "".join(scripts) + "})();\n"
+    return html_page(f"{data['name']} – run report", data)
+
+
+def html_page(title: str, data: Any, scripts: Sequence[str] = ()) -> str:
+    """Return a page that shows ``data`` with the script of the report, after the further ``scripts``."""
+    style, *sources = ((_ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", *scripts, *_SCRIPTS))
+    script = '(() => {\n"use strict";\n' + "".join(sources) + "})();\n"
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'"
     )
     return _PAGE.format(
         policy=html.escape(policy, quote=False),
-        title=html.escape(f"{data['name']} – run report"),
+        title=html.escape(title),
         style=style,
         data=embedded(data),
         script=script,
@@ -126,7 +154,7 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
         "name": str(run.config.get("exp_name") or run.root.resolve().name),
         "folder": str(run.root.resolve()),
         "made": now,
-        "state": _state(run),
+        "state": state_of(run),
         "findings": [asdict(finding) for finding in findings(run)],
         "idle": idle_shares(run),
         "absent": dict(run.absent),
@@ -253,13 +281,18 @@ def _named(pattern: str, step: Mapping[str, Any]) -> dict[str, Any]:
     return {match[1]: value for name, value in step.items() if (match := re.fullmatch(pattern, name))}
 
 
-def _state(run: RunFiles) -> dict[str, Any]:
+def status_of(summary: Mapping[str, Any], held: bool) -> str:
+    """Return how a run ended, or ``running``. ``held``: a process works on it right now."""
+    status = str(summary.get("status") or "unknown")
+    return "ended without a word" if status == "running" and not held else status
+
+
+def state_of(run: RunFiles) -> dict[str, Any]:
     """Return the state of the run, from its summary, else from its metrics."""
     summary = run.summary
-    status = summary.get("status") or "unknown"
     last_step = run.metrics[-1]["step"] if run.metrics else 0
     return {
-        "status": "ended without a word" if status == "running" and not run.held else status,
+        "status": status_of(summary, run.held),
         "pipeline": run.config.get("pipeline"),
         "steps": summary.get("steps", last_step),
         "max_steps": run.config.get("max_steps"),

@@ -1,4 +1,5 @@
-"""Settings of a process of a run: its folders and its memory allocator; and the faults that tests inject into it.
+"""Settings of a process of a run: its folders, the objects that its caller gave, its memory allocator; and the faults
+that tests inject into it.
 
 All processes of a run find the same modules, and relative paths mean the same to them, even if their Ray was started
 elsewhere: they use the working folder and the import path of the driver.
@@ -21,10 +22,12 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from roll.configs.given import given_pickles, receive
 from roll.configs.plugins import working_folder
 
 logger = logging.getLogger(__name__)
@@ -32,31 +35,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DriverFolders:
-    """Working folder and import path of the driver process, which its workers use as well."""
+    """Working folder and import path of the driver process, and the objects given to it, for its workers."""
 
     work: str | None = None
     """None if the folder does not exist any more, or if a worker stays in its own."""
     imports: tuple[str, ...] = ()
+    given: Mapping[str, bytes] = field(default_factory=dict)
+    """See `roll.configs.given`."""
 
     def enter(self) -> None:
-        """Give this process the working folder and import path. Folders that only this process searches come last."""
+        """Give this process all of it. Folders that only this process searches come last."""
         sys.path[:] = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
         if self.work is not None:
             with suppress(OSError):  # the folder does not exist on another host
                 os.chdir(self.work)
+        receive(self.given)
 
 
 def driver_folders() -> DriverFolders:
-    """Return this process's working folder and import path, with the working folder added at its end if missing."""
+    """Return those of this process, with the working folder added at the end of the import path if missing."""
     work = working_folder()
     if work is None:
         logger.warning("the working folder has been deleted: relative paths have no meaning, here and in workers")
-        return DriverFolders(None, tuple(dict.fromkeys(filter(None, sys.path))))
+        return DriverFolders(None, tuple(dict.fromkeys(filter(None, sys.path))), given_pickles())
     entries = (
         os.path.abspath(entry) if os.path.exists(os.path.join(work, entry)) else entry  # or the key of a path hook
         for entry in (*sys.path, work)
     )
-    return DriverFolders(work, tuple(dict.fromkeys(entries)))
+    return DriverFolders(work, tuple(dict.fromkeys(entries)), given_pickles())
 
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4

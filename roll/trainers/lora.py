@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from roll.configs.errors import ConfigProblem, choose_among, problems_of
 from roll.configs.plugins import problem
 from roll.configs.roles import ModelArguments
+from roll.distribution import install_command
 from roll.trainers.model import decoder_layers
 from roll.weights.buckets import dtype_name, tensor_bytes
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the only adapter."""
 EVERYWHERE = "all-linear"
-INSTALL = "pip install 'roll[lora]'"
+INSTALL = install_command("peft")
 OWNER = "actor_train.model_args"
 """Arguments of the only model that may have adapters."""
 FOLDER = "adapter"

@@ -10,6 +10,7 @@ from roll.agentic.base import observation_from
 from roll.agentic.library.grid_games import FrozenLakeEnv
 from roll.agentic.registry import ENVIRONMENTS, TextAdapter, check_env_type, make_env
 from roll.configs.errors import ConfigError, ConfigProblem
+from roll.distribution import install_command
 from tests.agentic.sample_envs import GoodEnv, Walk
 
 SAMPLES = "tests.agentic.sample_envs:"
@@ -183,4 +184,4 @@ def test_the_preflight_makes_no_environment_of_others():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     problem = problem_of("textarena", game="GuessTheNumber-v0")
-    assert problem.path == "env_type" and problem.remedy == "pip install textarena"
+    assert problem.path == "env_type" and problem.remedy == install_command("textarena")

@@ -12,6 +12,7 @@ from roll.check import plan
 from roll.cli.main import Ended, main
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
+from roll.distribution import install_command
 from roll.engines import options as engine_options
 from roll.pipeline.preflight import look_up
 from roll.sandbox.sandbox import Sandbox
@@ -139,7 +140,7 @@ def test_a_run_does_not_start_without_the_package_of_its_engine(without_sglang):
         look_up(load_config(ENGINES), with_model=False, without=())
     engine = "actor_infer.strategy_args.strategy_name"
     (problem,) = (each for each in refused.value.problems if each.path == engine)  # the trainer's may be absent, too
-    assert "sglang is not installed" in problem.message and "roll[sglang]" in problem.remedy
+    assert "sglang is not installed" in problem.message and install_command("sglang") in problem.remedy
 
 
 JUDGED = """rewards.writing={verifier: judge, judge: {base_url: "http://127.0.0.1:9/v1", model: judge-32b}}"""

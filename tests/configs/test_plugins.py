@@ -18,6 +18,7 @@ from roll.configs.plugins import Kind, checked_arguments, parameters_of
 from roll.configs.rewards import VERIFIERS
 from roll.configs.run import TRACKERS
 from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, SCORERS, TRAINERS
+from roll.distribution import install_command
 from roll.pipeline.stages import STAGES
 
 KINDS = [
@@ -79,14 +80,14 @@ def test_a_built_in_one_is_there_and_says_what_it_needs(kind: Kind, monkeypatch)
             assert callable(kind.load(name, "here"))
     monkeypatch.setattr("roll.configs.plugins.importlib.util.find_spec", lambda module: None)
     for name in (name for name, record in kind.built_in.items() if record.requires):
-        assert "needs the package" in problem_of(lambda name=name: kind.load(name, "here")).message
+        assert "needs the module" in problem_of(lambda name=name: kind.load(name, "here")).message
 
 
-def test_a_remedy_names_the_package_and_not_one_of_its_modules(monkeypatch):
+def test_a_remedy_brings_the_package_and_not_one_that_is_named_as_its_module(monkeypatch):
     monkeypatch.setattr("roll.configs.plugins.importlib.util.find_spec", lambda module: None)
     trainers = ("deepspeed_train", "megatron_train")
     remedies = [problem_of(lambda name=name: TRAINERS.load(name, "here")).remedy for name in trainers]
-    assert remedies == ["pip install deepspeed", "pip install megatron-core"]
+    assert remedies == [install_command("deepspeed"), install_command("megatron")]
 
 
 def test_an_installed_package_cannot_take_a_built_in_name(package):

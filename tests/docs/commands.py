@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roll.cli.main import COMMANDS
+from roll.distribution import NAME
 from tests.docs.pages import ROOT, Page
 
 PROGRAMS = ("roll", "python", "make", "pip", "ray", "eval", "pytest", "tensorboard", "export", "source", "kill")
@@ -168,12 +169,32 @@ def _pip(command: Command, folder: Path, made: set[str]) -> str | None:
     )
     words = [word for word in command.words[1:] if word not in ("install", "-e", "--editable", "--no-deps")]
     for before, word in zip([""] + words, words, strict=False):
-        own = re.fullmatch(r"(?:roll|\.)\[([\w,-]+)\]", word)
+        own = re.fullmatch(rf"(?:{NAME}|\.)\[([\w,-]+)\]", word)
         if own and not set(own[1].split(",")) <= extras:
             return f"there is no extra {own[1]}"
         if before == "-r":
             return _missing(word, command, folder, made)
+        if not own and not word.startswith("-") and (reason := foreign_package(word)):
+            return reason
     return None
+
+
+def foreign_package(word: str) -> str | None:
+    """Why a package that a text tells to install is none of ours; None if it is."""
+    name = re.split(r"[\[<>=!~ ]", word)[0].lower().replace("_", "-")
+    if name == "roll":
+        return "the package `roll` of the index is somebody else's"
+    if name in {NAME, "vllm", "flash-attn", "."} | _required() or (ROOT / word).is_dir() or _is_placeholder(word):
+        return None
+    return f"{word} is no requirement of ours"
+
+
+@cache
+def _required() -> set[str]:
+    """Packages in our lists of requirements."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "requirements").glob("*.txt")]
+    lines = [line for text in texts for line in text.splitlines() if re.match(r"[A-Za-z]", line)]
+    return {re.split(r"[\[<>=!~ ]", line)[0].lower().replace("_", "-") for line in lines}
 
 
 def _ray(command: Command, folder: Path, made: set[str]) -> str | None:

@@ -127,7 +127,9 @@ def test_only_runs_of_configurations_that_the_reader_has_can_be_looked_at(sit_do
         ("python examples/quickstart/make_modell.py", "neither in the repository nor saved"),
         ("python benchmarks/engines.py --repeat 3", "no flag --repeat"),
         ("python -m roll.configs.refrence", "no module"),
-        ('pip install "roll[loras]"', "no extra loras"),
+        ('pip install -e ".[loras]"', "no extra loras"),
+        ('pip install "roll[lora]"', "somebody else's"),
+        ("pip install numpyy", "no requirement of ours"),
         ("pip install -r requirements/sglangs.txt", "neither in the repository nor saved"),
         ("ray start --heads", "No such option"),
         ("ray begin --head", "no command begin"),
@@ -146,7 +148,7 @@ def test_a_program_that_nobody_checks_is_found(sit_down):
     assert "none of the programs" in problems_of_commands(page, sit_down(page))[0]
 
 
-@pytest.mark.parametrize("code", ["roll tarin FILE", "make bench-nothing", 'pip install "roll[loras]"'])
+@pytest.mark.parametrize("code", ["roll tarin FILE", "make bench-nothing", 'pip install -e ".[loras]"'])
 def test_commands_within_sentences_are_looked_at(code, sit_down):
     page = Page("docs/a.md", f"Say `{code}` and wait.\n")
     assert len(problems_of_commands(page, sit_down(page))) == 1

@@ -13,6 +13,7 @@ from tiny import make_task, tiny_config
 
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
+from roll.distribution import install_command
 from roll.pipeline.preflight import prepare
 
 LORA = {"lora_target": "all-linear", "lora_rank": 4}
@@ -75,4 +76,4 @@ def test_unknown_targets_and_a_missing_package_are_refused_before_anything_loads
     assert "did you mean `q_proj`?" in problems(tmp_path).remedy
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "peft, which is not installed" in problems(tmp_path).message
-    assert problems(tmp_path).remedy == "pip install 'roll[lora]'"
+    assert problems(tmp_path).remedy == install_command("peft")

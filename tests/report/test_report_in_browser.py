@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from roll.report.comparison import render_comparison
 from roll.report.files import read_run
 from roll.report.page import render_page
 from roll.tracking.summary import ReadableTokens
@@ -44,9 +45,14 @@ class Drawn(HTMLParser):
 
 
 def drawn(run, tmp_path):
-    """What a browser makes of the page; fails for anything it says on its console."""
+    """What a browser makes of the page of a run."""
+    return looked_at(render_page(read_run(run.root)), tmp_path)
+
+
+def looked_at(text, tmp_path):
+    """What a browser makes of a page; fails for anything it says on its console."""
     page = tmp_path / "page.html"
-    page.write_text(render_page(read_run(run.root)), encoding="utf-8", errors="backslashreplace")
+    page.write_text(text, encoding="utf-8", errors="backslashreplace")
     command = [
         program("chromium"), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
         "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri(),
@@ -85,3 +91,14 @@ def test_a_run_of_nothing_but_metrics_is_drawn(make_run, tmp_path):
     page = drawn(run, tmp_path)
     text = "\n".join(page.shown)
     assert "there is no timeline.json" in text and "there is no samples.jsonl" in text and "reward/mean" in text
+
+
+def test_several_runs_are_drawn_over_each_other(make_run, tmp_path):
+    folders = []
+    for name, changes in (("a", {"steps": 3}), ("b", {"steps": 5, "metrics": lambda step: {"reward/mean": step / 9}})):
+        run = make_run(**changes)
+        folders.append(run.root.rename(tmp_path / name))
+    page = looked_at(render_comparison([read_run(folder) for folder in folders]), tmp_path)
+    assert {"Outcomes", "What differs in their settings", "Learning", "reward/mean"} <= set(page.shown)
+    assert page.legend["b: reward/mean"] == f"step 5: {5 / 9}"
+    assert page.legend["a: reward/mean"] == f"step 3: {0.1 + 3 / 7}"

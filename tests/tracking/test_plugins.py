@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 import pytest
 
 from roll.configs.run import TRACKERS
+from roll.distribution import install_command
 from roll.tracking.plugins.process import Ending, PlugIns, flat_summary, open_plug_ins
 from roll.tracking.run_directory import RunDirectory
 
@@ -224,7 +225,7 @@ def test_each_option_says_what_it_is(name):
 
     plug_in = resolve_name(CLASSES[name])
     assert all(item.metadata["help"].endswith(".") for item in fields(plug_in.Options))
-    assert f"roll[{name}]" in plug_in.install
+    assert plug_in.install == install_command(name)
 
 
 def test_a_summary_is_flattened():

@@ -17,14 +17,9 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages.shared import Groups, group_tensor, result_dtype
-from roll.algorithms.aggregation import keep
+from roll.algorithms.aggregation import checked_mask, checked_shape, keep
 from roll.algorithms.kl import kl_penalised_token_rewards, sequence_token_rewards
-from roll.algorithms.registry import About, built, one_file_each
-from roll.configs.plugins import Kind, PlugIn
-
-ADVANTAGE_ESTIMATORS = Kind(
-    "advantage estimator", "roll.advantage_estimators", one_file_each("roll.algorithms.advantages"), PlugIn
-)
+from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, About, built
 
 advantage_estimator = About
 """Decorator that describes an estimator; one with the default `AdvantageRequirements` works without it."""
@@ -82,9 +77,11 @@ class AdvantageInputs:
     """int64 ``[batch, turns]``: the id of the state in which each turn acted; -1 for none."""
 
     def __post_init__(self) -> None:
+        checked_mask(self.response_mask)
         batch, width = self.response_mask.shape
         names = 0 if self.parts is None else self.parts.shape[-1]
         shapes = {
+            "token_rewards": (batch, width),
             "values": (batch, width),
             "baseline_rewards": (batch,),
             "parts": (batch, names),
@@ -93,8 +90,8 @@ class AdvantageInputs:
         }
         for name, shape in shapes.items():
             found = getattr(self, name)
-            if found is not None and tuple(found.shape) != shape:
-                raise ValueError(f"{name} must have the shape {list(shape)}, not {list(found.shape)}")
+            if found is not None:
+                checked_shape(name, found, shape)
         for name in ("token_rewards", "values"):
             self._set(name, lambda value: keep(value.detach(), self.response_mask).double())
         for name in ("baseline_rewards", "parts", "part_weights"):
@@ -116,15 +113,19 @@ class AdvantageEstimator:
     arguments: Mapping[str, Any]
     requirements: AdvantageRequirements = AdvantageRequirements()
 
-    def __call__(self, token_rewards: Tensor, response_mask: Tensor, groups: Groups, **fields: Tensor | None) -> Tensor:
+    def __call__(
+        self, token_rewards: Tensor, response_mask: Tensor, groups: Groups | None = None, **fields: Tensor | None
+    ) -> Tensor:
         """Return the advantages ``[batch, seq]`` of a whole batch, without gradient.
 
         They are 0 outside the mask, whatever the inputs held there. Computed in float64; returned as float64 if the
-        rewards are float64, else float32. ``fields`` are the other fields of `AdvantageInputs`. ``ValueError`` names a
-        field that is needed and missing, or that has the wrong shape.
+        rewards are float64, else float32. Without ``groups``, which only estimators that compare need, each sample is a
+        group of its own. ``fields`` are the other fields of `AdvantageInputs`. ``ValueError`` names a field that is
+        needed and missing, or that has the wrong shape.
         """
         needs = self.requirements
         needed = {
+            "groups": needs.group_relative,
             "values": needs.needs_values,
             "baseline_rewards": needs.needs_greedy_baseline,
             "parts": needs.needs_parts,
@@ -132,10 +133,12 @@ class AdvantageEstimator:
             "turns": needs.needs_turns,
             "states": needs.needs_states,
         }
-        missing = [name for name, is_needed in needed.items() if is_needed and fields.get(name) is None]
+        given = {"groups": groups, **fields}
+        missing = [name for name, is_needed in needed.items() if is_needed and given.get(name) is None]
         if missing:
             raise ValueError(f"the advantage estimator {self.name!r} needs {', '.join(missing)}")
-        inputs = AdvantageInputs(token_rewards, response_mask, group_tensor(groups, token_rewards), **fields)
+        numbers = group_tensor(range(len(token_rewards)) if groups is None else groups, token_rewards)
+        inputs = AdvantageInputs(token_rewards, response_mask, numbers, **fields)
         return keep(self.function(inputs, **self.arguments), response_mask).to(result_dtype(token_rewards))
 
 

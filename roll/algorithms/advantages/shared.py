@@ -28,8 +28,8 @@ Eps = Annotated[float, Field(gt=0, description="Added to the standard deviation,
 BatchEps = Annotated[float, Field(gt=0, description="Added to the deviation of the batch, in units of the reward.")]
 """A setting of estimators that divide by the deviation of all response tokens of a batch."""
 
-Groups = Tensor | np.ndarray | Sequence[int]
-"""Group number of each sample ``[batch]``; any integers, in any order."""
+Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
+"""Group of each sample ``[batch]``: any integers or texts, in any order."""
 
 
 def group_tensor(groups: Groups, like: Tensor) -> Tensor:
@@ -37,6 +37,9 @@ def group_tensor(groups: Groups, like: Tensor) -> Tensor:
 
     ``ValueError`` if the sizes differ.
     """
+    if not isinstance(groups, Tensor) and any(isinstance(each, str) for each in groups):
+        places = {name: place for place, name in enumerate(dict.fromkeys(groups))}
+        groups = [places[each] for each in groups]
     numbers = torch.as_tensor(groups, dtype=torch.int64, device=like.device)
     if numbers.shape != like.shape[:1]:
         raise ValueError(f"groups must be [batch] = [{like.shape[0]}], not {list(numbers.shape)}")

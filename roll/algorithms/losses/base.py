@@ -14,11 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import keep, needed
-from roll.algorithms.registry import About, built, one_file_each
-from roll.configs.plugins import Kind, PlugIn
-
-POLICY_LOSSES = Kind("policy loss", "roll.policy_losses", one_file_each("roll.algorithms.losses"), PlugIn)
+from roll.algorithms.aggregation import checked_mask, checked_shape, keep, needed
+from roll.algorithms.registry import POLICY_LOSSES, About, built
 
 policy_loss = About
 """Decorator that describes a loss; a loss with the default `LossRequirements` works without it."""
@@ -36,7 +33,8 @@ Every loss reports ``clip_fraction``: 1 where a bound changed the gradient or th
 class PolicyInputs:
     """Inputs of a policy loss. ``[batch, seq]`` unless stated; entry t describes one token.
 
-    Log-probabilities and advantages are set to 0 outside the mask, so ratios are 1 there.
+    Log-probabilities and advantages are set to 0 outside the mask, so ratios are 1 there. ``ValueError`` for a tensor
+    of the wrong shape: nothing is broadcast.
     """
 
     logprobs: Tensor
@@ -58,9 +56,11 @@ class PolicyInputs:
     def __post_init__(self) -> None:
         if self.old_policy not in get_args(OldPolicy):
             raise ValueError(f"unknown old policy {self.old_policy!r}; valid: {', '.join(get_args(OldPolicy))}")
+        checked_mask(self.response_mask)
         for name in ("logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs"):
             value = getattr(self, name)
             if value is not None:
+                checked_shape(name, value, tuple(self.response_mask.shape))
                 object.__setattr__(self, name, keep(value, self.response_mask))
         if self.selected is not None:
             object.__setattr__(self, "selected", self.selected & self.response_mask)

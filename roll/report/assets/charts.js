@@ -6,12 +6,13 @@ let smoothing = 0;
 
 function seriesOf(name, index) {
   const recorded = run.metrics.series[name];
+  const place = recorded.place === undefined ? index : recorded.place; // of its run, in a comparison
   return {
     name, steps: recorded.steps || run.metrics.steps, values: recorded.values, shown: true,
     // Figures of one lag are absent, not unchanged, in a step without tokens of that lag: no line leads over the gap.
     sparse: 3 * recorded.values.length < (run.metrics.thinned === null ? run.metrics.recorded : run.metrics.thinned),
     gaps: /\/lag_/.test(name) && recorded.steps !== undefined && run.metrics.thinned === null,
-    color: `var(--s${index % COLORS})`, dash: DASHES[index % DASHES.length],
+    color: `var(--s${place % COLORS})`, dash: DASHES[place % DASHES.length],
   };
 }
 const firstStep = () => Math.min(...Object.values(run.metrics.series).map((each) => (each.steps || run.metrics.steps)[0]));

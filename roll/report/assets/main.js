@@ -151,4 +151,4 @@ function page() {
   const bar = h("div", { class: "bar" }, h("strong", {}, run.name), statusBadge(), h("nav", { "aria-label": "parts of this page" }, links), themeButton());
   document.getElementById("report").append(bar, main);
 }
-page();
+if (run.labels) comparison(); else page();

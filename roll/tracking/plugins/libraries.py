@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from roll.distribution import install_command
 from roll.tracking.plugins.process import Ending, TrackerPlugIn, TrackerRun, flat_summary
 
 
@@ -44,7 +45,7 @@ class WandbPlugIn(TrackerPlugIn):
 
     Options: ClassVar[type] = WandbOptions
     package: ClassVar[str] = "wandb"
-    install: ClassVar[str] = "pip install 'roll[wandb]'"
+    install: ClassVar[str] = install_command("wandb")
 
     def __init__(self, run: TrackerRun, options: WandbOptions) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would report its own failures to its makers, offline too
@@ -119,7 +120,7 @@ class SwanlabPlugIn(TrackerPlugIn):
 
     Options: ClassVar[type] = SwanlabOptions
     package: ClassVar[str] = "swanlab"
-    install: ClassVar[str] = "pip install 'roll[swanlab]'"
+    install: ClassVar[str] = install_command("swanlab")
 
     def __init__(self, run: TrackerRun, options: SwanlabOptions) -> None:
         import swanlab
@@ -184,7 +185,7 @@ class TrackioPlugIn(TrackerPlugIn):
 
     Options: ClassVar[type] = TrackioOptions
     package: ClassVar[str] = "trackio"
-    install: ClassVar[str] = "pip install 'roll[trackio]'"
+    install: ClassVar[str] = install_command("trackio")
 
     def __init__(self, run: TrackerRun, options: TrackioOptions) -> None:
         if options.dir is not None:

@@ -9,6 +9,7 @@ import pytest
 import roll
 from roll.agentic.tools.base import TOOLS, Answer, make_tools
 from roll.configs.errors import problems_of
+from roll.distribution import install_command
 
 OWN = "tests.agentic.tools.test_registry:"
 
@@ -72,7 +73,7 @@ def test_all_problems_are_told_at_once():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = problems_of(lambda: make_tools([{"tool": "mcp", "url": "http://x"}], "tools"))
-    assert "needs the package `mcp`" in problem.message and problem.remedy == "pip install mcp"
+    assert "needs the module `mcp`" in problem.message and problem.remedy == install_command("mcp")
 
 
 def test_tools_load_nothing_heavy():

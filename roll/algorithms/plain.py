@@ -1,0 +1,71 @@
+"""Losses and advantage estimators as plain functions of tensors, for a caller without a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from roll.algorithms.advantages.base import make_advantage_estimator
+from roll.algorithms.advantages.shared import Groups
+from roll.algorithms.kl import sequence_token_rewards
+from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, make_policy_loss
+from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+
+def names() -> list[str]:
+    """Return the names of all built-in losses and estimators."""
+    return sorted({*POLICY_LOSSES.built_in, *ADVANTAGE_ESTIMATORS.built_in})
+
+
+def function(name: str) -> Callable[..., Any]:
+    """Return a built-in loss or estimator as a function of tensors and of its settings."""
+    if name in POLICY_LOSSES.built_in:
+        return _described(_loss(name), POLICY_LOSSES.load(name, name))
+    return _described(_estimator(name), ADVANTAGE_ESTIMATORS.load(name, name))
+
+
+def _loss(name: str) -> Callable[..., Any]:
+    def loss(inputs: PolicyInputs, **settings: Any) -> tuple[Tensor, TokenMetrics]:
+        """Return loss and metrics per token ``[batch, seq]``, 0 outside the mask.
+
+        ``settings`` are those of `pg_variant_args`. Raises `roll.ConfigError` for a wrong setting, and ``ValueError``
+        for a missing input.
+        """
+        return make_policy_loss(name, settings)(inputs)
+
+    return loss
+
+
+def _estimator(name: str) -> Callable[..., Any]:
+    def estimator(
+        rewards: Tensor,
+        response_mask: Tensor,
+        groups: Groups | None = None,
+        *,
+        values: Tensor | None = None,
+        baseline_rewards: Tensor | None = None,
+        turns: Tensor | None = None,
+        states: Tensor | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """Return the advantages ``[batch, seq]`` of a whole batch, without gradient, 0 outside the mask.
+
+        ``rewards`` are ``[batch]``, one per response, or ``[batch, seq]``, one per token. ``groups`` ``[batch]`` tells
+        which responses are compared: numbers or texts; only estimators that compare need them. The other tensors are
+        those of `AdvantageInputs`, ``settings`` those of `adv_estimator_args`. Raises `roll.ConfigError` for a wrong
+        setting, and ``ValueError`` for an input that is missing or has the wrong shape.
+        """
+        made = make_advantage_estimator(name, settings)
+        per_token = rewards if rewards.ndim == 2 else sequence_token_rewards(rewards, response_mask)
+        fields = {"values": values, "baseline_rewards": baseline_rewards, "turns": turns, "states": states}
+        return made(per_token, response_mask, groups, **fields)
+
+    return estimator
+
+
+def _described(plain: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    plain.__name__ = plain.__qualname__ = own.__name__
+    plain.__doc__ = f"{own.__doc__}\n\n{plain.__doc__}"
+    return plain

@@ -1,0 +1,1 @@
+"""The public face for Python programs and notebooks; `import roll` offers it."""

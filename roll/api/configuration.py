@@ -1,0 +1,98 @@
+"""A configuration as a Python program writes it: file, dictionary or dataclass, with objects in place of names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roll.check.config import loaded, read_config
+from roll.configs.given import is_given, with_tokens
+from roll.configs.loader import read_mapping
+from roll.configs.plugins import problem
+from roll.configs.run import PipelineConfig
+from roll.data.prompts import DEFAULT_DOMAIN
+from roll.tracking.files import say
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | PipelineConfig
+"""Path of a YAML file, dictionary of its keys, `roll.RLVRConfig` or `roll.AgenticConfig`."""
+Given = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+"""An object, one for each name, or none."""
+
+_OF_ANY_VERIFIER = ("tag_included", "num_workers", "timeout_seconds", "max_retries")
+
+
+def load_config(config: Source, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read, merge, resolve and validate a configuration.
+
+    ``overrides`` are ``dotted.key=value``, as on the command line. Values from a dictionary or a dataclass are read as
+    those of a file are: `${...}` refers to other keys, and every key is checked. Raises `roll.ConfigError` with every
+    problem found.
+    """
+    tree, pickles = with_tokens(_tree(config))
+    if pickles:
+        message = "objects stand in place of names, and a configuration is text"
+        raise problem(", ".join(pickles), message, "give them to `roll.train` or `roll.check`, or write import paths")
+    return loaded(lambda: read_config(tree, overrides, say))
+
+
+def with_given(
+    config: Source, overrides: Sequence[str], reward: Given, loss: Given, advantage: Given, env: Given
+) -> tuple[PipelineConfig, dict[str, bytes]]:
+    """Return a configuration that names the given objects, and their pickles by these names. Raises `ConfigError`."""
+    tree = _tree(config)
+    if reward is not None:
+        tree["rewards"] = _rewards(_section(tree, "rewards"), reward)
+    if env is not None:
+        tree["custom_envs"] = _environments(_section(tree, "custom_envs"), env)
+    if loss is not None:
+        tree["actor_train"] = _replaced(_section(tree, "actor_train"), "pg_variant", loss)
+    if advantage is not None:
+        tree = _replaced(tree, "adv_estimator", advantage)
+    tree, pickles = with_tokens(tree)
+    if any(is_given(str(name)) for name in tree.get("track_with") or ()):
+        message = "a tracker runs in a process of its own, which imports it"
+        raise problem("track_with", message, "put it in a file and write `package.module:Class`")
+    return loaded(lambda: read_config(tree, overrides, say)), pickles
+
+
+def _tree(config: Source) -> dict[str, Any]:
+    if isinstance(config, PipelineConfig):
+        return asdict(config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    return read_mapping(Path(config))
+
+
+def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a section to be changed; what is no mapping is reported when the tree is read, with its path."""
+    section = tree.get(key)
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def _replaced(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Put an object in place of a name. Arguments that were written for the name go with it."""
+    return {name: each for name, each in section.items() if name != f"{key}_args"} | {key: value}
+
+
+def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
+    """Return the rewards with the given ones; a single object judges all domains."""
+    given = reward if isinstance(reward, Mapping) else {name: reward for name in section or [DEFAULT_DOMAIN]}
+    for name, verifier in given.items():
+        before = section.get(name)
+        kept = {key: before[key] for key in _OF_ANY_VERIFIER if key in before} if isinstance(before, Mapping) else {}
+        section[name] = {**kept, "verifier": verifier}
+    return section
+
+
+def _environments(section: dict[str, Any], env: Given) -> dict[str, Any]:
+    """Return the environments with the given ones; a single object takes the place of all."""
+    given = env if isinstance(env, Mapping) else {tag: env for tag in section or [DEFAULT_DOMAIN]}
+    for tag, env_type in given.items():
+        before = section.get(tag)
+        kept = dict(before) if isinstance(before, Mapping) else {}
+        kept.pop("env_config", None)
+        section[tag] = {**kept, "env_type": env_type}
+    return section

@@ -1,0 +1,131 @@
+"""A run that was made, or is being made: what its folder tells, as Python objects. The folder is only read."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from roll.configs.loader import load_config
+from roll.configs.run import PipelineConfig
+from roll.report.comparison import render_comparison
+from roll.report.files import read_run
+from roll.report.page import render_page, status_of
+from roll.tracking.files import read_json_lines, write_atomically
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.summary import read_summary
+from roll.tracking.trackers import read_metrics
+
+PAGE_HEIGHT = 640
+"""Height of a page within a notebook, in pixels."""
+
+
+class Page(os.PathLike[str]):
+    """An HTML page that loads nothing from anywhere; a notebook shows it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Page({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return a frame with the whole page inside, since a notebook may not load files from elsewhere."""
+        content = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{content}" width="100%" height="{PAGE_HEIGHT}" style="border: 0"></iframe>'
+
+
+class Run:
+    """The folder of a run. Every attribute is read anew, so a living run shows what it has done by now."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises `FileNotFoundError` if the folder holds no run."""
+        self._files = RunDirectory.existing(Path(path).resolve())
+
+    @property
+    def path(self) -> Path:
+        """Folder of the run."""
+        return self._files.root
+
+    @property
+    def status(self) -> str:
+        """``running``, ``success``, ``failed``, ``interrupted``, ``ended without a word`` if its process was killed, or
+        ``unknown`` without a summary."""
+        return status_of(self.summary, self._files.is_held())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Content of `summary.json`: steps, seconds, first and last validation, ledger, error; empty before the
+        start."""
+        return read_summary(self._files.summary) if self._files.summary.is_file() else {}
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The resolved configuration. Raises `roll.ConfigError` if this version cannot read it."""
+        return load_config(self._files.config)
+
+    @property
+    def metrics(self) -> Any:
+        """One row per step, step 0 being the validation before the first: a pandas frame with the index ``step`` if
+        pandas is installed, else a list of dictionaries."""
+        return _table(read_metrics(self._files.metrics), index="step")
+
+    @property
+    def samples(self) -> Any:
+        """Recorded rollouts: a pandas frame if pandas is installed, else a list of dictionaries."""
+        return _table(read_json_lines(self._files.samples) if self._files.samples.is_file() else [])
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Folder of the newest checkpoint that is whole: a model in Hugging Face format. None if there is none."""
+        from roll.pipeline.checkpoints import checkpoint_folder, exported_steps, model_damage
+
+        steps = reversed(exported_steps(self._files.checkpoints))
+        folders = (checkpoint_folder(self._files.checkpoints, step) for step in steps)
+        return next((folder for folder in folders if model_damage(folder) is None), None)
+
+    def report(self, output: str | os.PathLike[str] | None = None) -> Page:
+        """Write one HTML page that shows the run; by default ``report.html`` in its folder. See docs/report.md."""
+        return _written(render_page(read_run(self.path)), output or self.path / "report.html")
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        return f"<Run {self.path.name}: {self.status} after {summary.get('steps', 0)} steps, in {self.path}>"
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Return a finished or a living run by its folder. Raises `FileNotFoundError` if it holds no run."""
+    return Run(path)
+
+
+def compare(runs: Sequence[Run | str | os.PathLike[str]], output: str | os.PathLike[str] = "comparison.html") -> Page:
+    """Write one HTML page with the curves of several runs, drawn over each other, and what differs in their settings.
+
+    ``runs``: runs, or their folders. Raises `ValueError` for less than two, and `FileNotFoundError` for a folder
+    without a run.
+    """
+    if len(runs) < 2:
+        raise ValueError("a comparison takes at least two runs")
+    folders = [run.path if isinstance(run, Run) else Path(run) for run in runs]
+    return _written(render_comparison([read_run(folder) for folder in folders]), output)
+
+
+def _written(page: str, output: str | os.PathLike[str]) -> Page:
+    path = Path(output).resolve()
+    write_atomically(path, page)
+    return Page(path)
+
+
+def _table(rows: list[dict[str, Any]], index: str | None = None) -> Any:
+    if find_spec("pandas") is None:
+        return rows
+    import pandas
+
+    frame = pandas.DataFrame(rows)
+    return frame.set_index(index) if index is not None and index in frame else frame

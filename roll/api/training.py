@@ -1,0 +1,175 @@
+"""`roll.train`: a run from a Python program, a notebook included.
+
+The run is conducted by a process of its own. So the caller may be within a running event loop, keeps its log handlers
+and signals, and can start one run after the other. Objects given in place of names reach that process, and the workers
+of the run, as pickles through pipes and arguments. Its standard input stays open while the caller lives: when the
+caller dies, the run ends in order, as after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from roll.api.configuration import Given, Source, with_given
+from roll.api.runs import Run, open_run
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.run import PipelineConfig
+from roll.runtime.process import DriverFolders, driver_folders
+
+POLL_SECONDS = 0.2
+"""Longest time until an interrupt is noticed while the run prints nothing."""
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from roll.api.conductor import main
+sys.exit(main())
+"""
+
+
+class RunFailed(RuntimeError):
+    """A run ended with a failure; ``run`` shows what it did until then."""
+
+    def __init__(self, message: str, run: Run | None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that the process of a run is told."""
+
+    config: PipelineConfig
+    folders: DriverFolders
+    """Working folder and import path of the caller, and the objects that it gave."""
+    results: int
+    """File descriptor to which the process writes a `Result`, as one line of JSON."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the process of a run ended."""
+
+    exit_code: int
+    run: str | None
+    """Folder of the run; None if nothing was started."""
+    problems: list[dict[str, str]]
+
+
+def train(
+    config: Source,
+    *,
+    reward: Given = None,
+    loss: Given = None,
+    advantage: Given = None,
+    env: Given = None,
+    overrides: Sequence[str] = (),
+) -> Run:
+    """Train as a configuration says, and return the finished run.
+
+    ``config``: the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig` or `roll.AgenticConfig`; a
+    dictionary or a dataclass may hold objects where a file has names. Objects can also be given beside it:
+
+    - ``reward``: a verifier for all domains, or one for each reward by its name;
+    - ``env``: an environment class for all tags, or one for each tag;
+    - ``loss``: a policy loss, in place of `actor_train.pg_variant`;
+    - ``advantage``: an advantage estimator, in place of `adv_estimator`.
+
+    Arguments that were configured for a replaced name are left out. ``overrides`` are ``dotted.key=value``, as on the
+    command line. Progress is printed while the call waits.
+
+    Raises `roll.ConfigError` with every problem before anything starts, `roll.RunFailed` if the run fails, and
+    `KeyboardInterrupt` once an interrupted run has ended in order.
+    """
+    typed, pickles = with_given(config, overrides, reward, loss, advantage, env)
+    folders = driver_folders()
+    result = _conducted(typed, DriverFolders(folders.work, folders.imports, pickles))
+    if result is None:
+        raise RunFailed("the process that conducts the run was killed", None)
+    if result.problems:
+        raise ConfigError([ConfigProblem(**each) for each in result.problems])
+    run = None if result.run is None else open_run(result.run)
+    if result.exit_code != 0 or run is None:
+        cause = "nothing was started" if run is None else run.summary.get("error")
+        raise RunFailed(f"{cause or 'the run failed'}; what it printed says more", run)
+    return run
+
+
+def _conducted(config: PipelineConfig, folders: DriverFolders) -> Result | None:
+    """Run to the end in another process, and pass on what it prints; None if it says nothing about its end."""
+    receiving, sending = os.pipe()
+    with os.fdopen(receiving) as results:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps(folders.imports)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(sending,),
+                start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which passes it on
+            )
+        finally:
+            os.close(sending)
+        try:
+            _tell(process, Order(config, folders, sending))
+            interrupted = _passed_on(process)
+        except BaseException:
+            process.terminate()
+            raise
+        if interrupted:
+            raise KeyboardInterrupt
+        os.set_blocking(receiving, False)  # another process may have inherited the end that writes
+        try:
+            return Result(**json.loads(results.readline()))
+        except (OSError, TypeError, ValueError):
+            return None
+
+
+def _tell(process: subprocess.Popen[bytes], order: Order) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has died; what it printed is passed on
+        process.stdin.write(pickle.dumps(order))
+        process.stdin.flush()
+
+
+def _passed_on(process: subprocess.Popen[bytes]) -> bool:
+    """Print what a process prints until it has ended, and send it each interrupt; return True if there was one."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line.decode(errors="replace"))
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    interrupted = False
+    while True:
+        try:
+            if (line := _next(lines, process)) is None:
+                return interrupted
+            print(line, end="", flush=True)
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+
+
+def _next(lines: queue.SimpleQueue[str | None], process: subprocess.Popen[bytes]) -> str | None:
+    """Return the next line; None once the process has ended, even if another one holds its output open."""
+    while True:
+        with suppress(queue.Empty):
+            line = lines.get(timeout=POLL_SECONDS)
+            if line is None:
+                process.wait()
+            return line
+        if process.poll() is not None:
+            return None

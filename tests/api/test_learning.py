@@ -1,0 +1,76 @@
+"""With a lambda as reward, a local function as loss and a local class as environment, runs learn, in real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+import torch
+from tiny import make_task
+
+import roll
+from roll.agentic.base import AnyText
+from tests.pipeline.test_agentic_runs import agentic_config
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.tier("all"), pytest.mark.timeout(900)]
+
+
+def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path):
+    script = ROOT / "examples" / "quickstart" / "make_model.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
+
+    def loss(inputs, clip: float = 0.2):
+        ratio, advantages = inputs.ratio(), inputs.advantages
+        clipped = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+        return -clipped, {"clip_fraction": ((ratio - 1).abs() > clip).to(ratio.dtype)}
+
+    overrides = [
+        f"pretrain={tmp_path}/model",
+        f"actor_train.data_args.file_name={tmp_path}/data/train.jsonl",
+        f"validation.data_args.file_name={tmp_path}/data/val.jsonl",
+        f"output_dir={tmp_path}/out",
+    ]
+    run = roll.train(
+        str(ROOT / "examples" / "quickstart" / "rlvr.yaml"),
+        reward=lambda response, ground_truth: float(response == ground_truth),
+        loss=loss,
+        overrides=overrides,
+    )
+    first, last = run.summary["val/first"]["addition"], run.summary["val/last"]["addition"]
+    assert run.status == "success" and last > first + 0.2
+
+
+def test_a_local_environment_is_learned(tmp_path):
+    make_task(tmp_path)
+
+    class Copy(gymnasium.Env):
+        """The observation is a digit, and so is the right answer."""
+
+        observation_space = action_space = AnyText()
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.digit = str(int(self.np_random.integers(3)))
+            return self.digit, {}
+
+        def step(self, action):
+            return "", float(action == self.digit), True, False, {"success": action == self.digit}
+
+    config = agentic_config(
+        tmp_path,
+        {"copy": {"max_steps": 1, "max_tokens_per_step": 1}},
+        max_steps=30,
+        adv_estimator="grpo",
+        output_dir=str(tmp_path / "out"),
+        actor_train__training_args__learning_rate=5e-3,
+    )
+    run = roll.train(config, env=Copy)
+    rows = run.metrics if isinstance(run.metrics, list) else run.metrics.to_dict("records")
+    rewards = [row["reward/mean"] for row in rows[1:]]
+    assert run.config.custom_envs["copy"].env_type == "given from Python: Copy"
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:4]) / 4 + 0.2
