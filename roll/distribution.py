@@ -14,6 +14,7 @@ NAME = "roll-rl"
 """Name of the distribution, as in `pyproject.toml`."""
 EXTRAS = {
     "aiohttp": "judge",
+    "datasets": "datasets",
     "deepspeed": "deepspeed",
     "mcp": "mcp",
     "megatron": "megatron",
