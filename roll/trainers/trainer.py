@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +43,7 @@ from roll.trainers.step import (
     plan_micro_batches,
     results_by_token,
 )
+from roll.weights.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -317,11 +320,24 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors in Hugging Face names, tied ones once (the first name), on every rank. Collective.
+        """Yield full float32 tensors under the names that they have in a transformers model, tied ones once (the first
+        name), on every rank. Collective.
 
         Tensors are gathered one after the other, and each is valid until the next one is drawn. It may be the model's
         own memory: read it, do not keep it.
         """
+
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `named_weights`, and the model's persistent buffers, under the names of a checkpoint,
+        which engines load. Collective."""
+        model = self._plain_model()
+        buffers = ((name, model.get_buffer(name)) for name in self.checkpoint_names.buffers)
+        return self.checkpoint_names.of(chain(self.named_weights(), buffers))
+
+    @cached_property
+    def checkpoint_names(self) -> CheckpointNames:
+        """The names under which the model's parameters are published."""
+        return CheckpointNames.like(self._plain_model())
 
     def export(self) -> ModelExport | None:
         """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.

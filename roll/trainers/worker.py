@@ -143,8 +143,8 @@ class TrainWorker(Worker):
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
 
         def gather() -> None:
-            weights = self._trainer.named_weights()
-            self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes)
+            weights, uncast = self._trainer.published_weights(), self._trainer.checkpoint_names.uncast
+            self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes, uncast)
 
         await self.in_thread(gather)
 

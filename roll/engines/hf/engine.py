@@ -40,6 +40,7 @@ from roll.engines.base import (
 from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.options import HFInferConfig
 from roll.weights.buckets import HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
+from roll.weights.checkpoint_names import CheckpointNames
 
 _ROW_MULTIPLE = 8
 """A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
@@ -94,7 +95,10 @@ class HFEngine:
         self._steps_since_admission = 0
         self.asleep = False
         """True between `sleep` and `wake`."""
-        self._parameters = dict(model.named_parameters())
+        self._names = CheckpointNames.like(model)
+        buffers = {name: model.get_buffer(name) for name in self._names.buffers}
+        self._parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **buffers}
+        """Everything that a weight update replaces."""
 
     @property
     def running(self) -> int:
@@ -175,31 +179,41 @@ class HFEngine:
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
         """Prepare a weight update without touching the model. Any thread may call this while another runs `step`.
 
-        The prepared tensors are on the host, by name, in the model's precision. If the model computes on a CPU, a
-        tensor that already has this precision and lies in lasting memory is used in place, and any other is copied.
+        The prepared tensors are on the host, by parameter, in the model's precision. If the model computes on a CPU, a
+        tensor that is a whole parameter, already has this precision and lies in lasting memory is used in place, and
+        any other is copied.
         Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
         in_place = False
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         arriving = (
             (name, dtype, shape, (tensor, bucket))
             for bucket in buckets
             for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True)
         )
-        for name, _, _, (tensor, bucket) in checked(arriving, shapes):
-            tensors[name], checksums[name] = self._take(name, tensor, bucket)
-            in_place |= tensors[name] is tensor and self._device.type == "cpu"
+        for name, _, _, (tensor, bucket) in checked(arriving, self._names.shapes):
+            part = self._names.parts[name]
+            parameter = self._parameters[part.parameter]
+            if not part.is_whole:
+                if part.parameter not in tensors:
+                    tensors[part.parameter] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                copy = part.of(tensors[part.parameter]).copy_(tensor)
+                checksums[name] = tensor_checksum(copy)
+                continue
+            tensors[part.parameter], checksums[name] = self._take(name, parameter, tensor, bucket)
+            in_place |= tensors[part.parameter] is tensor and self._device.type == "cpu"
         count = sum(parameter.numel() for parameter in self._parameters.values())
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors)
 
-    def _take(self, name: str, tensor: torch.Tensor, bucket: WeightBucket) -> tuple[torch.Tensor, int]:
+    def _take(
+        self, name: str, parameter: torch.Tensor, tensor: torch.Tensor, bucket: WeightBucket
+    ) -> tuple[torch.Tensor, int]:
         """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
-        dtype = self._parameters[name].dtype
-        if tensor.dtype != dtype:
-            tensor = tensor.to(dtype)
-        elif self._device.type == "cpu" and not bucket.lasting:
+        if tensor.dtype != parameter.dtype:
+            # The model keeps this tensor in a precision of its own. What is checked is what came.
+            return tensor.to(parameter.dtype), tensor_checksum(tensor)
+        if self._device.type == "cpu" and not bucket.lasting:
             return copy_with_checksum(tensor)
         elif bucket.verified:
             return tensor, bucket.verified[name]
@@ -223,7 +237,9 @@ class HFEngine:
         self.version = held.version
         if self._device.type == "cpu":
             return held
-        return replace(held, checksums={name: tensor_checksum(weight) for name, weight in self._parameters.items()})
+        parts = ((name, part.of(self._parameters[part.parameter])) for name, part in self._names.parts.items())
+        read_back = {name: tensor_checksum(tensor) for name, tensor in parts if name not in staged.layout}
+        return replace(held, checksums={**held.checksums, **read_back})
 
     def sleep(self) -> None:
         """Free the caches and move the weights to the host. Harmless to repeat."""
