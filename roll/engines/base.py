@@ -5,9 +5,9 @@ An engine knows nothing of groups, batches or training steps. Each request joins
 the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
 methods belong to one event loop; an engine that computes in a thread hides it.
 
-Names and shapes of a checkpoint's tensors are what a trainer publishes. Its end tokens come from where transformers looks
-for them, so that every engine ends a response at the same ones. transformers is imported when a model is read, because
-the run's own process imports this module too.
+Names and shapes of a checkpoint's tensors are what a trainer publishes. A model's end tokens come from where
+transformers looks for them, so that every engine ends a response at the same ones. transformers is imported when a
+model is read, because the run's own process imports this module too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A checkpoint has the parameters of a model, and its persistent buffers (a bias that only routes tokens to experts).
 transformers keeps some tensors of a checkpoint as one parameter, such as the experts of a layer, and renames others.
 Engines have loaders of their own that know a checkpoint's names. They may skip any other without a word, and would then
-compute with old weights.
+compute with old weights. `parameters` puts the tensors of a publication back into a transformers model.
 
 The conversion is transformers' own, the one of ``save_pretrained``. It is run once, on a model without memory, and
 leaves a table: which part of which parameter each tensor of the checkpoint is. With the table, tensors are named

@@ -31,6 +31,7 @@ from roll.engines.base import (
     EngineFailed,
     FinishReason,
     GenerateRequest,
+    Layout,
     PreparedWeights,
     StopStringMatcher,
     TokenChunk,
@@ -39,7 +40,7 @@ from roll.engines.base import (
 )
 from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.options import HFInferConfig
-from roll.weights.buckets import HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
+from roll.weights.buckets import DTYPES, HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
 from roll.weights.checkpoint_names import CheckpointNames
 
 _ROW_MULTIPLE = 8
@@ -181,41 +182,43 @@ class HFEngine:
 
         The prepared tensors are on the host, by parameter, in the model's precision. If the model computes on a CPU, a
         tensor that is a whole parameter, already has this precision and lies in lasting memory is used in place, and
-        any other is copied.
-        Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
+        any other is copied. Checksums are those of the prepared tensors in the precision that came, so that a loss of
+        digits shows. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
+        layout: Layout = {}
         in_place = False
         arriving = (
             (name, dtype, shape, (tensor, bucket))
             for bucket in buckets
             for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True)
         )
-        for name, _, _, (tensor, bucket) in checked(arriving, self._names.shapes):
+        for name, dtype, shape, (tensor, bucket) in checked(arriving, self._names.shapes):
             part = self._names.parts[name]
+            layout[name] = dtype, tuple(shape)
             parameter = self._parameters[part.parameter]
             if not part.is_whole:
                 if part.parameter not in tensors:
                     tensors[part.parameter] = torch.empty(parameter.shape, dtype=parameter.dtype)
                 copy = part.of(tensors[part.parameter]).copy_(tensor)
-                checksums[name] = tensor_checksum(copy)
+                checksums[name] = tensor_checksum(copy.to(tensor.dtype))
                 continue
-            tensors[part.parameter], checksums[name] = self._take(name, parameter, tensor, bucket)
+            tensors[part.parameter], checksums[name] = self._take(name, parameter.dtype, tensor, bucket)
             in_place |= tensors[part.parameter] is tensor and self._device.type == "cpu"
         count = sum(parameter.numel() for parameter in self._parameters.values())
-        return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors)
+        return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
 
     def _take(
-        self, name: str, parameter: torch.Tensor, tensor: torch.Tensor, bucket: WeightBucket
+        self, name: str, dtype: torch.dtype, tensor: torch.Tensor, bucket: WeightBucket
     ) -> tuple[torch.Tensor, int]:
         """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
-        if tensor.dtype != parameter.dtype:
-            # The model keeps this tensor in a precision of its own. What is checked is what came.
-            return tensor.to(parameter.dtype), tensor_checksum(tensor)
+        if tensor.dtype != dtype:  # the model keeps some tensors in a precision of their own
+            converted = tensor.to(dtype)
+            return converted, tensor_checksum(converted.to(tensor.dtype))
         if self._device.type == "cpu" and not bucket.lasting:
             return copy_with_checksum(tensor)
-        elif bucket.verified:
+        if bucket.verified:
             return tensor, bucket.verified[name]
         return tensor, tensor_checksum(tensor)
 
@@ -238,8 +241,10 @@ class HFEngine:
         if self._device.type == "cpu":
             return held
         parts = ((name, part.of(self._parameters[part.parameter])) for name, part in self._names.parts.items())
-        read_back = {name: tensor_checksum(tensor) for name, tensor in parts if name not in staged.layout}
-        return replace(held, checksums={**held.checksums, **read_back})
+        return replace(
+            held,
+            checksums={name: tensor_checksum(part.to(DTYPES[staged.layout[name][0]])) for name, part in parts},
+        )
 
     def sleep(self) -> None:
         """Free the caches and move the weights to the host. Harmless to repeat."""
