@@ -145,9 +145,7 @@ class RLVRSide(RolloutSide):
     sample_metrics = "reward"
     workers: Rewards
 
-    def __init__(
-        self, prepared: Prepared, plan: RLVRPlan, rewards: Rewards, on_event: Callable[[str], None]
-    ) -> None:
+    def __init__(self, prepared: Prepared, plan: RLVRPlan, rewards: Rewards, on_event: Callable[[str], None]) -> None:
         self._prepared, self._plan, self._config = prepared, plan, plan.config
         self.workers = rewards
         self._on_event = on_event

@@ -330,8 +330,7 @@ class TrainStrategy(ForwardStrategy):
     def published_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of `named_weights`, and the model's persistent buffers, under the names of a checkpoint,
         which engines load. Collective."""
-        model = self._plain_model()
-        buffers = ((name, model.get_buffer(name)) for name in self.checkpoint_names.buffers)
+        buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
         return self.checkpoint_names.of(chain(self.named_weights(), buffers))
 
     @cached_property
