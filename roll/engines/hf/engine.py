@@ -97,9 +97,6 @@ class HFEngine:
         self.asleep = False
         """True between `sleep` and `wake`."""
         self._names = CheckpointNames.like(model)
-        buffers = {name: model.get_buffer(name) for name in self._names.buffers}
-        self._parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **buffers}
-        """Everything that a weight update replaces."""
 
     @property
     def running(self) -> int:
@@ -185,6 +182,7 @@ class HFEngine:
         any other is copied. Checksums are those of the prepared tensors in the precision that came, so that a loss of
         digits shows. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
+        own = self._held_tensors()
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
         layout: Layout = {}
@@ -197,7 +195,7 @@ class HFEngine:
         for name, dtype, shape, (tensor, bucket) in checked(arriving, self._names.shapes):
             part = self._names.parts[name]
             layout[name] = dtype, tuple(shape)
-            parameter = self._parameters[part.parameter]
+            parameter = own[part.parameter]
             if not part.is_whole:
                 if part.parameter not in tensors:
                     tensors[part.parameter] = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -206,8 +204,13 @@ class HFEngine:
                 continue
             tensors[part.parameter], checksums[name] = self._take(name, parameter.dtype, tensor, bucket)
             in_place |= tensors[part.parameter] is tensor and self._device.type == "cpu"
-        count = sum(parameter.numel() for parameter in self._parameters.values())
+        count = sum(parameter.numel() for parameter in own.values())
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
+
+    def _held_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all that a weight update replaces, by its name in memory. A sleep makes new buffers."""
+        buffers = {name: self._model.get_buffer(name) for name in self._names.buffers}
+        return {**dict(self._model.named_parameters()), **buffers}
 
     def _take(
         self, name: str, dtype: torch.dtype, tensor: torch.Tensor, bucket: WeightBucket
@@ -228,9 +231,9 @@ class HFEngine:
         On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
         checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
-        held = staged.held
+        held, own = staged.held, self._held_tensors()
         try:
-            for name, parameter in self._parameters.items():
+            for name, parameter in own.items():
                 if self._device.type == "cpu":
                     parameter.data = staged.content[name]
                 else:
@@ -240,7 +243,7 @@ class HFEngine:
         self.version = held.version
         if self._device.type == "cpu":
             return held
-        parts = ((name, part.of(self._parameters[part.parameter])) for name, part in self._names.parts.items())
+        parts = ((name, part.of(own[part.parameter])) for name, part in self._names.parts.items())
         return replace(
             held,
             checksums={name: tensor_checksum(part.to(DTYPES[staged.layout[name][0]])) for name, part in parts},
