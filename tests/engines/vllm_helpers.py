@@ -91,7 +91,7 @@ class RunningEngine:
             max_length=MAX_LENGTH,
             strategy_config={"max_num_seqs": PLACES + 1, **strategy_config},
         )
-        self.run(self.strategy.start)
+        self.run(self.strategy.start, timeout=240)
         self.version = 0
 
     def run(self, function: Callable[..., Awaitable[Result]], *args, timeout: float = 120) -> Result:
