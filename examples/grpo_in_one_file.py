@@ -165,7 +165,7 @@ def batch_of(groups: Sequence[Sequence[Sample]], estimator: AdvantageEstimator) 
 
 async def hand_over(trainer: Fsdp2TrainStrategy, engine: HFInferStrategy, version: int) -> None:
     """Load the trainer's weights into the engine, so that the next samples are of the policy that has just learned."""
-    await engine.prepare_weights(pack_buckets(trainer.named_weights(), BUCKET_BYTES), version)
+    await engine.prepare_weights(pack_buckets(trainer.published_weights(), BUCKET_BYTES), version)
     await engine.pause("keep")
     await engine.load_weights(version)
     await engine.resume()

@@ -5,9 +5,9 @@ An engine knows nothing of groups, batches or training steps. Each request joins
 the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
 methods belong to one event loop; an engine that computes in a thread hides it.
 
-Names and shapes of a model's parameters are what a trainer publishes. Its end tokens come from where transformers looks
-for them, so that every engine ends a response at the same ones. transformers is imported when a model is read, because
-the run's own process imports this module too.
+Names and shapes of a checkpoint's tensors are what a trainer publishes. A model's end tokens come from where
+transformers looks for them, so that every engine ends a response at the same ones. transformers is imported when a
+model is read, because the run's own process imports this module too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from roll.configs.errors import ConfigError
 from roll.data import prompts
 from roll.tracking.timeline import BusySpans
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, WeightMismatch
+from roll.weights.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -355,7 +356,7 @@ def checked(
 ) -> Iterator[tuple[str, str, Sequence[int], Content]]:
     """Yield the tensors of a weight update, each (name, dtype, shape, anything else).
 
-    Raises ``WeightMismatch`` naming a tensor that does not fit the ``shapes`` of the model's parameters, comes twice,
+    Raises ``WeightMismatch`` naming a tensor that does not fit the ``shapes`` of the model's checkpoint, comes twice,
     or is missing at the end.
     """
     missing = dict.fromkeys(shapes)
@@ -389,14 +390,14 @@ class ModelSpec:
 
 
 def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]]]:
-    """Return the model's configuration, and the shape of each parameter by its Hugging Face name; tied parameters
-    appear once."""
+    """Return the model's configuration, and the shape of each tensor of its checkpoint by name; tied ones appear
+    once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
-    return config, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return config, CheckpointNames(model).shapes
 
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from roll.engines.base import (
     model_facts,
     no_tokens,
 )
-from roll.weights.buckets import HeldWeights, WeightBucket, manifest
+from roll.weights.buckets import HeldWeights, WeightBucket, WeightMismatch, manifest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -411,7 +411,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         await self._begin_again()
         try:
             await self._load(prepared)
-        except EngineFailed:
+        except (EngineFailed, WeightMismatch):
             raise
         except Exception as error:
             raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from roll.trainers.step import (
     results_by_token,
 )
 from roll.weights.buckets import WeightMismatch
+from roll.weights.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,30 +170,46 @@ class ForwardStrategy(ABC):
 
         return self._for_each_token(batch, logprobs)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by full tensors in the model's names, tied ones once. Collective.
+    @cached_property
+    def checkpoint_names(self) -> CheckpointNames:
+        """The names under which the model's parameters are published."""
+        return CheckpointNames.like(self._plain_model())
 
-        Each tensor is read before the next one is drawn. Raises `WeightMismatch` naming the tensor that the model does
-        not have, or has in another shape or dtype, or that did not come. Then the model is not to be used.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by the whole tensors of a publication, under the names of a checkpoint. Collective.
+
+        Raises `WeightMismatch` naming the tensor that the model does not have, or has in another shape or dtype, or
+        that did not come. Then the model is not to be used.
         """
-        own = dict(self.model.named_parameters())
-        for name, weight in weights:
-            parameter = own.pop(name, None)
-            if parameter is None:
-                raise WeightMismatch(f"tensor {name!r} is published, and {self.model.config.model_type} has none")
-            if (parameter.shape, parameter.dtype) != (weight.shape, weight.dtype):
-                here, there = (f"{list(each.shape)} in {each.dtype}" for each in (parameter, weight))
-                raise WeightMismatch(f"tensor {name!r} is {here} in the model, {there} as published")
+        parameters, buffers = self._own_tensors()
+        for name, weight in self.checkpoint_names.parameters(weights):
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.dtype != weight.dtype:
+                raise WeightMismatch(f"tensor {name!r} is {parameter.dtype} in the model, {weight.dtype} as published")
             with torch.no_grad():
-                self._write(parameter, weight)
-        if own:
-            raise WeightMismatch(f"tensor {sorted(own)[0]!r} was never received ({len(own)} such tensors)")
+                if parameter is None:
+                    buffers[name].copy_(weight)
+                else:
+                    self._write(parameter, weight)
 
     def held_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these weights whole, as the model holds them, on every rank. Collective."""
-        own = dict(self.model.named_parameters())
-        for name in names:
-            yield name, self._read(own[name])
+        """Yield these tensors of a checkpoint, parts of parameters, as the model holds them, on every rank. Collective.
+
+        They are views, valid until the next one is drawn.
+        """
+        wanted, (parameters, _) = set(names), self._own_tensors()
+        owners = {self.checkpoint_names.parts[name].parameter for name in wanted}
+        whole = ((name, self._read(parameter)) for name, parameter in parameters.items() if name in owners)
+        return ((name, held) for name, held in self.checkpoint_names.of(whole) if name in wanted)
+
+    def _own_tensors(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+        """Return what a publication replaces, by name in memory: parameters, perhaps sharded, and buffers."""
+        buffers = {name: self.model.get_buffer(name) for name in self.checkpoint_names.buffers}
+        return dict(self.model.named_parameters()), buffers
+
+    def _plain_model(self) -> PreTrainedModel:
+        """Return a model of the class and configuration that an export has."""
+        return self.model
 
     def _write(self, parameter: Tensor, weight: Tensor) -> None:
         """Write a whole weight into a parameter, or this rank's part of it."""
@@ -351,11 +370,18 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors in Hugging Face names, tied ones once (the first name), on every rank. Collective.
+        """Yield full float32 tensors under the names that they have in a transformers model, tied ones once (the first
+        name), on every rank. Collective.
 
         Tensors are gathered one after the other, and each is valid until the next one is drawn. It may be the model's
         own memory: read it, do not keep it.
         """
+
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `named_weights`, and the model's persistent buffers, under the names of a checkpoint,
+        which engines load. Collective."""
+        buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
+        return self.checkpoint_names.of(chain(self.named_weights(), buffers))
 
     def export(self) -> ModelExport | None:
         """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.
@@ -385,10 +411,6 @@ class TrainStrategy(ForwardStrategy):
 
         Raises `UnfitState` if the snapshot is not of this model.
         """
-
-    def _plain_model(self) -> PreTrainedModel:
-        """Return a model of the class and configuration that an export has."""
-        return self.model
 
     @abstractmethod
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:

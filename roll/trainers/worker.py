@@ -150,8 +150,8 @@ class TrainWorker(Worker):
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
 
         def gather() -> None:
-            weights = self._trainer.named_weights()
-            self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes)
+            weights, uncast = self._trainer.published_weights(), self._trainer.checkpoint_names.uncast
+            self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes, uncast)
 
         await self.in_thread(gather)
 
@@ -181,7 +181,8 @@ class TrainWorker(Worker):
 
         self._strategy.load_weights(received())
         check_weights(self.identity.name, publication, HeldWeights(publication.version, parameter_count, checksums))
-        names = list(publication.checksums)
+        uncast = self._strategy.checkpoint_names.uncast
+        names = [name for name in publication.checksums if name not in uncast]
         # Other ones each time; equal on all ranks, as parameters are gathered.
         step = max(1, len(names) // HELD_TENSORS)
         sample = names[publication.version % step :: step]

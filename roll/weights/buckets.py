@@ -19,7 +19,7 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -124,11 +124,13 @@ def pack_buckets(
     bucket_bytes: int,
     *,
     float_dtype: torch.dtype | None = None,
+    uncast: Collection[str] = (),
     allocate: Allocate = fresh_memory,
 ) -> Iterator[WeightBucket]:
     """Pack tensors, in order, into buckets of at most ``bucket_bytes`` bytes.
 
-    A larger tensor gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: left unchanged).
+    A larger tensor gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: left unchanged),
+    but for those named in ``uncast``.
     Each tensor is copied before the next one is drawn, because a trainer may reuse the memory of the last one. Raises
     ``ValueError`` for a ``bucket_bytes`` below 1, a dtype that cannot travel, or a name that comes twice.
     """
@@ -141,7 +143,8 @@ def pack_buckets(
         if name in seen:
             raise ValueError(f"tensor {name!r} comes twice in one publication")
         seen.add(name)
-        dtype = float_dtype if float_dtype is not None and tensor.is_floating_point() else tensor.dtype
+        casts = float_dtype is not None and tensor.is_floating_point() and name not in uncast
+        dtype = float_dtype if casts else tensor.dtype
         if dtype not in _NAMES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}, which cannot be sent")
         size = tensor.numel() * dtype.itemsize
@@ -278,7 +281,7 @@ class BucketLocation:
 class WeightBucket:
     """Some tensors of one weight update, as bytes.
 
-    ``tensors`` holds (Hugging Face name, dtype name such as ``float32``, shape, byte offset). ``data`` is uint8
+    ``tensors`` holds (name in a checkpoint, dtype name such as ``float32``, shape, byte offset). ``data`` is uint8
     ``[bytes]``. A tensor is never split over buckets.
     """
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Hugging Face name -> (dtype name, shape), in the order of sending."""
+"""Name in a checkpoint -> (dtype name, shape), in the order of sending."""
 
 WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
 """Transports that vLLM itself implements -> vLLM's names for them."""
@@ -77,8 +77,17 @@ def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPubli
 class WeightPublisher:
     """The trainer rank's interface for handing out weights."""
 
-    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
-        """Copy the weights, casting floating-point ones to ``dtype``. Every rank must consume all of ``weights``."""
+    def gather(
+        self,
+        version: int,
+        buffer: int,
+        weights: NamedTensors,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        uncast: Collection[str] = (),
+    ) -> None:
+        """Copy the weights, casting floating-point ones to ``dtype``, but for those named in ``uncast``. Every rank
+        must consume all of ``weights``."""
         raise NotImplementedError
 
     def send(self, version: int) -> Publication:
@@ -109,14 +118,22 @@ class BucketPublisher(WeightPublisher):
         self._gathered: dict[int, tuple[int, list[WeightBucket], float]] = {}
         """Version -> its buffer, its buckets, and the seconds that gathering them took."""
 
-    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+    def gather(
+        self,
+        version: int,
+        buffer: int,
+        weights: NamedTensors,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        uncast: Collection[str] = (),
+    ) -> None:
         started = time.perf_counter()
         if self._rank != 0:
             _draw(weights)
             return
         self._sender.begin(buffer)
         allocate = partial(self._sender.allocate, buffer)
-        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, allocate=allocate))
+        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, uncast=uncast, allocate=allocate))
         self._gathered[version] = buffer, buckets, time.perf_counter() - started
 
     def send(self, version: int) -> Publication:
@@ -165,14 +182,22 @@ class PushPublisher(WeightPublisher):
         self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine]] = {}
         self._turn = threading.Lock()
 
-    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+    def gather(
+        self,
+        version: int,
+        buffer: int,
+        weights: NamedTensors,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        uncast: Collection[str] = (),
+    ) -> None:
         """Copy the weights on the device; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
         started = time.perf_counter()
         self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
         if self._rank != 0 and self._spec.name == "nccl":
             _draw(weights)
             weights = []
-        self.copies[buffer] = copied(weights, dtype, self.copies.get(buffer, {}))
+        self.copies[buffer] = copied(weights, dtype, self.copies.get(buffer, {}), uncast)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # checksums and transfers read the copies in other streams
         self._seconds[version] = time.perf_counter() - started
@@ -253,9 +278,13 @@ def _draw(weights: NamedTensors) -> None:
 
 
 def copied(
-    weights: NamedTensors, float_dtype: torch.dtype, memory: Mapping[str, torch.Tensor]
+    weights: NamedTensors,
+    float_dtype: torch.dtype,
+    memory: Mapping[str, torch.Tensor],
+    uncast: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Copy weights on their device, cast to the engine's precision, into the ``memory`` of earlier copies if they fit.
+    """Copy weights on their device, cast to the engine's precision (but for those named in ``uncast``), into the
+    ``memory`` of earlier copies if they fit.
 
     Raises ``ValueError`` for a name that occurs twice.
     """
@@ -263,7 +292,7 @@ def copied(
     for name, tensor in weights:
         if name in copies:
             raise ValueError(f"tensor {name!r} comes twice in one publication")
-        dtype = float_dtype if tensor.is_floating_point() else tensor.dtype
+        dtype = float_dtype if tensor.is_floating_point() and name not in uncast else tensor.dtype
         target = memory.get(name)
         if target is None or target.shape != tensor.shape or target.dtype != dtype:
             target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)

@@ -51,8 +51,10 @@ def running_stand_in(
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
-    yield engine
-    engine.close()
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def test_a_trainers_logprobs_agree_before_and_after_updates(published, trainer):
         metrics = trainer.train_step(batch, objective, 1.0)
         assert metrics["skipped_updates"] == 0
         published.version += 1
-        published.run(take, published, list(pack_buckets(trainer.named_weights(), 100_000)))
+        published.run(take, published, list(pack_buckets(trainer.published_weights(), 100_000)))
         batch = sampled(published, step)
         assert_agreement(trainer, batch)
     mask = first.tokens["response_mask"]

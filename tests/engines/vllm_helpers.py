@@ -12,11 +12,12 @@ import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from roll.engines.base import GenerateRequest, InferStrategy, SamplingParams
 from roll.engines.vllm.strategy import VLLMInferStrategy
 from roll.weights.buckets import pack_buckets
+from roll.weights.checkpoint_names import CheckpointNames
 
 VOCABULARY = 96
 EOS = 95
@@ -49,6 +50,31 @@ def make_model(seed: int = 0, **changes) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))).eval()
 
 
+def make_moe(seed: int = 0) -> Qwen3MoeForCausalLM:
+    """A random mixture of experts, made like `make_model`; one layer is dense."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=192,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=EOS,
+        pad_token_id=1,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
 class RunningEngine:
     """An engine and the event loop it lives on."""
 
@@ -65,7 +91,7 @@ class RunningEngine:
             max_length=MAX_LENGTH,
             strategy_config={"max_num_seqs": PLACES + 1, **strategy_config},
         )
-        self.run(self.strategy.start)
+        self.run(self.strategy.start, timeout=240)
         self.version = 0
 
     def run(self, function: Callable[..., Awaitable[Result]], *args, timeout: float = 120) -> Result:
@@ -114,7 +140,7 @@ def assert_close(recorded: np.ndarray, expected: np.ndarray) -> None:
 
 
 def buckets_of(model: torch.nn.Module, bucket_bytes: int = 64 * 1024):
-    return list(pack_buckets(model.named_parameters(), bucket_bytes))
+    return list(pack_buckets(CheckpointNames.like(model).of(model.named_parameters()), bucket_bytes))
 
 
 def request(name: str, tokens: int = 16, prompt=(5, 6, 7), **sampling) -> GenerateRequest:

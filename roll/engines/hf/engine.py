@@ -31,6 +31,7 @@ from roll.engines.base import (
     EngineFailed,
     FinishReason,
     GenerateRequest,
+    Layout,
     PreparedWeights,
     StopStringMatcher,
     TokenChunk,
@@ -39,7 +40,8 @@ from roll.engines.base import (
 )
 from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.options import HFInferConfig
-from roll.weights.buckets import HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
+from roll.weights.buckets import DTYPES, HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
+from roll.weights.checkpoint_names import CheckpointNames
 
 _ROW_MULTIPLE = 8
 """A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
@@ -94,7 +96,7 @@ class HFEngine:
         self._steps_since_admission = 0
         self.asleep = False
         """True between `sleep` and `wake`."""
-        self._parameters = dict(model.named_parameters())
+        self._names = CheckpointNames.like(model)
 
     @property
     def running(self) -> int:
@@ -175,33 +177,51 @@ class HFEngine:
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
         """Prepare a weight update without touching the model. Any thread may call this while another runs `step`.
 
-        The prepared tensors are on the host, by name, in the model's precision. If the model computes on a CPU, a
-        tensor that already has this precision and lies in lasting memory is used in place, and any other is copied.
-        Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
+        The prepared tensors are on the host, by parameter, in the model's precision. If the model computes on a CPU, a
+        tensor that is a whole parameter, already has this precision and lies in lasting memory is used in place, and
+        any other is copied. Checksums are those of the prepared tensors in the precision that came, so that a loss of
+        digits shows. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
+        own = self._held_tensors()
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
+        layout: Layout = {}
         in_place = False
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         arriving = (
             (name, dtype, shape, (tensor, bucket))
             for bucket in buckets
             for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True)
         )
-        for name, _, _, (tensor, bucket) in checked(arriving, shapes):
-            tensors[name], checksums[name] = self._take(name, tensor, bucket)
-            in_place |= tensors[name] is tensor and self._device.type == "cpu"
-        count = sum(parameter.numel() for parameter in self._parameters.values())
-        return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors)
+        for name, dtype, shape, (tensor, bucket) in checked(arriving, self._names.shapes):
+            part = self._names.parts[name]
+            layout[name] = dtype, tuple(shape)
+            parameter = own[part.parameter]
+            if not part.is_whole:
+                if part.parameter not in tensors:
+                    tensors[part.parameter] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                copy = part.of(tensors[part.parameter]).copy_(tensor)
+                checksums[name] = tensor_checksum(copy.to(tensor.dtype))
+                continue
+            tensors[part.parameter], checksums[name] = self._take(name, parameter.dtype, tensor, bucket)
+            in_place |= tensors[part.parameter] is tensor and self._device.type == "cpu"
+        count = sum(parameter.numel() for parameter in own.values())
+        return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
 
-    def _take(self, name: str, tensor: torch.Tensor, bucket: WeightBucket) -> tuple[torch.Tensor, int]:
+    def _held_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all that a weight update replaces, by its name in memory. A sleep makes new buffers."""
+        buffers = {name: self._model.get_buffer(name) for name in self._names.buffers}
+        return {**dict(self._model.named_parameters()), **buffers}
+
+    def _take(
+        self, name: str, dtype: torch.dtype, tensor: torch.Tensor, bucket: WeightBucket
+    ) -> tuple[torch.Tensor, int]:
         """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
-        dtype = self._parameters[name].dtype
-        if tensor.dtype != dtype:
-            tensor = tensor.to(dtype)
-        elif self._device.type == "cpu" and not bucket.lasting:
+        if tensor.dtype != dtype:  # the model keeps some tensors in a precision of their own
+            converted = tensor.to(dtype)
+            return converted, tensor_checksum(converted.to(tensor.dtype))
+        if self._device.type == "cpu" and not bucket.lasting:
             return copy_with_checksum(tensor)
-        elif bucket.verified:
+        if bucket.verified:
             return tensor, bucket.verified[name]
         return tensor, tensor_checksum(tensor)
 
@@ -211,9 +231,9 @@ class HFEngine:
         On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
         checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
-        held = staged.held
+        held, own = staged.held, self._held_tensors()
         try:
-            for name, parameter in self._parameters.items():
+            for name, parameter in own.items():
                 if self._device.type == "cpu":
                     parameter.data = staged.content[name]
                 else:
@@ -223,7 +243,11 @@ class HFEngine:
         self.version = held.version
         if self._device.type == "cpu":
             return held
-        return replace(held, checksums={name: tensor_checksum(weight) for name, weight in self._parameters.items()})
+        parts = ((name, part.of(own[part.parameter])) for name, part in self._names.parts.items())
+        return replace(
+            held,
+            checksums={name: tensor_checksum(part.to(DTYPES[staged.layout[name][0]])) for name, part in parts},
+        )
 
     def sleep(self) -> None:
         """Free the caches and move the weights to the host. Harmless to repeat."""

@@ -24,8 +24,8 @@ import math
 import secrets
 import shutil
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -46,6 +46,7 @@ from roll.engines.base import (
 )
 from roll.engines.options import SGLANG_MASK_LIMIT, server_arguments, stream_interval
 from roll.engines.process_engine import ProcessEngine, Response, is_greedy, require_numbers
+from roll.engines.sglang.loader import LoaderCheck, ParameterChecksums
 from roll.engines.sglang.server import CallRefused, SGLangServer
 from roll.runtime.placement import free_port
 from roll.weights.buckets import (
@@ -54,7 +55,6 @@ from roll.weights.buckets import (
     HeldWeights,
     MemoryFile,
     WeightBucket,
-    WeightMismatch,
     tensor_checksum,
     tensor_spans,
 )
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 class SGLangInferStrategy(ProcessEngine[SGLangServer]):
     """One engine replica. Weights are loaded from buckets for every transport."""
 
-    _held: tuple[Mapping[str, int | None], str] | None = None
-    """Checksums of the weight update that was loaded last, and SGLang's checksum of its weights after it."""
+    _loader: LoaderCheck | None = None
+    """What the first weight update has shown of SGLang's loader."""
     _reads_back = True
 
     async def _launch(self, config: PretrainedConfig) -> tuple[SGLangServer, int]:
@@ -159,18 +159,47 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
     async def _load(self, prepared: PreparedWeights) -> None:
         """Let SGLang read the checkpoint. A failure leaves a mixture of weights: its way back reads the same files."""
         checkpoint: MemoryCheckpoint = prepared.content
+        with closing(checkpoint):
+            await self._read_checkpoint(checkpoint, prepared.held.version)
+            if not self._quantised:
+                await self._check_loader(checkpoint, prepared.held)
+
+    async def _read_checkpoint(self, checkpoint: MemoryCheckpoint, version: int) -> None:
         order = {
             "model_path": checkpoint.path,
             "load_format": "safetensors",
-            "weight_version": str(prepared.held.version),
+            "weight_version": str(version),
             "flush_cache": False,
         }
-        with closing(checkpoint):
-            await self._live_engine().call("/update_weights_from_disk", order)
+        await self._live_engine().call("/update_weights_from_disk", order)
+
+    async def _check_loader(self, checkpoint: MemoryCheckpoint, sent: HeldWeights) -> None:
+        """Compare SGLang's own checksums with those before. At the first update, find out what its loader does with
+        each kind of tensor, for which the update is read again some times; see `LoaderCheck`."""
+        version, held = sent.version, await self._parameter_checksums()
+        if self._loader is not None:
+            self._loader.compare(version, sent.checksums, held)
+            return
+        loader = LoaderCheck(sent.checksums, held)
+        for names in loader.rounds():
+            with checkpoint.altered(names):
+                await self._read_checkpoint(checkpoint, version)
+            loader.learn(version, names, await self._parameter_checksums())
+        await self._order("/weights_checker", {"action": "reset_tensors", "selector": "target"})
+        await self._read_checkpoint(checkpoint, version)
+        loader.require_filled(version, await self._parameter_checksums())
+        self._loader = loader
+
+    async def _parameter_checksums(self) -> ParameterChecksums:
+        """Return SGLang's checksum of each of its parameters, in its own layout, on each of its GPUs."""
+        reply = await self._order("/weights_checker", {"action": "checksum", "selector": "target"})
+        return {
+            (rank, name): checksum
+            for rank, report in enumerate(reply["ranks"])
+            for name, checksum in report["checksums"].items()
+        }
 
     async def _inspected(self, sent: HeldWeights, layout: Layout) -> HeldWeights:
-        if not self._quantised:
-            await self._check_that_weights_changed(sent)
         checksums = dict(sent.checksums)
         for name in names_to_read(layout, sent.version) if self._reads_back else ():
             dtype, shape = layout[name]
@@ -183,14 +212,6 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
             checksums[name] = checksum_of_values(reply["value"], dtype, shape) or checksums[name]
         version = (await self._order("/model_info"))["weight_version"]
         return HeldWeights(int(version), sent.parameter_count, checksums)
-
-    async def _check_that_weights_changed(self, sent: HeldWeights) -> None:
-        """Raise ``WeightMismatch`` if other weights came, and SGLang's checksum in its own layout did not change."""
-        before = self._held
-        reported = (await self._order("/weights_checker", {"action": "checksum"}))["per_engine_checksum"]
-        self._held = (sent.checksums, reported)
-        if before is not None and before[0] != sent.checksums and before[1] == reported:
-            raise WeightMismatch(f"version {sent.version} brought other weights, but SGLang holds the same as before")
 
     async def _score(self, tokens: np.ndarray) -> np.ndarray:
         body = score_body(tokens, self._requests.engine_id())
@@ -254,11 +275,28 @@ class MemoryCheckpoint:
         self.path = mkdtemp(prefix="roll-weights-")
         self.close = weakref.finalize(self, shutil.rmtree, self.path)
         """Removes the folder. Harmless to repeat."""
+        self._bytes: dict[str, np.ndarray] = {}
+        """Name -> uint8 view of the tensor in its file."""
+        self._dtypes = {name: dtype for bucket in buckets for name, dtype, _, _ in bucket.tensors}
         self._files: list[MemoryFile] = []
         for number, bucket in enumerate(buckets):
-            file = _safetensors_file(bucket)
+            file, tensors = _safetensors_file(bucket)
             (Path(self.path) / f"model-{number:05d}.safetensors").symlink_to(file.path)
             self._files.append(file)
+            self._bytes |= tensors
+
+    @contextmanager
+    def altered(self, names: Iterable[str]) -> Iterator[None]:
+        """Within the block, the first element of each of these tensors differs in a low bit of its fraction."""
+        # A bit that is left if float32 is rounded to bfloat16. The bytes are little-endian.
+        places = [self._bytes[name][2 if self._dtypes[name] == "float32" else 0 :][:1] for name in names]
+        for place in places:
+            place ^= 1
+        try:
+            yield
+        finally:
+            for place in places:
+                place ^= 1
 
 
 def names_to_read(layout: Layout, version: int) -> list[str]:
@@ -273,8 +311,9 @@ def checksum_of_values(values: list[float] | list[list[float]], dtype: str, shap
     return tensor_checksum(tensor) if tuple(tensor.shape) == tuple(shape) else None
 
 
-def _safetensors_file(bucket: WeightBucket) -> MemoryFile:
-    """Write the bucket's tensors one after the other, without the gaps that a bucket has and the format forbids."""
+def _safetensors_file(bucket: WeightBucket) -> tuple[MemoryFile, dict[str, np.ndarray]]:
+    """Write the bucket's tensors one after the other, without the gaps that a bucket has and the format forbids. Return
+    the file, and the bytes of each tensor in it."""
     spans = tensor_spans(bucket)
     entries, offset = {}, 0
     for (name, dtype, shape, _), (start, end) in zip(bucket.tensors, spans, strict=True):
@@ -286,10 +325,12 @@ def _safetensors_file(bucket: WeightBucket) -> MemoryFile:
     header = len(names).to_bytes(8, "little") + names
     file, place = MemoryFile(len(header) + offset), len(header)
     file.data[:place] = np.frombuffer(header, dtype=np.uint8)
-    for start, end in spans:
-        file.data[place : place + end - start] = bucket.data[start:end]
+    tensors = {}
+    for (name, *_), (start, end) in zip(bucket.tensors, spans, strict=True):
+        tensors[name] = file.data[place : place + end - start]
+        tensors[name][:] = bucket.data[start:end]
         place += end - start
-    return file
+    return file, tensors
 
 
 SMALLEST_TEMPERATURE = 1e-6

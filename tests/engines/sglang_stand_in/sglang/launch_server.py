@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -207,8 +208,17 @@ class StandIn:
         return web.json_response({"success": success, "message": message}, status=200 if success else 400)
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        checksum = await self._order(self.scheduler.checksum)
-        return web.json_response({"success": True, "message": "Success.", "per_engine_checksum": checksum})
+        action = (await request.json())["action"]
+        answer = {"success": True, "message": "Success."}
+        if action == "checksum":
+            checksums = await self._order(self.scheduler.checksums)
+            whole = hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
+            answer |= {"ranks": [{"checksums": checksums, "per_gpu_checksum": whole}], "per_engine_checksum": whole}
+        elif action == "reset_tensors":
+            await self._order(self.scheduler.reset)
+        else:
+            return web.json_response({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
+        return web.json_response(answer)
 
     async def get_weights_by_name(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sglang.srt.server_args import ServerArgs
+
+FUSED = {
+    r"\.[qkv]_proj\.": ".qkv_proj.",
+    r"\.(gate|up)_proj\.": ".gate_up_proj.",
+    r"\.experts\.gate_up_proj$": ".experts.w13_weight",
+    r"\.experts\.down_proj$": ".experts.w2_weight",
+}
 
 
 @dataclass
@@ -192,13 +200,13 @@ class Scheduler:
         """Read a checkpoint over the weights."""
         assert not self.released, "weights without memory"
         if self.fault != "keeps its weights":
-            parameters = dict(self.model.named_parameters())
             for path in sorted(Path(folder).glob("*.safetensors")):
                 for name, tensor in load_file(path).items():
-                    if name not in parameters or self.fault == "fails half-way":
+                    if self.fault == "fails half-way":
                         return False, f"Failed to update weights: {name}."
-                    with torch.no_grad():
-                        parameters[name].copy_(tensor)
+                    skipped = self.fault.removeprefix("skips ") if self.fault.startswith("skips ") else None
+                    if skipped is None or not re.search(skipped, name):
+                        self._load_tensor(name, tensor)
         if version is not None and version != self.version:
             for req in [*self.running, *self.waiting]:
                 if req.output_ids:
@@ -208,11 +216,42 @@ class Scheduler:
             return False, "Weights were updated, but the cache was not flushed"
         return True, "Succeeded to update model weights."
 
-    def checksum(self) -> str:
-        whole = hashlib.sha256()
+    @torch.no_grad()
+    def _load_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """``load_weights`` of the real models: experts one by one, and what is not known is skipped without a word."""
+        parameters = dict(self.model.named_parameters())
+        expert = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if expert is None:
+            if name in parameters and ".mlp.experts." not in name:
+                parameters[name].copy_(tensor)
+            return
+        fused = f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
+        if fused in parameters:
+            own, rows = parameters[fused][int(expert[2])], len(tensor)
+            start = rows if expert[3] == "up" else 0
+            own[start : start + rows].copy_(tensor)
+
+    def _layout(self) -> dict[str, list[torch.Tensor]]:
+        """The real models' parameters, and what each is fused from."""
+        layout: dict[str, list[torch.Tensor]] = {}
         for name, tensor in self.model.named_parameters():
-            whole.update(name.encode() + tensor.detach().numpy().tobytes())
-        return whole.hexdigest()
+            for pattern, fused in FUSED.items():
+                name = re.sub(pattern, fused, name)
+            layout.setdefault(name, []).append(tensor.detach())
+        return layout
+
+    def checksums(self) -> dict[str, str]:
+        """Of each parameter in the layout of the real models; one that the model lacks has none."""
+        lacks = self.fault.removeprefix("lacks ") if self.fault.startswith("lacks ") else None
+        return {
+            name: hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+            for name, tensors in self._layout().items()
+            if lacks is None or not re.search(lacks, name)
+        }
+
+    def reset(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.uniform_()
 
     def weights_by_name(self, name: str, most: int) -> list[Any] | None:
         """Some of the real models can, Llama's among them, most cannot."""

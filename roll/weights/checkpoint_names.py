@@ -1,0 +1,156 @@
+"""Names of tensors: those of a transformers model in memory, and those of its checkpoint, under which weights travel.
+
+A checkpoint has the parameters of a model, and its persistent buffers (a bias that only routes tokens to experts).
+transformers keeps some tensors of a checkpoint as one parameter, such as the experts of a layer, and renames others.
+Engines have loaders of their own that know a checkpoint's names. They may skip any other without a word, and would then
+compute with old weights. `parameters` puts the tensors of a publication back into a transformers model.
+
+The conversion is transformers' own, the one of ``save_pretrained``. It is run once, on a model without memory, and
+leaves a table: which part of which parameter each tensor of the checkpoint is. With the table, tensors are named
+without being copied, one parameter at a time, and put back. A model whose names do not differ passes unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from roll.weights.buckets import WeightMismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a checkpoint as a part of a parameter. ``stride`` and ``offset`` count the parameter's elements."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_whole: bool
+    """True if the part is the whole parameter, in its shape."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a contiguous tensor of the parameter's shape, as a view of it."""
+        if self.is_whole:
+            return tensor
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+class CheckpointNames:
+    """The table of a model. Parameters that the conversion computes with or joins keep their names in memory."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Read the table off a model that was made from its configuration; on the device ``meta`` it takes no memory.
+
+        (One that was loaded could carry the names of an older checkpoint.)
+        """
+        self.buffers = [name for name in model.state_dict() if _is_float_buffer(model, name)]
+        """Names in memory of the persistent floating-point buffers."""
+        tensors = {**dict(model.named_parameters()), **{name: model.get_buffer(name) for name in self.buffers}}
+        stand_ins = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+        owners = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
+        found: dict[str, dict[str, Part]] = {name: {} for name in stand_ins}
+        for name, tensor in _reverted(model, stand_ins).items():
+            owner = owners.get(tensor.untyped_storage()._cdata)
+            if owner is not None:
+                whole = tensor.shape == stand_ins[owner].shape and tensor.is_contiguous()
+                found[owner][name] = Part(
+                    owner, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), whole
+                )
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in stand_ins.items()}
+        self._parts = {name: self._complete(name, parts) for name, parts in found.items()}
+        self.parts = {name: part for parts in self._parts.values() for name, part in parts.items()}
+        """Name in a checkpoint -> part. Tied tensors appear once, in the order of the model's parameters."""
+
+    @classmethod
+    def like(cls, model: PreTrainedModel) -> CheckpointNames:
+        """Return the table of a model that may be loaded, sharded, or have adapters."""
+        with torch.device("meta"):
+            return cls(type(model)(copy.deepcopy(model.config)))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in a checkpoint -> shape."""
+        return {name: part.shape for name, part in self.parts.items()}
+
+    @property
+    def uncast(self) -> frozenset[str]:
+        """Names in a checkpoint of the buffers. They keep their own precision, which is higher for some of them."""
+        return frozenset(part_name for name in self.buffers for part_name in self._parts[name])
+
+    def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole parameters and buffers, which come under their names in memory, as tensors of a checkpoint.
+
+        They are views, valid as long as the tensor that came. Raises ``ValueError`` for a tensor that the model does
+        not have, or that has another shape there.
+        """
+        for name, tensor in tensors:
+            if self._shapes.get(name) != tuple(tensor.shape):
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, in the model {self._shapes.get(name, 'unknown')}")
+            parts = self._parts[name]
+            memory = tensor if len(parts) == 1 else tensor.contiguous()
+            for part_name, part in parts.items():
+                yield part_name, part.of(memory)
+
+    def parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Undo `of`: yield each parameter or buffer under its name in memory, as soon as all of its parts have come.
+
+        A parameter of several parts is put together in new memory; any other is the tensor that came. Raises
+        `WeightMismatch` naming a tensor that is unknown, comes twice, does not fit, or is missing at the end.
+        """
+        missing = {name: dict(parts) for name, parts in self._parts.items()}
+        memory: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            part = self.parts.get(name)
+            if part is None or missing[part.parameter].pop(name, None) is None:
+                raise WeightMismatch(f"tensor {name!r} {'is not in the model' if part is None else 'came twice'}")
+            if tuple(tensor.shape) != part.shape:
+                raise WeightMismatch(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's has {part.shape}")
+            if part.is_whole:
+                yield part.parameter, tensor
+                continue
+            if part.parameter not in memory:
+                memory[part.parameter] = tensor.new_empty(self._shapes[part.parameter])
+            part.of(memory[part.parameter]).copy_(tensor)
+            if not missing[part.parameter]:
+                yield part.parameter, memory.pop(part.parameter)
+        lacking = [name for parts in missing.values() for name in parts]
+        if lacking:
+            raise WeightMismatch(f"tensor {lacking[0]!r} is missing ({len(lacking)} missing in all)")
+
+    def _complete(self, name: str, parts: dict[str, Part]) -> dict[str, Part]:
+        """Return the parts of a parameter; the parameter itself if they are not all of it."""
+        shape = self._shapes[name]
+        if sum(torch.Size(part.shape).numel() for part in parts.values()) == torch.Size(shape).numel():
+            return parts
+        return {name: Part(name, shape, torch.empty(shape, device="meta").stride(), 0, is_whole=True)}
+
+
+def _is_float_buffer(model: PreTrainedModel, name: str) -> bool:
+    module, _, own_name = name.rpartition(".")
+    buffer = model.get_submodule(module)._buffers.get(own_name)
+    return buffer is not None and buffer.is_floating_point()
+
+
+class _Uncopied(TorchFunctionMode):
+    """Within the block, ``contiguous()`` copies nothing, so that a conversion's results stay views."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with _Uncopied():
+        reverted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return reverted
