@@ -79,6 +79,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.model_config.quantization is None:
             _repack_shared(self.model)
+            if self.device.type == "cpu":
+                _repack_experts(self.model)
 
     def shutdown(self) -> None:
         """Do nothing: no resource is held between updates."""
@@ -99,6 +101,15 @@ def _repack_shared(model: torch.nn.Module) -> None:
             method = getattr(module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Pack experts for a CPU's kernels. vLLM does so at the first load only; later it computed with plain weights as if
+    they were packed."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 # Otherwise a worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's
