@@ -114,6 +114,8 @@ def leave_out_without_effect(config: PipelineConfig) -> dict[str, str]:
             section, item = sections[where]
             setattr(section, item.name, default_of(item))
             sentences[where] = f"{where}: {found[where].replace('has no effect:', 'has no effect here:')}"
+
+
 INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist),
     "agentic": (rules.algorithms_are_known, data.models_exist),

@@ -273,6 +273,8 @@ def _resolved(
     merged = OmegaConf.create(references.vetted(tree, ()))
     problems = _apply(overrides, merged, references)
     return references.resolved(merged, ()), problems
+
+
 def _without(cls: type[PipelineConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
     """Return the configuration without the reported keys; None if what is left does not fit either."""
     reported = {each.path for each in problems}
