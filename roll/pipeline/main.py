@@ -95,7 +95,7 @@ async def run_pipeline(
                         if failure is None:
                             break
                         point = await trainers.after(failure, graph.stages)
-                        del failure, graph, context  # which hold the groups of the attempt
+                        del failure, graph, context, background  # which hold the groups of the attempt
         finally:
             await roles.shutdown()
 

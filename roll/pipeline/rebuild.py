@@ -1,9 +1,9 @@
 """Trainers that begin again in place: the first remedy for a dead trainer, or a stage that raised.
 
-All processes that compute on batches (policy, critic, reference) are replaced by new ones, which resume from the newest
-checkpoint. Engines, environments, reward workers and finished groups live on, and the steps since the checkpoint are
-done again. It is one of the restarts that `restarts` allows. A second failure without a new checkpoint in between, and
-everything that new trainers cannot cure, ends the run, which may then begin again as a whole.
+All processes that compute on batches (policy, critic, reference, `actor_logp`) are replaced by new ones, which resume
+from the newest checkpoint. Engines, environments, reward workers and finished groups live on, and the steps since the
+checkpoint are done again. It is one of the restarts that `restarts` allows. A second failure without a new checkpoint
+in between, and everything that new trainers cannot cure, ends the run, which may then begin again as a whole.
 
 Nothing of the failed attempt reaches the next one. Its tasks have ended with the stages, and their requests were
 aborted in the engines. Its threads are waited for: one of them may be giving a checkpoint its name. The engines take no
@@ -13,10 +13,11 @@ request until they have the weights that the new trainers publish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 
 from roll.configs import derived
 from roll.pipeline.algorithm import MismatchTooLarge, StalenessViolation
@@ -27,7 +28,7 @@ from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import Restarts, ResumePoint, look_again, take_out_of_the_way
 from roll.pipeline.roles import Roles
 from roll.pipeline.stage import Stage, StageState
-from roll.pipeline.status import StatusKeeper
+from roll.pipeline.status import RunStalled, StatusKeeper
 from roll.rollout.admission import TooManyDrops
 from roll.rollout.scheduler import SourceExhausted, is_fatal
 from roll.runtime.workers import CALL_ERRORS
@@ -35,7 +36,8 @@ from roll.tracking.summary import describe_error
 from roll.tracking.waits import ENGINE, START, acting, waiting
 from roll.weights.publisher import WEIGHT_BACKENDS
 
-INCURABLE = (StalenessViolation, MismatchTooLarge, TooManyDrops, SourceExhausted)
+Result = TypeVar("Result")
+INCURABLE = (RunStalled, StalenessViolation, MismatchTooLarge, TooManyDrops, SourceExhausted)
 """Failures of stages that new trainers do not cure."""
 
 
@@ -124,13 +126,16 @@ class TrainerRestarts:
     async def _begin_again(self) -> ResumePoint:
         config, run, journal = self._config, self._recorder.run, self._journal
         assert journal is not None
+        await self._in_time(journal.written(), "the journal is not on the disk")
         await self._roles.pool.forget_weights()
+        self._require_engines()
         await self._roles.end_trainers()
         await asyncio.sleep(config.restarts.delay_seconds)
-        await journal.written()
-        point = await asyncio.to_thread(look_again, ResumePoint(run, None), config, self._prepared.source)
+        looking = asyncio.to_thread(look_again, ResumePoint(run, None), config, self._prepared.source)
+        point = await self._in_time(looking, "the checkpoints could not be read")
         self._recorder.go_back(point.last_record, partial(take_out_of_the_way, point, config.max_ckpt_to_keep))
         await self._roles.start_trainers(point.checkpoint, self._chaos.corrupted_versions())
+        self._require_engines()
         roles = ", ".join(self._roles.trainer_roles())
         self._recorder.event("\n".join([f"begun again in place after step {point.step}: {roles}", *point.notes]))
         return point
@@ -139,8 +144,21 @@ class TrainerRestarts:
         """Wait until no thread of the failed attempt is left. Raises `TimeoutError`."""
         before, self._threads = self._threads, self._new_threads()
         with waiting("threads", "the end of threads of the driver"):
-            async with asyncio.timeout(self._config.stall_timeout_seconds):
-                await asyncio.to_thread(before.shutdown)
+            await self._in_time(asyncio.to_thread(before.shutdown), "threads of the driver have not ended")
+
+    async def _in_time(self, work: Awaitable[Result], otherwise: str) -> Result:
+        """Await work of the disk. Raises `TimeoutError`, which begins with ``otherwise``."""
+        seconds = self._config.stall_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await work
+        except TimeoutError:
+            raise TimeoutError(f"{otherwise} after {seconds:g} s (stall_timeout_seconds)") from None
+
+    def _require_engines(self) -> None:
+        """Raise `RuntimeError` if the engines have failed meanwhile."""
+        if self._engines.done():
+            raise RuntimeError("the engines have failed meanwhile") from self._engines.exception()
 
     def _new_threads(self) -> ThreadPoolExecutor:
         threads = ThreadPoolExecutor(thread_name_prefix="asyncio")

@@ -278,6 +278,7 @@ class RunRecorder:
         take_out()
         earlier = read_metrics(self.run.metrics)
         self._open_files(after_step)
+        self._tokens, self.ledger = dict.fromkeys(self._tokens, 0), {}
         self.summary.go_back(earlier)
         self.console.resume(earlier)
 

@@ -85,7 +85,7 @@ class Roles:
             await self._start_trainers()
 
     def trainer_roles(self) -> list[str]:
-        """Return the roles with devices that are no engines: those that learn, and the reference."""
+        """Return the roles with devices that are no engines: those that learn, the reference and `actor_logp`."""
         return [role for role in derived.present_roles(self._config) if role != "actor_infer"]
 
     async def end_trainers(self) -> None:

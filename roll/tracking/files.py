@@ -93,7 +93,8 @@ def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int
 def remove_partials(path: Path) -> None:
     """Delete the temporary files of processes that were killed while they replaced this file."""
     for partial in path.parent.glob(f".{path.name}.*.partial"):
-        partial.unlink(missing_ok=True)
+        if f".{os.getpid()}." not in partial.name:
+            partial.unlink(missing_ok=True)
 
 
 def json_number(value: object) -> float | int | None:
