@@ -252,6 +252,39 @@ def test_trainers_that_cannot_begin_again_leave_it_to_a_restart_of_everything(ta
     assert started(run)["actor_infer/0"] == started(run)["actor_train/0"] == 2
 
 
+@pytest.mark.parametrize("when", ["forget_weights", "start_trainers"])
+def test_engines_that_fail_meanwhile_are_the_same_failure(task, monkeypatch, capsys, when):
+    supervise, failing = InferencePool.run, []
+
+    async def run(pool):
+        supervising = asyncio.ensure_future(supervise(pool))
+        failing.append(asyncio.Event())
+        failed = asyncio.ensure_future(failing[-1].wait())
+        try:
+            await asyncio.wait([supervising, failed], return_when=asyncio.FIRST_COMPLETED)
+            raise OSError("no engine is left")
+        finally:
+            supervising.cancel()
+            failed.cancel()
+
+    owner = InferencePool if when == "forget_weights" else Roles
+    replaced = getattr(owner, when)
+
+    async def then_fail(*args):
+        await replaced(*args)
+        failing[-1].set()
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(InferencePool, "run", run)
+    monkeypatch.setattr(owner, when, then_fail)
+    run = run_pipeline(task, IN_THIS_PROCESS, again(task, **killing("actor_train", 3)))
+    output = capsys.readouterr().out
+    assert "the trainers could not begin again: RuntimeError: the engines have failed meanwhile" in output
+    assert "(restart 1 of 1 without" in output.partition("the run begins again")[2], "it is the same restart"
+    assert_nothing_lost_or_doubled(run, went_back=1 if when == "forget_weights" else 2)
+    assert started(run)["actor_infer/0"] == 2
+
+
 def test_an_interruption_meanwhile_ends_the_run(task, monkeypatch):
     async def interrupted(roles, *_):
         os.kill(os.getpid(), signal.SIGINT)
