@@ -477,6 +477,7 @@ class DriverRun:
             trainer=role("actor_train"),
             reference=role("reference"),
             critic=None,
+            logp=None,
             pool=pool,
             gate=gate,
             side=side,

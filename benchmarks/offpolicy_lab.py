@@ -45,10 +45,15 @@ METHODS: dict[str, tuple[str, str]] = {
 
 
 def exact_methods() -> dict[str, Method]:
-    """Return every registered loss with its own old policy, PPO on recomputed log-probabilities, weighted `vanilla`."""
+    """Return every registered loss with its own old policy, PPO on recomputed log-probabilities, weighted `vanilla`.
+
+    Losses that select tokens of a batch are left out: their gradient has no expectation for a single response.
+    """
     methods = {}
     for name in POLICY_LOSSES.names():
         loss = make_policy_loss(name)
+        if loss.requirements.select is not None:
+            continue
         methods[name] = Method(loss, "proximal" if loss.requirements.needs_proximal else "behaviour")
     methods[UNCORRECTED] = Method(make_policy_loss("ppo"), "proximal")
     for level in ("token", "sequence"):

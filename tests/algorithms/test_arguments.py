@@ -31,10 +31,10 @@ def test_defaults_are_those_of_the_papers():
         "topr": {"positive_weight": 1.0, "negative_weight": 1.0, "positive_above": 0.0, "level": "sequence"},
         "cispo": {"epsilon_low": 1.0, "epsilon_high": 0.28, "use_unified_mask": False},
         "kimi15": {"tau": 0.1, "level": "token"},
-        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "level": "sequence"},
         "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
         "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
-        "dppo": {"divergence": "tv", "threshold": None, "ratio_cap": None},
+        "dppo": {"divergence": "tv", "threshold": None, "threshold_high": None, "ratio_cap": None},
     }
     assert {name: make_policy_loss(name).arguments for name in expected} == expected
     assert PAPER_THRESHOLDS == {"tv": 0.15, "kl": 0.05}

@@ -22,6 +22,8 @@ def test_the_defaults_make_a_run_that_passes_check(tmp_path, capsys):
 
 def test_flags_are_taken_and_the_rest_is_asked_for(tmp_path):
     make_task(tmp_path)
+    shape = tmp_path / "model" / "config.json"
+    shape.write_text(shape.read_text().replace('"max_position_embeddings": 64', '"max_position_embeddings": 4096'))
     asked = []
 
     def answer(text):

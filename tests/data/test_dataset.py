@@ -11,6 +11,7 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
 from roll.data.prompts import MAX_PROBLEMS_PER_FILE, load_prompts
 from roll.data.records import Prompt
+from roll.distribution import install_command
 
 
 def write(path: Path, *rows: dict | bytes) -> str:
@@ -288,4 +289,4 @@ def test_without_the_package_a_parquet_file_is_refused_with_the_command_that_ins
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     (problem,) = problems_of(tokenizer, DataArguments(file_name=str(tmp_path / "a.parquet")))
-    assert "needs the package `datasets`" in problem.message and problem.remedy == "pip install datasets"
+    assert "needs the module `datasets`" in problem.message and problem.remedy == install_command("datasets")
