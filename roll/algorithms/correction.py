@@ -158,7 +158,7 @@ class Correction:
         Field(
             description="Divide the weights by their mean over what stays in the loss (self-normalised importance "
             "sampling): less variance, some bias, and a loss on the scale of the uncorrected one. The mean is over "
-            "tokens, or with a `loss_agg_mode` by sequence over sequences, each with the mean of its tokens."
+            "tokens, or with `loss_agg_mode: seq-mean-token-mean` over sequences, each with the mean of its tokens."
         ),
     ] = False
     reject: Annotated[

@@ -46,6 +46,8 @@ def _estimator(name: str) -> Callable[..., Any]:
         *,
         values: Tensor | None = None,
         baseline_rewards: Tensor | None = None,
+        parts: Tensor | None = None,
+        part_weights: Tensor | None = None,
         turns: Tensor | None = None,
         states: Tensor | None = None,
         **settings: Any,
@@ -59,7 +61,14 @@ def _estimator(name: str) -> Callable[..., Any]:
         """
         made = make_advantage_estimator(name, settings)
         per_token = rewards if rewards.ndim == 2 else sequence_token_rewards(rewards, response_mask)
-        fields = {"values": values, "baseline_rewards": baseline_rewards, "turns": turns, "states": states}
+        fields = {
+            "values": values,
+            "baseline_rewards": baseline_rewards,
+            "parts": parts,
+            "part_weights": part_weights,
+            "turns": turns,
+            "states": states,
+        }
         return made(per_token, response_mask, groups, **fields)
 
     return estimator

@@ -389,15 +389,14 @@ class ModelSpec:
     trust_remote_code: bool = False
 
 
-def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]]]:
-    """Return the model's configuration, and the shape of each tensor of its checkpoint by name; tied ones appear
-    once."""
+def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, CheckpointNames]:
+    """Return the model's configuration, and the tensors of its checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
-    return config, CheckpointNames(model).shapes
+    return config, CheckpointNames(model)
 
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:

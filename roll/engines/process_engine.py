@@ -318,7 +318,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     async def start(self) -> None:
         if self._engine is not None:
             raise RuntimeError("this engine was started before")
-        config, self._shapes = model_facts(self._spec)
+        config, names = model_facts(self._spec)
+        self._shapes, self._buffers = names.shapes, names.uncast
         self._read_facts(config)
         self._clock = BusyClock()
         self._scoring = asyncio.Lock()

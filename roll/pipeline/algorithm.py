@@ -398,7 +398,15 @@ def _policy_problems(
     elif recomputed and not needs.uses_old_policy:
         message = f"recompute has no effect: {name} has no ratio"
         yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
-    elif recomputed and not needs.needs_proximal and _optimizer_steps(config) == 1:
+    elif (
+        needs.ratio_one == "noise"
+        and _optimizer_steps(config) == 1
+        and (recomputed or not derived.may_be_stale(config))
+    ):
+        message = f"{name}: with one optimizer step a batch the ratio is 1, and its penalty follows rounding errors"
+        remedy = "take several optimizer steps, or choose `pg_variant: clip_cov` or `vanilla`"
+        yield ConfigProblem("actor_train.pg_variant", message, remedy)
+    elif recomputed and needs.ratio_one and not needs.needs_proximal and _optimizer_steps(config) == 1:
         chosen = any(changes(config.actor_train, "pg_variant", "pg_variant_args"))
         if weight is None or chosen:  # beside a weight, a loss left at its default may be just vanilla
             message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
@@ -662,7 +670,7 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
         correction,
         advantages=torch.from_numpy(data.padded("advantages")) if "advantages" in data.tokens else None,
         trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
-        by_sequence=objective.loss_agg_mode != "token-mean",
+        by_sequence=objective.loss_agg_mode == "seq-mean-token-mean",
         lags=torch.from_numpy(data.padded("lags")),
         max_lag=objective.max_lag,
         capped=objective.lags_capped,

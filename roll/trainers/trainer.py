@@ -178,28 +178,33 @@ class ForwardStrategy(ABC):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights by the whole tensors of a publication, under the names of a checkpoint. Collective.
 
-        Raises `WeightMismatch` naming the tensor that the model does not have, or has in another shape or dtype, or
-        that did not come. Then the model is not to be used.
+        Buffers take the precision that came. Raises `WeightMismatch` naming the tensor that the model does not have,
+        or has in another shape or in a dtype that would lose digits, or that did not come. Then the model is not to be
+        used.
         """
         parameters, buffers = self._own_tensors()
         for name, weight in self.checkpoint_names.parameters(weights):
             parameter = parameters.get(name)
-            if parameter is not None and parameter.dtype != weight.dtype:
+            if parameter is None:
+                buffers[name].data = weight.to(buffers[name].device, copy=True)
+                continue
+            if torch.promote_types(parameter.dtype, weight.dtype) != parameter.dtype:
                 raise WeightMismatch(f"tensor {name!r} is {parameter.dtype} in the model, {weight.dtype} as published")
             with torch.no_grad():
-                if parameter is None:
-                    buffers[name].copy_(weight)
-                else:
-                    self._write(parameter, weight)
+                self._write(parameter, weight)
 
     def held_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors of a checkpoint, parts of parameters, as the model holds them, on every rank. Collective.
+        """Yield these tensors of a checkpoint as the model holds them, on every rank. Collective.
 
         They are views, valid until the next one is drawn.
         """
-        wanted, (parameters, _) = set(names), self._own_tensors()
+        wanted, (parameters, buffers) = set(names), self._own_tensors()
         owners = {self.checkpoint_names.parts[name].parameter for name in wanted}
-        whole = ((name, self._read(parameter)) for name, parameter in parameters.items() if name in owners)
+        whole = (
+            (name, self._read(tensor) if name in parameters else tensor)
+            for name, tensor in {**parameters, **buffers}.items()
+            if name in owners
+        )
         return ((name, held) for name, held in self.checkpoint_names.of(whole) if name in wanted)
 
     def _own_tensors(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

@@ -168,7 +168,7 @@ class TrainWorker(Worker):
         await self.in_thread(self._load, publication)
 
     def _load(self, publication: Publication) -> None:
-        parameter_count, checksums = 0, dict[str, int | None]()
+        parameter_count, checksums, dtypes = 0, dict[str, int | None](), dict[str, torch.dtype]()
 
         def received() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal parameter_count
@@ -177,21 +177,25 @@ class TrainWorker(Worker):
                 parameter_count += count
                 checksums.update(found)
                 self._check(publication, found)
-                yield from views(bucket)
+                for name, tensor in views(bucket):
+                    dtypes[name] = tensor.dtype
+                    yield name, tensor
 
         self._strategy.load_weights(received())
         check_weights(self.identity.name, publication, HeldWeights(publication.version, parameter_count, checksums))
-        uncast = self._strategy.checkpoint_names.uncast
-        names = [name for name in publication.checksums if name not in uncast]
+        names = list(publication.checksums)
         # Other ones each time; equal on all ranks, as parameters are gathered.
         step = max(1, len(names) // HELD_TENSORS)
         sample = names[publication.version % step :: step]
-        self._check(publication, {name: tensor_checksum(held) for name, held in self._strategy.held_weights(sample)})
+        held = self._strategy.held_weights(sample)
+        # What the model keeps in a higher precision has the digits that came, and no others.
+        self._check(publication, {name: tensor_checksum(tensor.to(dtypes[name])) for name, tensor in held})
 
     def _check(self, publication: Publication, found: dict[str, int]) -> None:
-        """Compare some checksums before the model computes with the tensors. Raises `WeightsDiffer`."""
-        held = HeldWeights(publication.version, publication.parameter_count, {**publication.checksums, **found})
-        check_weights(self.identity.name, publication, held)
+        """Compare some checksums. Raises `WeightsDiffer`."""
+        if any(publication.checksums.get(name) != checksum for name, checksum in found.items()):
+            held = HeldWeights(publication.version, publication.parameter_count, {**publication.checksums, **found})
+            check_weights(self.identity.name, publication, held)
 
     @cached_property
     def _receiver(self) -> WeightReceiver:

@@ -7,6 +7,7 @@ import torch
 
 import roll
 from roll.algorithms import PolicyInputs, aggregate, plain
+from roll.algorithms.registry import POLICY_LOSSES
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
 SCORES = torch.tensor([1.0, 0.0, 1.0])
@@ -29,6 +30,19 @@ def test_a_loss_is_three_lines():
 def test_every_loss_and_estimator_is_there_under_its_name(name):
     function = getattr(roll.algorithms, name)
     assert function.__name__ == name and name in dir(roll.algorithms) and "settings" in function.__doc__
+    if name in POLICY_LOSSES.built_in:
+        found, _ = function(PolicyInputs(tensors(), tensors(1), tensors(2), MASK, tensors(3), SCORES, MASK))
+    else:
+        optional = {
+            "values": tensors(),
+            "baseline_rewards": SCORES,
+            "parts": torch.stack([SCORES, 1 - SCORES], 1),
+            "part_weights": torch.ones(3, 2),
+            "turns": torch.where(MASK, 0, -1),
+            "states": torch.zeros(3, 1, dtype=torch.int64),
+        }
+        found = function(SCORES, MASK, [0, 0, 0], **optional)
+    assert found.shape == MASK.shape and found.isfinite().all() and (found[~MASK] == 0).all()
 
 
 def test_a_wrong_setting_is_named():

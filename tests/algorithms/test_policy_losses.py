@@ -203,8 +203,8 @@ def test_requirements_say_what_each_loss_needs_and_does():
             "gmpo": LossRequirements(sequence_valued=True),
             "sapo": LossRequirements(),
             "dppo": LossRequirements(),
-            "clip_cov": LossRequirements(),
-            "kl_cov": LossRequirements(),
+            "clip_cov": LossRequirements(ratio_one=None),
+            "kl_cov": LossRequirements(ratio_one="noise"),
         }.items()
     }
     assert make_policy_loss("kimi15", {"level": "sequence"}).requirements.sequence_valued

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from contextlib import contextmanager
 
 import pytest
 
 from roll.engines.sglang.loader import LoaderCheck
-from roll.weights.buckets import WeightMismatch
+from roll.engines.sglang.strategy import SGLangInferStrategy
+from roll.weights.buckets import HeldWeights, WeightMismatch
 
 LAYERS, EXPERTS, RANKS = 24, 4, 2
 
@@ -81,3 +84,43 @@ def test_an_update_must_change_the_parameter_of_each_tensor_that_is_new():
     third = second | {lost: -5, "model.norm.weight": -6}
     with pytest.raises(WeightMismatch, match=f"version 4 brought a new tensor '{lost}'"):
         check.compare(4, third, held(third | {lost: second[lost]}))
+
+
+def test_a_buffer_that_sglang_computes_itself_may_be_passed_over():
+    bias = "model.layers.3.mlp.gate.e_score_correction_bias"
+    files = CONTENTS | {bias: 1}
+
+    class Checkpoint:
+        @contextmanager
+        def altered(self, names):
+            before = dict(files)
+            files.update({name: -1 for name in names})
+            yield
+            files.update(before)
+
+    class Strategy(SGLangInferStrategy):
+        def __init__(self, buffers):
+            self._buffers = frozenset(buffers)
+
+        async def _read_checkpoint(self, checkpoint, version):
+            self.read = dict(files)
+
+        async def _order(self, path, body):
+            assert body["action"] == "reset_tensors"
+
+        async def _parameter_checksums(self):
+            return held(self.read, skipped="bias")
+
+    def update(strategy, version):
+        async def run():
+            await strategy._read_checkpoint(Checkpoint(), version)
+            await strategy._check_loader(Checkpoint(), HeldWeights(version, 0, dict(files)))
+
+        asyncio.run(run())
+
+    strategy = Strategy([bias])
+    update(strategy, 1)
+    files[bias] = 2
+    update(strategy, 2)
+    with pytest.raises(WeightMismatch, match=f"does not load tensor '{bias}'"):
+        update(Strategy([]), 1)

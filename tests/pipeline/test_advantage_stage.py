@@ -186,7 +186,15 @@ def test_weights_are_averaged_over_what_is_trained_on():
     assert metrics["lag_1/clipped_share"] == 0.0 and metrics["lag_1/rejected_share"] == 0.0
 
 
-@pytest.mark.parametrize(("mode", "mean"), [("token-mean", (1 + 2 * 3) / 4), ("seq-mean-token-sum", (1 + 2) / 2)])
+@pytest.mark.parametrize(
+    ("mode", "mean"),
+    [
+        ("token-mean", (1 + 2 * 3) / 4),
+        ("seq-mean-token-mean", (1 + 2) / 2),
+        ("seq-mean-token-sum", (1 + 2 * 3) / 4),
+        ("seq-mean-token-sum-norm", (1 + 2 * 3) / 4),
+    ],
+)
 def test_weights_are_averaged_as_the_loss_is(mode, mean):
     short, long = sample(1.0), sample(0.0)
     short.response_mask = np.array([False, False, True, False, False])

@@ -98,12 +98,24 @@ def test_a_weight_on_top_of_a_behaviour_ratio_counts_twice_but_rejection_does_no
     build(tmp_path, async_generation_ratio=1, actor_train__pg_variant="kimi15", train_infer_correction=WEIGHT)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - {"vanilla", "decoupled_ppo"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(POLICY_LOSSES.names()) - {"vanilla", "decoupled_ppo", "clip_cov", "kl_cov"})
+)
 def test_a_ratio_that_is_always_one_is_an_error(tmp_path, name):
     changes = {"actor_train__pg_variant": name, "old_logprobs": "recompute"}
     assert "exactly 1" in problems(tmp_path, **changes)["old_logprobs"]
     assert "as if fresh" in problems(tmp_path, **changes, async_generation_ratio=1)["old_logprobs"]
     build(tmp_path, **changes, **SEVERAL_STEPS)
+
+
+def test_selected_tokens_lose_their_gradient_at_a_ratio_of_one_but_a_penalty_has_none_there(tmp_path):
+    recomputed = {"old_logprobs": "recompute"}
+    build(tmp_path, **recomputed, actor_train__pg_variant="clip_cov")
+    kl_cov = {"actor_train__pg_variant": "kl_cov"}
+    for changes in ({}, recomputed):
+        assert "follows rounding errors" in problems(tmp_path, **kl_cov, **changes)["actor_train.pg_variant"]
+        build(tmp_path, **kl_cov, **changes, **SEVERAL_STEPS)
+    build(tmp_path, **kl_cov, async_generation_ratio=1)
 
 
 def test_a_trust_region_set_by_hand_must_have_something_to_bound(tmp_path):

@@ -232,7 +232,7 @@ def test_an_estimator_that_looks_at_other_groups_ends_the_run_before_it_is_train
         ({"whiten_advantages": True}, "whitening takes the moments of the whole batch"),
         ({"adv_estimator": "reinforce_plus_plus"}, "gives advantages the moments of the whole batch"),
         ({"adv_estimator": "reinforce", "norm_mean_type": "batch"}, "`norm_mean_type: batch` looks at other groups"),
-        ({"actor_train__pg_variant": "kl_cov"}, "kl_cov selects tokens of the whole batch"),
+        ({"actor_train__pg_variant": "clip_cov"}, "clip_cov selects tokens of the whole batch"),
         ({"ppo_epochs": 2}, "2 optimizer steps are taken on each batch"),
         ({"actor_infer__device_mapping": [0]}, "actor_train takes turns with other roles on its devices"),
         (

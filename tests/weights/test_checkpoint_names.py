@@ -13,7 +13,7 @@ from roll.configs.roles import ModelArguments
 from roll.engines.hf.engine import HFEngine
 from roll.engines.options import HFInferConfig
 from roll.trainers.lora import add_adapters
-from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
+from roll.weights.buckets import WeightMismatch, manifest, pack_buckets, tensor_checksum
 from roll.weights.checkpoint_names import CheckpointNames
 
 SIZES = {
@@ -34,7 +34,7 @@ FAMILIES = {
     "deepseek_v3": ROUTED | LATENT,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -43,8 +43,8 @@ FAMILIES = {
 DENSE = {"qwen2": {"tie_word_embeddings": True}, "llama": {}, "gemma2": {}, "gpt_neox": {}}
 
 
-def make(family: str):
-    torch.manual_seed(0)
+def make(family: str, seed: int = 0):
+    torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**SIZES | (FAMILIES | DENSE)[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -100,6 +100,22 @@ def test_a_model_takes_back_what_was_published_bit_by_bit(family):
     assert held.parameter_count == sum(tensor.numel() for tensor in sent.values())
     for name, tensor in in_memory(model):
         assert torch.equal(tensor, sent[name]), name
+
+
+def test_hf_infer_in_bf16_holds_buffers_as_a_trainer_in_float32_publishes_them():
+    model = make("minimax_m2").bfloat16()
+    names = CheckpointNames.like(model)
+    tensors = list(names.of(in_memory(make("minimax_m2", seed=1))))
+    assert names.uncast and all((tensor.bfloat16() != tensor).any() for name, tensor in tensors if name in names.uncast)
+    buckets = list(pack_buckets(tensors, 3000, float_dtype=torch.bfloat16, uncast=names.uncast))
+    engine = HFEngine(model, 32, HFInferConfig(8, 64), (2,))
+    held = engine.load_weights(engine.stage_weights(buckets, 7))
+    assert held.checksums == manifest(buckets)[1]
+    own = dict(names.of(in_memory(model)))
+    assert {name: tensor_checksum(tensor) for name, tensor in own.items()} == held.checksums
+    engine.sleep()
+    engine.wake()
+    assert model(input_ids=torch.arange(1, 8)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", DENSE)

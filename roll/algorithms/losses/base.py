@@ -63,6 +63,7 @@ class PolicyInputs:
                 checked_shape(name, value, tuple(self.response_mask.shape))
                 object.__setattr__(self, name, keep(value, self.response_mask))
         if self.selected is not None:
+            checked_shape("selected", self.selected, tuple(self.response_mask.shape))
             object.__setattr__(self, "selected", self.selected & self.response_mask)
 
     def old_logprobs(self) -> Tensor:
@@ -107,6 +108,9 @@ class LossRequirements:
     sequence_valued: bool = False
     """True if the loss of a token is that of its whole response. A weight of one token then weighs the whole response,
     and one advantage per response is assumed."""
+    ratio_one: Literal["vanilla", "noise"] | None = "vanilla"
+    """What the loss does where current / old is 1 up to rounding, as in the only optimizer step on a batch: the same as
+    ``vanilla``, or beyond that only what follows the rounding (``noise``). None if it differs from ``vanilla``."""
     select: Callable[..., Tensor] | None = None
     """Function that selects tokens of the whole batch, once before the first update on it, so that the selection
     depends on no micro-batch (`PolicyLoss.select`)."""

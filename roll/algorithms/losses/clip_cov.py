@@ -51,7 +51,7 @@ def _check_bounds(cov_low: float, cov_high: float, **others: Any) -> None:
     source="The entropy mechanism of reinforcement learning, Cui et al., arXiv 2505.22617",
     use="Runs whose entropy collapses. The tokens are selected once, from the whole batch before its first update, by "
     "the old policy; the paper, verl and others select in each micro-batch by the current one.",
-    requirements=LossRequirements(select=_select),
+    requirements=LossRequirements(ratio_one=None, select=_select),
     check=_check_bounds,
 )
 def clip_cov(

@@ -50,7 +50,7 @@ def gspo(
     if level == "sequence":
         mean = inputs.sequence_log_ratio(mean=True)
     else:
-        mean = segment_means(inputs.log_ratio(), inputs.response_mask)
+        mean = segment_means(inputs.log_ratio().detach(), inputs.response_mask)
     log_ratio = mean.detach() + (logprobs - logprobs.detach())
     losses, cut = clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
     return losses, clip_fraction(cut, losses)

@@ -36,7 +36,7 @@ def _select(
     use="Runs whose entropy collapses; steadier than `clip_cov`. The tokens are selected once, from the whole batch "
     "before its first update, by the old policy; the paper, verl and others select in each micro-batch by the current "
     "one. No ratio is clipped.",
-    requirements=LossRequirements(select=_select),
+    requirements=LossRequirements(ratio_one="noise", select=_select),
 )
 def kl_cov(
     inputs: PolicyInputs,

@@ -177,12 +177,13 @@ class HFEngine:
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
         """Prepare a weight update without touching the model. Any thread may call this while another runs `step`.
 
-        The prepared tensors are on the host, by parameter, in the model's precision. If the model computes on a CPU, a
+        The prepared tensors are on the host, by parameter, in the model's precision (buffers: in the precision that
+        came, which the model takes over). If the model computes on a CPU, a
         tensor that is a whole parameter, already has this precision and lies in lasting memory is used in place, and
         any other is copied. Checksums are those of the prepared tensors in the precision that came, so that a loss of
         digits shows. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
-        own = self._held_tensors()
+        own, uncast = self._held_tensors(), self._names.uncast
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
         layout: Layout = {}
@@ -196,13 +197,14 @@ class HFEngine:
             part = self._names.parts[name]
             layout[name] = dtype, tuple(shape)
             parameter = own[part.parameter]
+            held_dtype = tensor.dtype if name in uncast else parameter.dtype
             if not part.is_whole:
                 if part.parameter not in tensors:
-                    tensors[part.parameter] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    tensors[part.parameter] = torch.empty(parameter.shape, dtype=held_dtype)
                 copy = part.of(tensors[part.parameter]).copy_(tensor)
                 checksums[name] = tensor_checksum(copy.to(tensor.dtype))
                 continue
-            tensors[part.parameter], checksums[name] = self._take(name, parameter.dtype, tensor, bucket)
+            tensors[part.parameter], checksums[name] = self._take(name, held_dtype, tensor, bucket)
             in_place |= tensors[part.parameter] is tensor and self._device.type == "cpu"
         count = sum(parameter.numel() for parameter in own.values())
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
@@ -234,10 +236,11 @@ class HFEngine:
         held, own = staged.held, self._held_tensors()
         try:
             for name, parameter in own.items():
-                if self._device.type == "cpu":
-                    parameter.data = staged.content[name]
+                tensor = staged.content[name]
+                if self._device.type == "cpu" or tensor.dtype != parameter.dtype:  # the latter: a buffer
+                    parameter.data = tensor.to(self._device)
                 else:
-                    parameter.data.copy_(staged.content[name])
+                    parameter.data.copy_(tensor)
         except Exception as error:
             raise EngineFailed(f"weights of version {held.version} were only partly loaded: {error!r}") from error
         self.version = held.version

@@ -177,10 +177,12 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         """Compare SGLang's own checksums with those before. At the first update, find out what its loader does with
         each kind of tensor, for which the update is read again some times; see `LoaderCheck`."""
         version, held = sent.version, await self._parameter_checksums()
+        # Some of SGLang's models compute their buffers, and pass over those that come.
+        checksums = {name: checksum for name, checksum in sent.checksums.items() if name not in self._buffers}
         if self._loader is not None:
-            self._loader.compare(version, sent.checksums, held)
+            self._loader.compare(version, checksums, held)
             return
-        loader = LoaderCheck(sent.checksums, held)
+        loader = LoaderCheck(checksums, held)
         for names in loader.rounds():
             with checkpoint.altered(names):
                 await self._read_checkpoint(checkpoint, version)
