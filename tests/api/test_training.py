@@ -191,6 +191,14 @@ def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event
     assert [problem.path for problem in error.value.problems] == ["output_dir"]
 
 
+def test_a_result_that_no_pipe_holds_arrives(task):
+    tree = tiny_config(task)
+    tree["rewards"] |= {f"r{number}": {"verifier": "no_such_verifier"} for number in range(1500)}
+    with pytest.raises(roll.ConfigError) as error:
+        roll.train(tree)
+    assert len(str(error.value)) > 200_000
+
+
 def read(run):
     rows = run.metrics
     return rows if isinstance(rows, list) else rows.reset_index().to_dict("records")
