@@ -149,6 +149,21 @@ def test_problems_and_plan_are_data(task):
     assert [problem.path for problem in asks_for_more.problems] == ["rewards.addition.verifier_args.strictness"]
 
 
+def test_an_object_of_a_misspelt_name_is_refused(task):
+    (problem,) = roll.check(tiny_config(task), reward={"additon": starts_with_a_digit()}).problems
+    assert problem.path == "reward" and "did you mean `addition`?" in problem.remedy
+    with pytest.raises(roll.ConfigError, match="the configuration has no `lakes`"):
+        with_given({"custom_envs": {"lake": {}}}, (), None, None, None, {"lakes": my_loss()})
+
+
+def test_a_wrong_key_does_not_make_a_missing_model_a_problem(task):
+    tree = {**tiny_config(task), "pretrain": "/no/such/model", "max_stepz": 3}
+    assert [problem.path for problem in roll.check(tree).problems] == ["max_stepz"]
+    with pytest.raises(roll.ConfigError) as error:
+        with_given(tree, (), None, None, None, None)
+    assert {"max_stepz"} < {problem.path for problem in error.value.problems}
+
+
 def test_the_function_and_the_package_of_one_name_go_together():
     from roll.check.config import check_config
 
