@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,19 @@ def with_given(
 
 def _tree(config: Source) -> dict[str, Any]:
     if isinstance(config, PipelineConfig):
-        return asdict(config)
+        return dict(_plain(config))
     if isinstance(config, Mapping):
         return dict(config)
     return read_mapping(Path(config))
+
+
+def _plain(value: Any) -> Any:
+    """Return dataclasses as dictionaries. Unlike `asdict`, this copies no object."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:

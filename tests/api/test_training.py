@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_cluster import FakeCluster
@@ -162,6 +164,19 @@ def test_a_wrong_key_does_not_make_a_missing_model_a_problem(task):
     with pytest.raises(roll.ConfigError) as error:
         with_given(tree, (), None, None, None, None)
     assert {"max_stepz"} < {problem.path for problem in error.value.problems}
+
+
+def test_values_of_python_become_plain_or_are_refused_with_their_path():
+    endless = {}
+    endless["a"] = endless
+    tree, _ = with_tokens({"a": Path("x/y"), "b": np.float64(0.5), "c": [np.int32(3)], "d": None})
+    assert tree == {"a": "x/y", "b": 0.5, "c": [3], "d": None} and type(tree["b"]) is float
+    for wrong in ({"a": {"b": {1, 2}}}, {"a": {"b": threading.Lock()}}):
+        with pytest.raises(roll.ConfigError) as error:
+            with_tokens(wrong)
+        assert [problem.path for problem in error.value.problems] == ["a.b"]
+    with pytest.raises(roll.ConfigError, match="has no end"):
+        with_tokens(endless)
 
 
 def test_the_function_and_the_package_of_one_name_go_together():
