@@ -64,7 +64,7 @@ def check(
 
     typed = None
     try:
-        typed, pickles = with_given(config, overrides, reward, loss, advantage, env)
+        typed, pickles = with_given(config, overrides, reward, loss, advantage, env, here=False)
         with holding_given(pickles):
             missing = check_elsewhere(typed)
             model = Path(derived.model_path(typed, typed.actor_train))

@@ -29,7 +29,8 @@ def main() -> int:
         result = conduct(order)
     except KeyboardInterrupt:
         return FAILURE
-    os.write(order.results, f"{json.dumps(asdict(result))}\n".encode())
+    with os.fdopen(order.results, "w") as results:
+        print(json.dumps(asdict(result)), file=results)
     return result.exit_code
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from roll.check.config import loaded, read_config
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among
 from roll.configs.given import is_given, with_tokens
 from roll.configs.loader import read_mapping
 from roll.configs.plugins import problem
@@ -35,13 +36,20 @@ def load_config(config: Source, overrides: Sequence[str] = ()) -> PipelineConfig
     if pickles:
         message = "objects stand in place of names, and a configuration is text"
         raise problem(", ".join(pickles), message, "give them to `roll.train` or `roll.check`, or write import paths")
-    return loaded(lambda: read_config(tree, overrides, say))
+    return loaded(lambda: read_config(tree, overrides, say), here=False)
 
 
 def with_given(
-    config: Source, overrides: Sequence[str], reward: Given, loss: Given, advantage: Given, env: Given
+    config: Source,
+    overrides: Sequence[str],
+    reward: Given,
+    loss: Given,
+    advantage: Given,
+    env: Given,
+    here: bool = True,
 ) -> tuple[PipelineConfig, dict[str, bytes]]:
-    """Return a configuration that names the given objects, and their pickles by these names. Raises `ConfigError`."""
+    """Return a configuration that names the given objects, and their pickles by these names. ``here``: see `loaded`.
+    Raises `ConfigError`."""
     tree = _tree(config)
     if reward is not None:
         tree["rewards"] = _rewards(_section(tree, "rewards"), reward)
@@ -52,18 +60,28 @@ def with_given(
     if advantage is not None:
         tree = _replaced(tree, "adv_estimator", advantage)
     tree, pickles = with_tokens(tree)
-    if any(is_given(str(name)) for name in tree.get("track_with") or ()):
+    trackers = tree.get("track_with")
+    if any(is_given(str(name)) for name in (trackers if isinstance(trackers, list) else [trackers])):
         message = "a tracker runs in a process of its own, which imports it"
         raise problem("track_with", message, "put it in a file and write `package.module:Class`")
-    return loaded(lambda: read_config(tree, overrides, say)), pickles
+    return loaded(lambda: read_config(tree, overrides, say), here), pickles
 
 
 def _tree(config: Source) -> dict[str, Any]:
     if isinstance(config, PipelineConfig):
-        return asdict(config)
+        return dict(_plain(config))
     if isinstance(config, Mapping):
         return dict(config)
     return read_mapping(Path(config))
+
+
+def _plain(value: Any) -> Any:
+    """Return dataclasses as dictionaries. Unlike `asdict`, this copies no object."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -77,9 +95,21 @@ def _replaced(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     return {name: each for name, each in section.items() if name != f"{key}_args"} | {key: value}
 
 
+def _check_names(argument: str, given: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an object of a name that the configuration does not have; it would never be used."""
+    wrong = [str(name) for name in given if section and name not in section]
+    if wrong:
+        problems = [
+            ConfigProblem(argument, f"the configuration has no `{name}`", choose_among(name, map(str, section)))
+            for name in wrong
+        ]
+        raise ConfigError(problems)
+
+
 def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
     """Return the rewards with the given ones; a single object judges all domains."""
     given = reward if isinstance(reward, Mapping) else {name: reward for name in section or [DEFAULT_DOMAIN]}
+    _check_names("reward", given, section)
     for name, verifier in given.items():
         before = section.get(name)
         kept = {key: before[key] for key in _OF_ANY_VERIFIER if key in before} if isinstance(before, Mapping) else {}
@@ -90,6 +120,7 @@ def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
 def _environments(section: dict[str, Any], env: Given) -> dict[str, Any]:
     """Return the environments with the given ones; a single object takes the place of all."""
     given = env if isinstance(env, Mapping) else {tag: env for tag in section or [DEFAULT_DOMAIN]}
+    _check_names("env", given, section)
     for tag, env_type in given.items():
         before = section.get(tag)
         kept = dict(before) if isinstance(before, Mapping) else {}

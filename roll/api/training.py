@@ -28,6 +28,8 @@ from roll.runtime.process import DriverFolders, driver_folders
 
 POLL_SECONDS = 0.2
 """Longest time until an interrupt is noticed while the run prints nothing."""
+RESULT_SECONDS = 5.0
+"""Longest wait for the result of a process that has ended."""
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -107,31 +109,42 @@ def train(
 def _conducted(config: PipelineConfig, folders: DriverFolders) -> Result | None:
     """Run to the end in another process, and pass on what it prints; None if it says nothing about its end."""
     receiving, sending = os.pipe()
-    with os.fdopen(receiving) as results:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(folders.imports)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(sending,),
-                start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which passes it on
-            )
-        finally:
-            os.close(sending)
-        try:
-            _tell(process, Order(config, folders, sending))
-            interrupted = _passed_on(process)
-        except BaseException:
-            process.terminate()
-            raise
-        if interrupted:
-            raise KeyboardInterrupt
-        os.set_blocking(receiving, False)  # another process may have inherited the end that writes
-        try:
-            return Result(**json.loads(results.readline()))
-        except (OSError, TypeError, ValueError):
-            return None
+    results = os.fdopen(receiving)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(folders.imports)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(sending,),
+            start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which passes it on
+        )
+    except BaseException:
+        results.close()
+        raise
+    finally:
+        os.close(sending)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        with results:
+            said.put(results.readline())
+
+    # From the start, since the process cannot end before its result is read if a pipe does not hold it all. In a
+    # thread, since another process may have inherited the end that writes.
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        _tell(process, Order(config, folders, sending))
+        interrupted = _passed_on(process)
+    except BaseException:
+        process.terminate()
+        raise
+    if interrupted:
+        raise KeyboardInterrupt
+    try:
+        return Result(**json.loads(said.get(timeout=RESULT_SECONDS)))
+    except (queue.Empty, TypeError, ValueError):
+        return None
 
 
 def _tell(process: subprocess.Popen[bytes], order: Order) -> None:

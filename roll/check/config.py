@@ -123,16 +123,18 @@ INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...
 """Rules that can be asked of a configuration in which other keys are missing: each looks at one value that is there."""
 
 
-def loaded(load: Callable[[], PipelineConfig]) -> PipelineConfig:
-    """Return what ``load`` returns; add to its problems those that do not depend on what is wrong. Raises
-    `ConfigError`."""
+def loaded(load: Callable[[], PipelineConfig], here: bool = True) -> PipelineConfig:
+    """Return what ``load`` returns; add to its problems those that do not depend on what is wrong. ``here``: the run is
+    to start on this machine, so what is missing on it is a problem, too. Raises `ConfigError`."""
     try:
         return load()
     except ConfigError as error:
         if error.rest is None:
             raise
         reported = [problem.path for problem in error.problems]
-        more = [problem for rule in INDEPENDENT_RULES[error.rest.pipeline] for problem in rule(error.rest)]
+        pipeline = error.rest.pipeline
+        asked = [each for each in INDEPENDENT_RULES[pipeline] if here or each not in MACHINE_RULES[pipeline]]
+        more = [problem for rule in asked for problem in rule(error.rest)]
         more = [problem for problem in more if not rules.is_within(problem.path, reported)]
         raise ConfigError([*error.problems, *more]) from error
 

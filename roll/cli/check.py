@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         told: list[str] = []
         try:
             overrides = [*options.overrides, *gpu_memory]
-            config = loaded(lambda: read_config(options.config, overrides, told.append))
+            config = loaded(lambda: read_config(options.config, overrides, told.append), here=False)
         finally:
             print(*told, sep="\n", end="\n\n" if told else "", flush=True)
         missing = check_elsewhere(config, LACKING if told else ())

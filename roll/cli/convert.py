@@ -142,7 +142,7 @@ def _lines(tree: Mapping[str, Any], notes: Mapping[Key, str], parts: Key) -> lis
             lines += [f"{indent}{dump_yaml({key: 0}).partition(':')[0]}:", *_lines(value, notes, path)]
             continue
         plain = textwrap.indent(dump_yaml({key: value}).rstrip("\n"), indent)
-        note = notes.get(path)
+        note = " ".join(notes[path].split()) if path in notes else None
         if note is not None and "\n" not in plain and len(plain) + len(note) + 4 <= WIDTH:
             plain += f"  # {note}"
         elif note is not None:

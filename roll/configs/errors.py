@@ -107,7 +107,7 @@ RENAMED = {
 """Foreign name -> its name here; used only if no key of the schema has the foreign name."""
 
 MASK = "***"
-_SECRET_NAME = re.compile(r"secret|passw(or)?d|api_?key|credential|(^|[_-])token$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"secret|passw(or)?d|api[_-]?key|wandb[_-]?key|credential|(^|[_-])token$", re.IGNORECASE)
 _LONGEST_SHOWN = 80
 
 

@@ -8,16 +8,20 @@ reads it without being given the object again is refused.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date
 from typing import Any
 
 import cloudpickle
 
 from roll.configs.errors import ConfigError, ConfigProblem
 
+DEEPEST = 50
+"""Most levels of a tree."""
 PREFIX = "given from Python: "
 
 _pickles: dict[str, bytes] = {}
@@ -87,8 +91,9 @@ def _pickled(value: Callable[..., Any]) -> bytes:
 def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
     """Return a tree with a token in place of each callable, and the pickles by token.
 
-    The same object gets the same token; two objects of one name are numbered. Raises `ConfigError` with each object
-    that cannot be pickled.
+    The same object gets the same token; two objects of one name are numbered. Paths become text, and scalars of numpy
+    plain numbers. Raises `ConfigError` with each object that cannot be pickled, and each other value that is no text,
+    number, list or mapping.
     """
     tokens: dict[int, str] = {}
     objects: dict[str, Callable[..., Any]] = {}
@@ -112,12 +117,26 @@ def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
             problems.append(ConfigProblem(path, message, remedy))
         return token
 
-    def walked(value: Any, path: str) -> Any:
+    def walked(value: Any, path: str, depth: int = 0) -> Any:
+        if depth > DEEPEST:
+            problems.append(ConfigProblem(path[:100], "the tree has no end", "let no part of it contain itself"))
+            return None
         if isinstance(value, Mapping):
-            return {key: walked(below, f"{path}.{key}" if path else str(key)) for key, below in value.items()}
+            return {
+                key: walked(below, f"{path}.{key}" if path else str(key), depth + 1) for key, below in value.items()
+            }
         if isinstance(value, (list, tuple)):
-            return [walked(below, f"{path}[{index}]") for index, below in enumerate(value)]
-        return token_of(value, path) if callable(value) else value
+            return [walked(below, f"{path}[{index}]", depth + 1) for index, below in enumerate(value)]
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return value.item()
+        if callable(value):
+            return token_of(value, path)
+        if value is not None and not isinstance(value, str | int | float | date):
+            message = f"{type(value).__name__} is nothing that a configuration can hold"
+            problems.append(ConfigProblem(path, message, "write text, a number, a boolean, a list or a mapping"))
+        return value
 
     replaced = walked(tree, "")
     if problems:

@@ -72,8 +72,12 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     missing."""
     flat = [dict(_leaves(config)) for config in configs]
     keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [{"key": key, "values": [each.get(key, "–") for each in flat]} for key in keys if key not in NOT_COMPARED]
-    return [row for row in rows if len(set(row["values"])) > 1]
+    rows = [(key, [each.get(key, "–") for each in flat]) for key in keys if key not in NOT_COMPARED]
+    return [
+        {"key": key, "values": [value[:LONGEST_VALUE] for value in values]}
+        for key, values in rows
+        if len({*values}) > 1
+    ]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -81,7 +85,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, below in value.items():
             yield from _leaves(below, f"{path}.{key}" if path else str(key))
     else:
-        yield path, str(value)[:LONGEST_VALUE]
+        yield path, str(value)
 
 
 def _panels(panel: Panel, labels: Sequence[str], recorded: Mapping[str, Any]) -> Iterator[Panel]:

@@ -119,7 +119,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
                 updates[name] = int(state["step"])
         facts: dict[str, Any] = {"optimizer_steps": self.optimizer_steps, "updates": updates}
         if self.loss_scale.dynamic:
-            facts["loss_scale"] = self.loss_scale.value
+            facts |= {"loss_scale": self.loss_scale.value, "good_updates": self.loss_scale.good_updates}
         if self.adapters is not None:
             facts["base"] = vars(self.adapters.base)
         return StateSnapshot(parts, facts, self.setup.world_size)
@@ -141,6 +141,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self.optimizer_steps = state.facts["optimizer_steps"]
         if self.loss_scale.dynamic:
             self.loss_scale.value = state.facts.get("loss_scale", self.loss_scale.value)
+            self.loss_scale.good_updates = state.facts.get("good_updates", 0)
 
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
         settings = {

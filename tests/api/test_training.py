@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_cluster import FakeCluster
@@ -154,6 +156,34 @@ def test_problems_and_plan_are_data(task):
     assert [problem.path for problem in asks_for_more.problems] == ["rewards.addition.verifier_args.strictness"]
 
 
+def test_an_object_of_a_misspelt_name_is_refused(task):
+    (problem,) = roll.check(tiny_config(task), reward={"additon": starts_with_a_digit()}).problems
+    assert problem.path == "reward" and "did you mean `addition`?" in problem.remedy
+    with pytest.raises(roll.ConfigError, match="the configuration has no `lakes`"):
+        with_given({"custom_envs": {"lake": {}}}, (), None, None, None, {"lakes": my_loss()})
+
+
+def test_a_wrong_key_does_not_make_a_missing_model_a_problem(task):
+    tree = {**tiny_config(task), "pretrain": "/no/such/model", "max_stepz": 3}
+    assert [problem.path for problem in roll.check(tree).problems] == ["max_stepz"]
+    with pytest.raises(roll.ConfigError) as error:
+        with_given(tree, (), None, None, None, None)
+    assert {"max_stepz"} < {problem.path for problem in error.value.problems}
+
+
+def test_values_of_python_become_plain_or_are_refused_with_their_path():
+    endless = {}
+    endless["a"] = endless
+    tree, _ = with_tokens({"a": Path("x/y"), "b": np.float64(0.5), "c": [np.int32(3)], "d": None})
+    assert tree == {"a": "x/y", "b": 0.5, "c": [3], "d": None} and type(tree["b"]) is float
+    for wrong in ({"a": {"b": {1, 2}}}, {"a": {"b": threading.Lock()}}):
+        with pytest.raises(roll.ConfigError) as error:
+            with_tokens(wrong)
+        assert [problem.path for problem in error.value.problems] == ["a.b"]
+    with pytest.raises(roll.ConfigError, match="has no end"):
+        with_tokens(endless)
+
+
 def test_the_function_and_the_package_of_one_name_go_together():
     from roll.check.config import check_config
 
@@ -194,6 +224,14 @@ def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event
     with pytest.raises(roll.ConfigError) as error:  # a second run of the same process; nothing of the first is left
         roll.train(tree)
     assert [problem.path for problem in error.value.problems] == ["output_dir"]
+
+
+def test_a_result_that_no_pipe_holds_arrives(task):
+    tree = tiny_config(task)
+    tree["rewards"] |= {f"r{number}": {"verifier": "no_such_verifier"} for number in range(1500)}
+    with pytest.raises(roll.ConfigError) as error:
+        roll.train(tree)
+    assert len(str(error.value)) > 200_000
 
 
 def read(run):

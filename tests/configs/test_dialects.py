@@ -17,6 +17,7 @@ from roll.configs.dialects.rules import leaves, nested
 from roll.configs.dialects.sources import read_keys
 from roll.configs.errors import ConfigError
 from roll.configs.fields import kind_at
+from roll.configs.given import PREFIX
 from roll.configs.loader import config_from_tree, dump_yaml, load_config, parse_yaml
 from roll.configs.run import AgenticConfig, RLVRConfig
 
@@ -177,7 +178,7 @@ def test_a_public_configuration_converts_and_each_of_its_keys_is_accounted_for(s
     for variable in ("HOME", "BASE_DIR"):
         monkeypatch.setenv(variable, "/data")
     done = SYSTEMS[system].translate({key: value for key, value in keys.items() if value is not None})
-    assert not done.unread and not [line for line in done.lost if "knows no key" in line]
+    assert not [line for line in done.lost if "knows no key" in line]
     text = written(converted(dump_yaml(nested(keys)), "example.yaml", system), name)
     missing = {line.partition(":")[0] for line in done.missing}
     try:
@@ -187,6 +188,113 @@ def test_a_public_configuration_converts_and_each_of_its_keys_is_accounted_for(s
         assert not unnamed, "\n".join(map(str, unnamed))
     for line in (*done.missing, *done.lost):
         assert line.split(":")[0] in text
+
+
+@pytest.mark.parametrize(
+    ("system", "keys", "silent"),
+    [
+        (slime, {"value-clip": 0.2, "tis-clip": 3.0, "eps-clip": 0.3}, ["value-clip", "tis-clip"]),
+        (slime, {"advantage-estimator": "grpo", "lambd": 0.9, "gamma": 0.9}, ["lambd", "gamma"]),
+        (slime, {"advantage-estimator": "ppo", "lambd": 0.9, "gamma": 1.0}, []),
+        (
+            verl,
+            {
+                "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
+                "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+                "actor_rollout_ref.actor.kl_loss_coef": 0.1,
+            },
+            ["actor_rollout_ref.actor.clip_ratio_c", "actor_rollout_ref.actor.kl_loss_coef"],
+        ),
+        (trl, {"sapo_temperature_pos": 2.0, "epsilon": 0.2}, ["sapo_temperature_pos"]),
+    ],
+)
+def test_a_key_beside_which_others_decide_is_named(system, keys, silent):
+    done = system.translate({tuple(key.split(".")): value for key, value in keys.items()})
+    assert [line.partition(":")[0] for line in done.without_effect] == silent
+
+
+def test_what_changes_what_is_learned_is_lost_and_never_called_without_effect():
+    done = trl.translate({("reward_weights",): [1.0, 0.5], ("fp16",): True})
+    assert [line.partition(":")[0] for line in done.lost] == ["reward_weights"]
+    assert nested(done.values)["actor_train"]["model_args"]["dtype"] == "float16"
+
+
+WRONG = (None, "x", "no", [], 3, True)
+LEAVES = [
+    pytest.param(roll, dict(leaves(parse_yaml((FOREIGN / f"{name}.yaml").read_text(), ""))), id=name) for name in SEEDS
+] + [
+    pytest.param(system, {tuple(key.split(".")): value for key, value in keys.items()}, id=name)
+    for name, system in SYSTEMS.items()
+    for keys in [next(iter(json.loads((FOREIGN / f"{name}.json").read_text()).values()))]
+]
+ROLLS_CHOICES = {
+    "pg_clip": 0.1, "pg_clip_low": 0.1, "pg_clip_high": 0.1, "use_pg_clip_range": True, "dual_clip_loss": True,
+    "use_kl_loss": True, "kl_penalty": "mse", "gamma": 0.9, "lambd": 0.9, "whiten_rewards": True,
+    "importance_sampling": "seq", "reward_normalization.grouping": "batch", "reward_normalization.method": "mean",
+    "enable_old_logprobs_recompute": True, "actor_train.data_args.dataset_dir": "data",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "keys"), LEAVES)
+def test_a_value_of_any_form_is_a_problem_and_never_a_traceback(system, keys):
+    if system is roll:
+        keys = keys | {tuple(key.split(".")): value for key, value in ROLLS_CHOICES.items()}
+    for parts in keys:
+        for value in WRONG:
+            tree = keys | {parts: value}
+            if system is roll:
+                done = roll._translate(tree, tree)
+                assert roll.is_roll(nested(tree))
+            else:
+                done = system._translate({key: each for key, each in tree.items() if each is not None})
+            assert done.tree()
+
+
+def rolls(**keys):
+    """What becomes of a file of ROLL with these keys."""
+    tree = {"num_gpus_per_node": 8, "rollout_mock": False, "rollout_batch_size": 8, "rewards": {"math": {}}, **keys}
+    assert roll.is_roll(tree)
+    return roll.translate(tree)
+
+
+def test_the_kl_loss_of_roll_is_k3_and_its_penalty_what_kl_penalty_says():
+    alone = rolls(use_kl_loss=True, kl_penalty="mse")
+    assert alone.ours("kl_estimator") == "k3" and 'kl_penalty: "mse" has no effect' in "\n".join(alone.lines)
+    assert rolls(add_token_level_kl=True).ours("kl_estimator") == "k1"
+    assert rolls(add_token_level_kl=True, kl_penalty="mse").ours("kl_estimator") == "k2"
+    for refused in (
+        rolls(add_token_level_kl=True, kl_penalty="full"),
+        rolls(add_token_level_kl=True, use_kl_loss=True, kl_penalty="mse"),
+    ):
+        assert [problem.path for problem in refused.problems] == ["kl_penalty"]
+
+
+def test_text_is_no_switch_of_roll():
+    done = rolls(dual_clip_loss="no", whiten_rewards="yes", pg_clip="x")
+    assert {problem.path for problem in done.problems} == {"dual_clip_loss", "whiten_rewards", "pg_clip"}
+    assert done.ours("norm_mean_type") is None and done.ours("actor_train.pg_variant_args.dual_clip") is None
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_order_of_lines_does_not_matter(turn):
+    both = {"force_disable_old_logprobs_recompute": False, "enable_old_logprobs_recompute": True}
+    assert rolls(**dict(list(both.items())[::turn])).ours("old_logprobs") == "recompute"
+    both["force_disable_old_logprobs_recompute"] = True
+    assert rolls(**dict(list(both.items())[::turn])).ours("old_logprobs") == "behaviour"
+
+
+def test_arguments_of_a_name_that_an_object_replaced_have_no_effect():
+    done = rolls(
+        adv_estimator=f"{PREFIX}mine", gamma=0.9, pg_clip=0.1, dual_clip_loss=True,
+        actor_train={"pg_variant": f"{PREFIX}loss"},
+    )  # fmt: skip
+    assert not [parts for parts in done.values if parts[-2:-1] in (("pg_variant_args",), ("adv_estimator_args",))]
+    assert {"gamma", "pg_clip", "dual_clip_loss"} <= {line.partition(":")[0] for line in done.without_effect}
+
+
+def test_a_range_of_clips_has_defaults_of_its_own():
+    assert rolls(use_pg_clip_range=True, pg_clip=0.1).ours("actor_train.pg_variant_args.clip_low") is None
+    assert rolls(use_pg_clip_range=True, pg_clip_high=0.3).ours("actor_train.pg_variant_args.clip_low") == 0.2
 
 
 def test_ten_public_configurations_of_each_system():

@@ -80,11 +80,11 @@ def test_an_overflow_skips_one_update_and_halves_the_scale(start):
 def test_the_scale_is_part_of_the_saved_state(start, tmp_path):
     trainer = start("float16")
     trainer.train_step(make_batch(), OBJECTIVE, 1.0)
-    trainer.loss_scale.value = 512.0
+    trainer.loss_scale.value, trainer.loss_scale.good_updates = 512.0, 7
     write_state(tmp_path, 0, trainer.snapshot())
     again = start("float16")
     again.restore(SavedState(tmp_path))
-    assert again.loss_scale.value == 512.0
+    assert again.loss_scale == LossScale(dynamic=True, value=512.0, good_updates=7)
     plain = start("float32")
     plain.restore(SavedState(tmp_path))
     assert plain.loss_scale == LossScale(dynamic=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
 from roll.configs.errors import count
 
 ORIGIN = "prime-rl"
@@ -100,10 +100,12 @@ RULES: dict[str, Rule] = {
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of prime-rl's keys."""
+    return accounted(_translate, given)
+
+
+def _translate(given: Mapping[Path, Any]) -> Translation:
     done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    for step in (_lengths, _devices, _trainer, _batches, _asynchrony, _environments, _validation, _running):
-        step(done)
-    done.lose_unread()
+    done.take(_lengths, _devices, _trainer, _batches, _asynchrony, _environments, _validation, _running)
     return done
 
 

@@ -7,12 +7,13 @@ unknown keys with advice (`ADVICE`). The tables agree with `docs/migration/roll.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll.configs.devices import DeviceMappingError, parse_device_mapping
-from roll.configs.dialects.rules import Path, Rule, Translation, leaves, none, to, translated
+from roll.configs.dialects.rules import Path, Rule, Translation, accounted, leaves, none, to, translated
 from roll.configs.errors import ConfigProblem, shown
+from roll.configs.given import is_given
 
 ORIGIN = "ROLL"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -101,6 +102,8 @@ _ADVICE = {
 """Names of keys of ROLL -> what to do about one in a file of ours. None of these names is one of our keys."""
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
+CLIPPING = ("pg_clip", "pg_clip_low", "pg_clip_high", "use_pg_clip_range", "dual_clip_loss")
+
 RULES: dict[str, Rule] = {
     "hydra": none("a run is one file"),
     "hydra.**": none("a run is one file"),
@@ -158,18 +161,15 @@ RULES: dict[str, Rule] = {
     "**.num_beams": Rule(later=True),
     "actor_infer.generating_args.num_return_sequences": Rule(later=True),
     "use_policy_loss_type": to("actor_train.pg_variant", {"PPO": "ppo", "PG": "vanilla"}, closed=True),
-    "enable_old_logprobs_recompute": to("old_logprobs", {True: "recompute", False: "behaviour"}),
-    "force_disable_old_logprobs_recompute": to("old_logprobs", {True: "behaviour", False: "behaviour"}),
+    "enable_old_logprobs_recompute": Rule(later=True),
+    "force_disable_old_logprobs_recompute": Rule(later=True),
     "train_env_manager.max_env_num_per_worker": none("the number of worker processes is `env_workers.num_workers`"),
     "val_env_manager.max_env_num_per_worker": none("the number of worker processes is `env_workers.num_workers`"),
     "custom_envs.*.env_manager_cls": Rule(later=True),
     "val_batch_size": Rule(later=True),
     "reward_normalization.grouping": Rule(later=True),
     "reward_normalization.method": Rule(later=True),
-    **{
-        name: Rule(later=True)
-        for name in ("pg_clip", "pg_clip_low", "pg_clip_high", "use_pg_clip_range", "dual_clip_loss")
-    },
+    **{name: Rule(later=True) for name in CLIPPING},
     **{name: Rule(later=True) for name in ("importance_sampling", "gamma", "lambd", "kl_penalty", "whiten_rewards")},
 }
 """Key of ROLL -> what becomes of it. All other keys are the same here, or unknown."""
@@ -199,15 +199,19 @@ def is_roll(tree: Mapping[str, Any]) -> bool:
 def translate(tree: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> Translation:
     """Return our configuration of a tree in ROLL's dialect; unknown keys stay in it. Values of ours stay, too, so that
     an override may be written either way. ``file``: the tree without overrides, if there are any."""
-    given = dict(leaves(tree))
-    others = _of_another_engine(given, dict(leaves(tree if file is None else file)))
+    written = dict(leaves(tree if file is None else file))
+    return accounted(lambda given: _translate(given, written), dict(leaves(tree)))
+
+
+def _translate(given: Mapping[Path, Any], file: Mapping[Path, Any]) -> Translation:
+    others = _of_another_engine(given, file)
     done = translated(
         ORIGIN, {parts: value for parts, value in given.items() if parts not in others}, RULES, unknown_is_ours=True
     )
     for parts, strategy in others.items():
         done.no_effect(".".join(parts), given[parts], f"it is an option of the file's `{strategy}`")
-    for step in (_pipeline, _switched_off, _loss, _devices, _roles, _data, _lengths, _episodes, _rewards, _defaults):
-        step(done)
+    steps = (_pipeline, _switched_off, _policy_loss, _advantages, _kl, _scores)
+    done.take(*steps, _devices, _roles, _data, _lengths, _episodes, _rewards, _defaults)
     for parts in sorted(done.unread):
         done.values[parts] = given[parts]  # the loader refuses it, with advice
     return done
@@ -240,31 +244,69 @@ def _switched_off(done: Translation) -> None:
             done.drop(".".join(parts), "it is off")
 
 
-def _loss(done: Translation) -> None:
-    clip = done.get("pg_clip", 0.2)
-    if any(done.get(key) is not None for key in ("pg_clip", "pg_clip_low", "pg_clip_high")):
+def _policy_loss(done: Translation) -> None:
+    forced, recomputes = done.flag("force_disable_old_logprobs_recompute"), done.flag("enable_old_logprobs_recompute")
+    if forced or recomputes:
+        origin = "force_disable_old_logprobs_recompute" if forced else "enable_old_logprobs_recompute"
+        done.put("old_logprobs", "behaviour" if forced else "recompute", origin=f"{origin}: true")
+    if _is_replaced(done, "actor_train.pg_variant", (*CLIPPING, "importance_sampling")):
+        return
+    clip, low, high = done.number("pg_clip", 0.2), done.number("pg_clip_low", 0.2), done.number("pg_clip_high", 0.2)
+    if not done.flag("use_pg_clip_range"):
         low, high = clip, clip
-        if done.get("use_pg_clip_range", False):
-            low, high = done.get("pg_clip_low", clip), done.get("pg_clip_high", clip)
-        if (low, high) != (0.2, 0.2):
-            done.put("actor_train.pg_variant_args.clip_low", low, origin="pg_clip")
-            done.put("actor_train.pg_variant_args.clip_high", high, origin="pg_clip")
-    if done.get("dual_clip_loss", False):
+    sequences = done.get("importance_sampling") == "seq"
+    if sequences:
+        done.put("actor_train.pg_variant", "gspo", origin="importance_sampling: seq")
+    if sequences or (low, high) != (0.2, 0.2):
+        note = "ROLL's bounds, not those of the paper" if sequences else ""
+        done.put("actor_train.pg_variant_args.clip_low", low, note, "pg_clip")
+        done.put("actor_train.pg_variant_args.clip_high", high, note, "pg_clip")
+    if done.flag("dual_clip_loss"):
         bound = 1 + 2 * clip
         done.put("actor_train.pg_variant_args.dual_clip", bound, "ROLL's bound is 1 + 2 x `pg_clip`", "dual_clip_loss")
-    if done.get("importance_sampling") == "seq":
-        done.put("actor_train.pg_variant", "gspo", origin="importance_sampling: seq")
-        done.put("actor_train.pg_variant_args.clip_low", clip, "ROLL's bounds, not those of the paper", "pg_clip")
-        done.put("actor_train.pg_variant_args.clip_high", clip, "ROLL's bounds, not those of the paper", "pg_clip")
-    if done.get("gamma", 1.0) != 1.0:
-        done.put("adv_estimator_args.gamma", done.get("gamma"), origin="gamma")
-    if done.get("lambd", 1.0) != 1.0 and done.get("adv_estimator", "gae") == "gae":
-        done.put("adv_estimator_args.lambda_", done.get("lambd"), origin="lambd")
-    uses_kl = done.ours("use_kl_loss", False) or done.ours("add_token_level_kl", False)
-    estimator = {"kl": "k1", "abs": "abs", "mse": "k2"}.get(done.get("kl_penalty", "kl"))
-    if uses_kl and done.has("kl_penalty") and estimator is not None:
-        done.put("kl_estimator", estimator, origin=f"kl_penalty: {done.get('kl_penalty')}")
-    if done.get("whiten_rewards", False):
+
+
+def _advantages(done: Translation) -> None:
+    if _is_replaced(done, "adv_estimator", ("gamma", "lambd")):
+        return
+    gamma, decay = done.number("gamma", 1.0), done.number("lambd", 1.0)
+    if gamma != 1.0:
+        done.put("adv_estimator_args.gamma", gamma, origin="gamma")
+    if decay != 1.0 and done.ours("adv_estimator", "gae") == "gae":
+        done.put("adv_estimator_args.lambda_", decay, origin="lambd")
+
+
+def _is_replaced(done: Translation, path: str, keys: Sequence[str]) -> bool:
+    """Return True if a Python program gave an object in place of a name; their keys for the name have no effect."""
+    if not is_given(str(done.ours(path, ""))):
+        return False
+    for key in keys:
+        if done.has(key):
+            done.no_effect(key, done.get(key), f"`{path}` was given from Python")
+    return True
+
+
+def _kl(done: Translation) -> None:
+    """In ROLL, `kl_penalty` is the estimator of the rewards of tokens, and the loss always takes k3."""
+    in_loss, in_rewards = done.ours("use_kl_loss") is True, done.ours("add_token_level_kl") is True
+    penalty = done.get("kl_penalty", "kl")
+    if done.ours("kl_estimator") is not None or not (in_loss or in_rewards):
+        return
+    estimator = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}.get(penalty)
+    if in_rewards and estimator is None:
+        done.refuse("kl_penalty", penalty, "write `kl`, `abs` or `mse`")
+    elif in_rewards and in_loss and estimator != "k3":
+        message = f"ROLL's KL loss is `k3` and its penalty `{penalty}`; here both have one estimator"
+        done.problems.append(ConfigProblem("kl_penalty", message, "write `kl_estimator`, or leave one of them out"))
+    elif in_loss:
+        done.put("kl_estimator", "k3", "ROLL's KL loss always takes it")
+    else:
+        note = "" if done.has("kl_penalty") else "ROLL's default"
+        done.put("kl_estimator", estimator, note, f"kl_penalty: {penalty}" if done.has("kl_penalty") else "")
+
+
+def _scores(done: Translation) -> None:
+    if done.flag("whiten_rewards"):
         note = "acts on the scores of responses"
         done.put("norm_mean_type", "batch", note, "whiten_rewards")
         done.put("norm_std_type", "batch", note, "whiten_rewards")

@@ -7,7 +7,7 @@ named as lost, or left where it is, for the loader to judge.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -83,12 +83,48 @@ class Translation:
     """Values that have no meaning here: the loader refuses them, and `roll convert` names them as missing."""
     unread: set[Path] = field(default_factory=set)
     """Their keys that are left to a function and that none has read."""
+    read: list[str] = field(default_factory=list)
+    """Their keys in the order in which functions have read them."""
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value of their key, or ``default``. A key of which only the parts below are given is not there."""
         parts = tuple(path.split("."))
         self.unread.discard(parts)
+        if parts in self.given:
+            self.read.append(path)
         return self.given.get(parts, default)
+
+    def flag(self, path: str, default: bool = False) -> bool:
+        """Return the value of their switch, or ``default`` if it is missing, null, or, with a problem, no boolean."""
+        value = self.get(path)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.refuse(path, value, "write `true` or `false`")
+        return default
+
+    def number(self, path: str, default: float) -> float:
+        """Return their number, or ``default`` if it is missing, null, or, with a problem, no number."""
+        value = self.get(path)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return default if value is None else value
+        self.refuse(path, value, "write a number")
+        return default
+
+    def refuse(self, path: str, value: Any, remedy: str) -> None:
+        """Note a value of theirs that has no meaning here."""
+        message = f"{shown(value, path.rpartition('.')[2])} has no meaning here"
+        self.problems.append(ConfigProblem(path, message, remedy))
+
+    def take(self, *steps: Callable[[Translation], None]) -> None:
+        """Let each function read its keys. A value that it cannot compute with becomes a problem."""
+        for step in steps:
+            self.read.clear()
+            try:
+                step(self)
+            except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+                path = ", ".join(dict.fromkeys(self.read)) or self.origin
+                message = f"a value has the wrong form: {error}"
+                self.problems.append(ConfigProblem(path, message, f"write the values as {self.origin} has them"))
 
     def has(self, path: str) -> bool:
         """Return True if their key is given."""
@@ -127,12 +163,6 @@ class Translation:
         self.lost.append(f"{path}: {shown(value, path.rpartition('.')[2])}: {reason}")
         self.lines.append(f"lost: {self.lost[-1]}")
 
-    def lose_unread(self) -> None:
-        """Name each key that was left to a function, and that none has read, as without effect beside the others."""
-        for parts in sorted(self.unread):
-            self.no_effect(".".join(parts), self.given[parts], "other keys decide")
-        self.unread = set()
-
     def lack(self, path: str, what: str) -> None:
         """Name something that has to be added to the file."""
         self.missing.append(f"{path}: {what}")
@@ -162,6 +192,33 @@ def translated(
     for parts, value, pattern, rule in pending:
         _apply(done, parts, value, pattern, rule)
     return done
+
+
+def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Mapping[Path, Any]) -> Translation:
+    """Return a translation in which each key that changes nothing is named: without it, or with another value, the
+    translation would be the same."""
+    done = translate(given)
+    outcome = _outcome(done)
+    for parts, value in given.items():
+        if parts == ("entry",) or done.values.get(parts, NOTHING) == value:
+            continue
+        rest = {key: each for key, each in given.items() if key != parts}
+        others = [rest] + [{**given, parts: each} for each in _other_values(value)]
+        if all(_outcome(translate(each)) == outcome for each in others):
+            done.no_effect(".".join(parts), value, "other keys decide")
+    return done
+
+
+def _outcome(done: Translation) -> tuple[Any, ...]:
+    return done.values, done.notes, [*done.lines], done.lost, done.missing, done.problems
+
+
+def _other_values(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value * 2]
+    return [f"{value}x"] if isinstance(value, str) else []
 
 
 def _apply(done: Translation, parts: Path, value: Any, pattern: str, rule: Rule) -> None:

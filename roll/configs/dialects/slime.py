@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
 
 ORIGIN = "slime"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
@@ -183,23 +183,27 @@ _ESTIMATORS = {
     "grpo": "grpo", "gspo": "grpo", "ppo": "gae", "cispo": "grpo", "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }  # fmt: skip
+ARGUMENTS = {"gae": ("gamma", "lambda_"), "reinforce_plus_plus": ("gamma",)}
+"""Estimator of ours -> its arguments of those that slime has."""
 _VERIFIERS = {"math": "math", "deepscaler": "math", "dapo": "math"}
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1", "abs": "abs", "mse": "k2"}
 
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of slime's flags."""
+    return accounted(_translate, given)
+
+
+def _translate(given: Mapping[Path, Any]) -> Translation:
     done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    for step in (_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _running):
-        step(done)
-    done.lose_unread()
+    done.take(_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _running)
     return done
 
 
 def _columns(done: Translation, section: str, prefix: str = "") -> None:
     prompt = done.get(f"{prefix}input-key") or done.get("input-key", "input")
     label = done.get(f"{prefix}label-key") or done.get("label-key")
-    chat = bool(done.get("apply-chat-template", False))
+    chat = done.flag("apply-chat-template")
     done.put(f"{section}.template", "chat" if chat else "raw")
     note = "a list of messages; write `prompt` in place of `messages` where it is text" if chat else ""
     done.put(f"{section}.columns.{'messages' if chat else 'prompt'}", prompt, note)
@@ -214,7 +218,7 @@ def _data(done: Translation) -> None:
     else:
         done.put("actor_train.data_args.file_name", [str(files)])
     _columns(done, "actor_train.data_args")
-    done.put("actor_train.data_args.shuffle", bool(done.get("rollout-shuffle", False)))
+    done.put("actor_train.data_args.shuffle", done.flag("rollout-shuffle"))
     if done.ours("prompt_length") is None:
         context, response = whole(done.ours("sequence_length")), whole(done.ours("response_length"))
         if context is not None and response is None:
@@ -240,7 +244,7 @@ def _devices(done: Translation) -> None:
     rollout = done.get("rollout-num-gpus")
     trains = nodes * per_node
     done.put("cluster.device", "cuda")
-    if done.get("colocate", False) or rollout is None:
+    if done.flag("colocate") or rollout is None:
         generates, total = f"0-{trains - 1}", trains
     else:
         own = whole(rollout)
@@ -264,7 +268,7 @@ def _trainer(done: Translation) -> None:
     done.put("actor_train.model_args.dtype", "bfloat16")
     done.put("actor_infer.model_args.dtype", "bfloat16")
     tensor = whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1
-    if done.get("sequence-parallel", False):
+    if done.flag("sequence-parallel"):
         if tensor > 1:
             done.put(f"{_OPTIONS}.sequence_parallel", True)
         else:
@@ -281,7 +285,7 @@ def _batches(done: Translation) -> None:
     """`--global-batch-size` counts the samples of an optimizer step."""
     prompts, samples = whole(done.ours("rollout_batch_size")), whole(done.ours("num_return_sequences_in_group", 1))
     steps, size = whole(done.get("num-steps-per-rollout")), whole(done.get("global-batch-size"))
-    micro, dynamic = whole(done.get("micro-batch-size", 1)) or 1, bool(done.get("use-dynamic-batch-size", False))
+    micro, dynamic = whole(done.get("micro-batch-size", 1)) or 1, done.flag("use-dynamic-batch-size")
     done.put("num_return_sequences_in_group", samples)
     if not dynamic:
         done.put("actor_train.use_dynamic_batching_in_train", False)
@@ -319,16 +323,17 @@ def _loss(done: Translation) -> None:
     done.put(f"actor_train.pg_variant_args.{bounds[1]}", low if high is None else high)
     if dual is not None and loss == "ppo":
         done.put("actor_train.pg_variant_args.dual_clip", dual)
-    per_token = done.get("calculate-per-token-loss", False)
+    per_token = done.flag("calculate-per-token-loss")
     done.put(
         "loss_agg_mode", "token-mean" if per_token else "seq-mean-token-mean", "" if per_token else "slime's default"
     )
-    if done.get("disable-grpo-std-normalization", False) and done.ours("adv_estimator") == "grpo":
+    if done.flag("disable-grpo-std-normalization") and done.ours("adv_estimator") == "grpo":
         done.put("adv_estimator_args.normalize_by_std", False)
     for key, argument in (("gamma", "gamma"), ("lambd", "lambda_")):
-        if done.get(key, 1.0) != 1.0:
-            done.put(f"adv_estimator_args.{argument}", done.get(key))
-    in_loss, coefficient, kind = done.get("use-kl-loss", False), done.get("kl-loss-coef", 0.0), done.get("kl-loss-type")
+        value = done.number(key, 1.0)
+        if value != 1.0 and argument in ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
+            done.put(f"adv_estimator_args.{argument}", value)
+    in_loss, coefficient, kind = done.flag("use-kl-loss"), done.get("kl-loss-coef", 0.0), done.get("kl-loss-type")
     penalty, bound = done.get("kl-coef", 0.0), done.get("value-clip")
     if in_loss and coefficient:
         done.put("use_kl_loss", True)
@@ -346,7 +351,7 @@ def _loss(done: Translation) -> None:
         if bound is not None:
             done.put("value_clip", bound)
     clip, least = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0)
-    if done.get("use-tis", False):
+    if done.flag("use-tis"):
         weight = {"level": "token", "mode": "truncate", "upper": clip, **({"lower": least} if least else {})}
         done.put("old_logprobs", "recompute")
         done.put("train_infer_correction.weight", weight)
@@ -432,7 +437,7 @@ def _rewards(done: Translation) -> None:
 
 def _running(done: Translation) -> None:
     project, group = done.get("wandb-project"), done.get("wandb-group")
-    if done.get("use-wandb", False):
+    if done.flag("use-wandb"):
         done.put("track_with", ["wandb"])
         if project is not None:
             done.put("tracker_kwargs.wandb.project", project)

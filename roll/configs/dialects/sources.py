@@ -41,6 +41,9 @@ _OPERATORS = {
 _LARGEST = 2**53
 """Largest whole number that arithmetic in a script may come to."""
 
+_LONGEST_WORD = 100_000
+"""Longest word with its variables replaced; a few lines could double one again and again."""
+
 
 def read_keys(text: str, source: str) -> dict[Path, Any]:
     """Return the keys and values of a text; ``source`` is its file name, whose ending says what it is.
@@ -145,7 +148,7 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
 
     for _ in range(8):  # variables may be made of variables
         new = _VARIABLE.sub(value, word)
-        if new == word:
+        if new == word or len(new) > _LONGEST_WORD:
             break
         word = new
     return _ARITHMETIC.sub(lambda match: _computed(match, variables), word).replace("\0", "$")
@@ -215,7 +218,7 @@ def _of_python(text: str, source: str) -> dict[Path, Any]:
     ``load_dataset`` as ``dataset_name`` and so on."""
     try:
         module = ast.parse(text)
-    except SyntaxError as cause:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as cause:
         raise problem(source, f"not valid Python: {cause}", "give the script as it is") from cause
     found: dict[Path, Any] = {}
     for node in ast.walk(module):

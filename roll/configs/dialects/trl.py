@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
 from roll.configs.errors import count
 
 ORIGIN = "TRL"
@@ -42,7 +42,7 @@ RULES: dict[str, Rule] = {
     "shuffle_dataset": to("actor_train.data_args.shuffle"),
     "processing_class": none("the model's own files have the tokenizer"),
     "reward_funcs": later("write `rewards`"),
-    "reward_weights": later("weigh the parts within one function (docs/migration/trl.md)"),
+    "reward_weights": lost("weigh the parts within one function (docs/migration/trl.md)"),
     "reward_model_name_or_path": later("write `verifier: reward_model` and `reward_pretrain`"),
     "use_peft": later("write `actor_train.model_args.lora_target`"),
     "lora_r": later("write `actor_train.model_args.lora_rank`"),
@@ -183,10 +183,12 @@ _VERIFIERS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of TRL's arguments."""
+    return accounted(_translate, given)
+
+
+def _translate(given: Mapping[Path, Any]) -> Translation:
     done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    for step in (_model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running):
-        step(done)
-    done.lose_unread()
+    done.take(_model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running)
     return done
 
 
@@ -206,11 +208,9 @@ def _model(done: Translation) -> None:
         str(done.get("torch_dtype", "")),
         str(done.get("model_init_kwargs.dtype")),
     ]
-    half = done.get("fp16", False) or any("float16" in word and "bfloat16" not in word for word in words)
-    plain = any("float32" in word for word in words)
-    if half:
-        done.lose("fp16", True, "training is in float32 or bfloat16; bfloat16 is written")
-    dtype = "float32" if plain or done.get("bf16", True) is False else "bfloat16"
+    half = done.flag("fp16") or any("float16" in word and "bfloat16" not in word for word in words)
+    plain = any("float32" in word for word in words) or not done.flag("bf16", True)
+    dtype = "float16" if half else "float32" if plain else "bfloat16"
     done.put("actor_train.model_args.dtype", dtype)
     done.put("actor_infer.model_args.dtype", dtype)
     rank = whole(done.get("lora_r", done.get("peft_config.r", 8 if _has_adapters(done) else None)))
@@ -229,7 +229,7 @@ def _model(done: Translation) -> None:
 
 
 def _has_adapters(done: Translation) -> bool:
-    return bool(done.get("use_peft", False)) or any(
+    return done.flag("use_peft") or any(
         parts[0] in ("lora_r", "lora_target_modules", "peft_config") for parts in done.given
     )
 
@@ -320,7 +320,7 @@ def _is_rloo(done: Translation) -> bool:
 def _loss(done: Translation) -> None:
     kind, sequence = done.get("loss_type", "dapo"), done.get("importance_sampling_level", "token") == "sequence"
     arguments, rloo = "actor_train.pg_variant_args", _is_rloo(done)
-    low = done.get("epsilon", 0.2)
+    low = done.number("epsilon", 0.2)
     high, delta = done.get("epsilon_high"), done.get("delta")
     modes = {
         "grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm", "sapo":
@@ -349,7 +349,7 @@ def _loss(done: Translation) -> None:
         done.put("adv_estimator_args.normalize_by_std", False)
         if scale == "batch":
             done.put("norm_std_type", "batch")
-    beta = done.get("beta", 0.05 if rloo else 0.0)
+    beta = done.number("beta", 0.05 if rloo else 0.0)
     if beta and rloo:
         done.put("add_token_level_kl", True)
         done.put("init_kl_coef", beta, "" if done.has("beta") else "TRL's default")
@@ -440,8 +440,8 @@ def _running(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_config.gradient_checkpointing", True, "TRL's default")
     if done.ours(f"{_TRAIN}.lr_scheduler_type") is None:
         done.put(f"{_TRAIN}.lr_scheduler_type", "linear", "TRL's default")
-    warmup = done.get("warmup_steps", 0)
-    if isinstance(warmup, float) and 0 < warmup < 1:
+    warmup = done.number("warmup_steps", 0)
+    if 0 < warmup < 1:
         done.put(f"{_TRAIN}.warmup_ratio", warmup)
     elif warmup:
         done.put(f"{_TRAIN}.warmup_steps", int(warmup))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
 
 ORIGIN = "verl"
 _AR = "actor_rollout_ref"
@@ -228,12 +228,14 @@ COLUMNS = {"messages": "prompt", "domain": "data_source", "ground_truth": "rewar
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of verl's keys."""
+    return accounted(_translate, given)
+
+
+def _translate(given: Mapping[Path, Any]) -> Translation:
     keys = {parts: value for parts, value in given.items() if len(parts) > 1 or parts == ("entry",)}
     done = translated(ORIGIN, keys, RULES, unknown_is_ours=False)
-    for step in (_data, _devices, _trainer, _batches, _loss, _kl, _critic, _engine, _asynchrony, _validation, _rewards):
-        step(done)
-    _running(done)
-    done.lose_unread()
+    done.take(_data, _devices, _trainer, _batches, _loss, _kl, _critic, _engine, _asynchrony, _validation)
+    done.take(_rewards, _running)
     return done
 
 
@@ -252,7 +254,7 @@ def _data(done: Translation) -> None:
         if done.ours(f"actor_train.data_args.columns.{field}") is None:
             done.put(f"actor_train.data_args.columns.{field}", column)
     cut = done.get("data.truncation", "error")
-    drops = done.get("data.filter_overlong_prompts", False)
+    drops = done.flag("data.filter_overlong_prompts")
     note = f"`truncation: {cut}` cuts prompts in verl; here they are never cut" if cut != "error" and not drops else ""
     done.put("actor_train.data_args.overlong_prompts", "drop" if drops or cut != "error" else "error", note)
     batch, generated = done.get("data.train_batch_size"), done.get("data.gen_batch_size")
@@ -327,7 +329,7 @@ def _trainer(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_name", done.ours("actor_train.strategy_args.strategy_name", name))
     done.put("actor_train.model_args.dtype", "bfloat16")
     done.put("actor_infer.model_args.dtype", done.ours("actor_infer.model_args.dtype", "bfloat16"))
-    checkpointing = done.get(f"{_AR}.model.enable_gradient_checkpointing", True)
+    checkpointing = done.flag(f"{_AR}.model.enable_gradient_checkpointing", True)
     if done.ours("actor_train.strategy_args.strategy_name") == "fsdp2_train":
         done.put(f"{_OPTIONS}.gradient_checkpointing", checkpointing)
     else:
@@ -361,7 +363,7 @@ def _batches(done: Translation) -> None:
     prompts, samples = whole(done.ours("rollout_batch_size")), whole(done.ours("num_return_sequences_in_group"))
     mini = whole(done.get(f"{_AR}.actor.ppo_mini_batch_size", 256))
     micro = done.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu") or done.get(f"{_AR}.actor.ppo_micro_batch_size")
-    dynamic = done.get(f"{_AR}.actor.use_dynamic_bsz", False)
+    dynamic = done.flag(f"{_AR}.actor.use_dynamic_bsz")
     tokens = done.get(f"{_AR}.actor.ppo_max_token_len_per_gpu")
     if samples is None:
         samples = 1
@@ -393,8 +395,9 @@ def _loss(done: Translation) -> None:
         loss = "ppo"
     note = "`vanilla` here would be the loss without a ratio" if mode == "vanilla" else ""
     done.put("actor_train.pg_variant", loss, note)
-    clip = done.get(f"{_AR}.actor.clip_ratio", 0.2)
-    low, high = done.get(f"{_AR}.actor.clip_ratio_low", clip), done.get(f"{_AR}.actor.clip_ratio_high", clip)
+    clip = done.number(f"{_AR}.actor.clip_ratio", 0.2)
+    low = done.number(f"{_AR}.actor.clip_ratio_low", clip)
+    high = done.number(f"{_AR}.actor.clip_ratio_high", clip)
     dual = done.get(f"{_AR}.actor.clip_ratio_c", 3.0)
     if loss in ("ppo", "gspo", "gmpo"):
         done.put(f"{arguments}.clip_low", low)
@@ -431,7 +434,7 @@ def _loss(done: Translation) -> None:
 
 
 def _kl(done: Translation) -> None:
-    uses_loss, uses_reward = done.get(f"{_AR}.actor.use_kl_loss", False), done.get("algorithm.use_kl_in_reward", False)
+    uses_loss, uses_reward = done.flag(f"{_AR}.actor.use_kl_loss"), done.flag("algorithm.use_kl_in_reward")
     kind, penalty = done.get(f"{_AR}.actor.kl_loss_type", "low_var_kl"), done.get("algorithm.kl_penalty", "kl")
     coefficient = done.get(f"{_AR}.actor.kl_loss_coef", 0.001)
     control = {parts[-1]: done.get(".".join(parts)) for parts in done.given if "kl_ctrl" in parts}
@@ -564,7 +567,7 @@ def _rewards(done: Translation) -> None:
         done.lack("rewards.custom.tag_included", "the `data_source` values of the data that it judges")
     else:
         done.lack("rewards", "verl chooses a built-in reward by `data_source`; name one for each, by `tag_included`")
-    model, enabled = done.get("reward_model.model.path"), done.get("reward_model.enable", False)
+    model, enabled = done.get("reward_model.model.path"), done.flag("reward_model.enable")
     if enabled and model:
         done.put("rewards.model.verifier", "reward_model")
         done.put("rewards.model.device_mapping", done.ours("actor_train.device_mapping"))
