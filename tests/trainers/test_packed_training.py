@@ -60,6 +60,7 @@ def full_batch(seed=0):
         "old_values": some(-1, 1),
         "lags": generator.integers(0, 3, total),
         "loss_mask": mask & (generator.random(total) < 0.8),
+        "selected_tokens": mask & (generator.random(total) < 0.3),
     }
     batch.per_sample["scores"] = generator.normal(size=len(batch)).astype(np.float32)
     return batch
