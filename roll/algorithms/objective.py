@@ -136,10 +136,11 @@ class PolicyObjective:
         if self.corrected:
             token_losses = token_losses * keep(fields["correction_weights"], response_mask)
         entropy = keep(entropy, response_mask)
-        weights = fields["sample_weights"][:, None].to(token_losses.dtype) if self.weighted else 1.0
+        weights = fields["sample_weights"][:, None].to(token_losses.dtype) if self.weighted else None
 
         def total(values: Tensor) -> Tensor:
-            return aggregate(weights * values, trained, self.loss_agg_mode, normalizers)
+            weighted = values if weights is None else weights * values
+            return aggregate(weighted, trained, self.loss_agg_mode, normalizers)
 
         loss = policy_loss = total(token_losses)
         totals = {"pg_loss": policy_loss}

@@ -18,7 +18,7 @@ from roll.configs.run import PipelineConfig
 
 @dataclass(frozen=True)
 class Check:
-    """What is known of a configuration before it runs."""
+    """Facts about a configuration, known before it runs."""
 
     problems: list[ConfigProblem]
     """Reasons why it cannot work, each with its path and a remedy; empty if it can."""

@@ -59,7 +59,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Result:
-    """How the process of a run ended."""
+    """Outcome of the process of a run."""
 
     exit_code: int
     run: str | None

@@ -2,8 +2,7 @@
 
 The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2. A
 key that users bring from another toolkit gets its replacement (`roll/configs/dialects`); the nearest name of ours would
-often be a wrong guess. A key is secret by its name: its value appears in no
-message and in no saved configuration.
+often be a wrong guess. A key is secret by its name: its value appears in no message and in no saved configuration.
 """
 
 from __future__ import annotations

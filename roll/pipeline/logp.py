@@ -36,7 +36,7 @@ waits for the first one; smaller pieces fill micro-batches less well."""
 
 
 class LogProbGroup(Protocol):
-    """What is asked of the ranks of the role (`TrainerGroup`)."""
+    """The calls that the ranks of the role receive (`TrainerGroup`)."""
 
     async def load_weights(self, publication: Publication) -> None:
         """Replace all weights by those of a version, verified."""

@@ -102,9 +102,8 @@ HARMLESS = (
 
 AFTER_THE_ROLLOUT = (
     # the models that are trained, and the losses
-    "pretrain", "actor_train*", "actor_logp*", "reference*", "critic*", "value_clip", "old_logprobs",
-    "train_infer_correction*", "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*",
-    "entropy_loss_coef",
+    "pretrain", "actor_train*", "reference*", "critic*", "value_clip", "old_logprobs", "train_infer_correction*",
+    "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*", "entropy_loss_coef",
     # rewards and advantages
     "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "repetition_penalty*", "max_len_mask",
     "difficulty_*", "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip",

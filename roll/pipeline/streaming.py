@@ -2,11 +2,10 @@
 
 Parts pass through the stages one after the other. The reference, the critic and `actor_logp` compute what they know of
 each token as soon as a part is there (at ratio 0 without streaming they wait for the batch, since nothing there may
-depend on timing).
-With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its gradients; after the last
-part it divides by the totals of the batch and updates. This is the step that the whole batch would have taken, but for
-rounding: advantages of a group depend on that group only, which is checked on every batch before its update, and all
-other sums are over tokens.
+depend on timing). With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its
+gradients; after the last part it divides by the totals of the batch and updates. This is the step that the whole batch
+would have taken, but for rounding: advantages of a group depend on that group only, which is checked on every batch
+before its update, and all other sums are over tokens.
 
 A part is at least a sixteenth of the batch, and has a sample for each rank of every role that works on parts.
 """

@@ -45,17 +45,28 @@ def plan_micro_batches(
     return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
 
 
+EVEN_ENOUGH = 1.00005
+"""Tokens of the rank that has most, over the mean of all, with which a plan is not improved."""
+
+
 def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits) -> list[list[int]]:
     """Return the rows of each rank, longest first: of some ways the one with the fewest micro-batches, if these are of
-    so many rows, and then with the fewest tokens on the rank that has most."""
-    ways = [_greedy(lengths, world_size), _differenced(lengths, world_size, equal_counts=False)]
-    if limits.max_tokens is None:
-        ways.append(_differenced(lengths, world_size, equal_counts=True))
+    so many rows, and then with the fewest tokens on the rank that has most. Many rows are dealt evenly by the first way
+    already, and the others, which take longer, are left out."""
 
     def cost(ranks: list[list[int]]) -> tuple[int, int]:
         rows = max(map(len, ranks)) if limits.max_tokens is None else 0
         return -(-rows // limits.max_samples), max(sum(int(lengths[row]) for row in rows) for rows in ranks)
 
+    greedy = _greedy(lengths, world_size)
+    micro_batches, tokens = cost(greedy)
+    rows_each = -(-len(lengths) // world_size) if limits.max_tokens is None else 0
+    even = micro_batches == -(-rows_each // limits.max_samples)
+    if even and tokens * world_size <= EVEN_ENOUGH * sum(map(int, lengths)):
+        return greedy
+    ways = [greedy, _differenced(lengths, world_size, equal_counts=False)]
+    if limits.max_tokens is None:
+        ways.append(_differenced(lengths, world_size, equal_counts=True))
     return min(ways, key=cost)
 
 

@@ -27,52 +27,33 @@ PLACES = 64
 LETTERS = [chr(0x4E00 + token) for token in range(VOCABULARY)]
 """The text of each token."""
 Result = TypeVar("Result")
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.1,
+    bos_token_id=0,
+    eos_token_id=EOS,
+    pad_token_id=1,
+)
+"""vLLM's CPU attention needs heads of 32 or more."""
 
 
 def make_model(seed: int = 0, **changes) -> Qwen2ForCausalLM:
-    """A random model whose next token is far from certain and far from uniform. vLLM's CPU attention needs heads of
-    32 or more."""
+    """A random model whose next token is far from certain and far from uniform."""
     torch.manual_seed(seed)
-    sizes = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        bos_token_id=0,
-        eos_token_id=EOS,
-        pad_token_id=1,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**({**SIZES, "tie_word_embeddings": True} | changes))).eval()
 
 
 def make_moe(seed: int = 0) -> Qwen3MoeForCausalLM:
     """A random mixture of experts, made like `make_model`; one layer is dense."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=192,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        bos_token_id=0,
-        eos_token_id=EOS,
-        pad_token_id=1,
-    )
-    return Qwen3MoeForCausalLM(config).eval()
+    experts = dict(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, mlp_only_layers=[1], head_dim=32)).eval()
 
 
 class RunningEngine:

@@ -447,7 +447,7 @@ def test_its_devices_memory_and_weights_are_planned(task):
     assert config.actor_logp.device_mapping == "3"
     assert "fsdp2_train, 1 rank on device 3 (of its own)" in plan(config)
     (role,) = (each for each in estimate_memory(config).roles if each.role == "actor_logp")
-    assert {part.name for part in role.always} == {"weights", "process"}
+    assert {part.name for part in role.always} == {"weights", "libraries"}
     assert {phase.name for phase in role.phases} == {"log-probabilities", "new weights are loaded"}
     assert least_groups(config, False) == 8
     tree["async_generation_ratio"] = 1

@@ -69,12 +69,23 @@ def assert_equal_to_the_bit(found: History, expected: History) -> None:
     assert all(np.array_equal(found_weights[key], weight) for key, weight in weights.items())
 
 
-def assert_alike(found: History, expected: History, rtol: float, atol: float) -> None:
-    """Losses, norms and rates within ``rtol``, weights within both."""
-    (found_metrics, found_weights), (metrics, weights) = found, expected
-    for found_step, step in zip(found_metrics, metrics, strict=True):
+def assert_alike(found: History, expected: History) -> None:
+    """Float32, summed in another order: all within rounding."""
+    _assert_metrics_alike(found, expected, rtol=1e-4)
+    for key, weight in expected[1].items():
+        np.testing.assert_allclose(found[1][key], weight, rtol=1e-4, atol=2e-5, err_msg=key)
+
+
+def assert_alike_in_bfloat16(found: History, expected: History) -> None:
+    """Single weights with small gradients go other ways; all together stay near. Two updates without the saved moments
+    are 0.019 away."""
+    _assert_metrics_alike(found, expected, rtol=5e-2)
+    away = sum(np.square(found[1][key] - weight).sum() for key, weight in expected[1].items())
+    assert away < 0.004**2 * sum(np.square(weight).sum() for weight in expected[1].values())
+
+
+def _assert_metrics_alike(found: History, expected: History, rtol: float) -> None:
+    for found_step, step in zip(found[0], expected[0], strict=True):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert found_step[key] == pytest.approx(step[key], rel=rtol), key
-    assert found_weights.keys() == weights.keys()
-    for key, weight in weights.items():
-        np.testing.assert_allclose(found_weights[key], weight, rtol=rtol, atol=atol, err_msg=key)
+    assert found[1].keys() == expected[1].keys()

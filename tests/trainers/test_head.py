@@ -187,10 +187,10 @@ def assert_same_bits(results, expected):
         assert np.array_equal(results[name], value), name
 
 
-def assert_close(results, expected):
+def assert_close(results, expected, atol=1e-6):
     assert results.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(results[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(results[name], value, rtol=1e-4, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "biased_head"])
@@ -326,4 +326,4 @@ def run_rank(rank: int, port: int, path: str) -> dict[str, np.ndarray]:
 def test_two_ranks_in_chunks_train_like_one_rank_in_one(start, saved):
     expected = everything(start(saved("tied")))
     for results in on_ranks(run_rank, saved("tied"), ranks=2):
-        assert_close(results, expected)
+        assert_close(results, expected, atol=1e-5)  # Gradients are summed in another order.

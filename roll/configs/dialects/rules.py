@@ -22,7 +22,7 @@ NOTHING: Any = object()
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key."""
+    """Translation of one key, or the reason why it has none."""
 
     to: str | None = None
     """Our path; a ``*`` is what the pattern's ``*`` stands for. None: nothing is written."""

@@ -178,10 +178,10 @@ class HFEngine:
         """Prepare a weight update without touching the model. Any thread may call this while another runs `step`.
 
         The prepared tensors are on the host, by parameter, in the model's precision (buffers: in the precision that
-        came, which the model takes over). If the model computes on a CPU, a
-        tensor that is a whole parameter, already has this precision and lies in lasting memory is used in place, and
-        any other is copied. Checksums are those of the prepared tensors in the precision that came, so that a loss of
-        digits shows. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
+        came, which the model takes over). If the model computes on a CPU, a tensor that is a whole parameter, already
+        has this precision and lies in lasting memory is used in place, and any other is copied. Checksums are those of
+        the prepared tensors in the precision that came, so that a loss of digits shows. Raises ``WeightMismatch``
+        naming the tensor, or whatever ``buckets`` raises.
         """
         own, uncast = self._held_tensors(), self._names.uncast
         tensors: dict[str, torch.Tensor] = {}
