@@ -222,6 +222,13 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     return ModelShape(151_936, hidden, intermediate, layers, heads, 8, 128, tied, qk_norm=True)
 
 
+def _qwen3_a3b(experts: int) -> ModelShape:
+    return ModelShape(
+        151_936, 2048, 6144, 48, 32, 4, 128, False,
+        qk_norm=True, experts=experts, experts_per_token=8, expert_intermediate=768,
+    )  # fmt: skip
+
+
 def _llama3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> ModelShape:
     return ModelShape(128_256, hidden, intermediate, layers, heads, 8, hidden // heads, tied)
 
@@ -240,16 +247,15 @@ KNOWN: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
-    "qwen3-30b-a3b": ModelShape(
-        151_936, 2048, 6144, 48, 32, 4, 128, False,
-        qk_norm=True, experts=128, experts_per_token=8, expert_intermediate=768,
-    ),
+    "qwen3-30b-a3b": _qwen3_a3b(experts=128),
+    "qwen3-16b-a3b": _qwen3_a3b(experts=64),
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, tied=False),
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, tied=False),
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, tied=True),
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, tied=True),
 }  # fmt: skip
-"""Published sizes: the `config.json` of the repositories Qwen/Qwen2.5-*, Qwen/Qwen3-* and meta-llama/Llama-3.*."""
+"""Published sizes: the `config.json` of the repositories Qwen/Qwen2.5-*, Qwen/Qwen3-*, kalomaze/Qwen3-16B-A3B and
+meta-llama/Llama-3.*."""
 
 _VARIANT = re.compile(r"-(instruct|base|it|chat|thinking|\d{4})$")
 _BIASED_FAMILIES = ("qwen2", "qwen2_moe")

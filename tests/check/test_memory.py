@@ -46,6 +46,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
     "Qwen/Qwen3-8B-Base": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "kalomaze/Qwen3-16B-A3B": 30_532_122_624 - 48 * 64 * (3 * 768 + 1) * 2048,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Meta-Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,

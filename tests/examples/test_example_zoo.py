@@ -135,6 +135,7 @@ def test_the_zoo_has_what_users_of_roll_look_for():
         "llama3.1-8B/rlvr_config", "qwen2.5-0.5B-single_gpu/rlvr_config", "qwen2.5-1.5B-ppo_critic/rlvr_config",
         "qwen2.5-7B-rlvr_megatron/rlvr_config_async_vllm", "qwen2.5-7B-rlvr_lora/rlvr_config",
         "qwen2.5-7B-rlvr_mixed/rlvr_config", "quickstart/ppo_critic",
+        "qwen2.5-3B-rlvr_one_node/rlvr_config", "qwen3-16B-A3B/rlvr_config",
     }  # fmt: skip
     assert wanted <= {f"{path.parent.name}/{path.stem}" for path in FILES}
 
