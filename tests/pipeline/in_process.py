@@ -18,7 +18,7 @@ from roll.check.config import check_config
 from roll.configs.loader import load_config
 from roll.data.stream import PromptStream
 from roll.engines.hf.strategy import HFInferStrategy
-from roll.pipeline.algorithm import TrainingBatch, add_advantages, select_tokens
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.rlvr import RolloutFunction
 from roll.pipeline.rollouts import sampling_params
@@ -110,8 +110,11 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
             batch = TrainingBatch.from_groups(step, list(groups))
             batch.describe_rollouts()
             batch.metrics.update(add_advantages(batch, prepared.advantages))
-            if "proximal_logprobs" in prepared.objective.token_fields:
+            if prepared.correction is not None or "proximal_logprobs" in prepared.objective.token_fields:
                 batch.data.tokens["proximal_logprobs"] = trainer.log_probs(batch.data, 1.0)
+            if prepared.correction is not None:
+                corrected = add_correction(batch, prepared.correction, prepared.objective)
+                batch.metrics.update({f"correction/{name}": value for name, value in corrected.items()})
             select_tokens(batch, prepared.objective, config.seed)
             plan = TrainPlan(step, config.ppo_epochs, len(batch.data), 1.0)
             for rows in optimizer_batches(len(batch.data), plan, config.seed):

@@ -27,6 +27,15 @@ ESTIMATOR_EXTRA = {
     "gdpo": {"rewards__addition__weights": {"right": 1.0, "long": 0.1}},
     "pass_at_k": {"adv_estimator_args": {"k": 2}},
 }
+CORRECTIONS = {  # With bounds as narrow as one step off policy is here.
+    "truncated": {"weight": {"level": "token", "mode": "truncate", "upper": 1.05}},
+    "icepop": {"weight": {"level": "token", "mode": "mask", "lower": 0.9, "upper": 1.1}, "normalize": True},
+    "masked": {"weight": {"level": "sequence", "mode": "mask", "upper": 2}},
+    "opsm": {"reject": [{"level": "geometric", "divergence": "k1", "threshold": 0.1, "only_negative": True}]},
+    "veto": {"reject": [{"level": "veto", "lower": 0.7}]},
+    "segments": {"reject": [{"level": "segment", "divergence": "k3", "threshold": 0.01}]},
+    "second moment": {"reject": [{"second_moment": 0.001}]},
+}
 ESTIMATORS = [
     name
     for name in ADVANTAGE_ESTIMATORS.names()
@@ -108,6 +117,17 @@ def test_every_policy_loss_learns(task, name):
 def test_every_estimator_of_single_responses_learns(task, name):
     reward = two_rewards if name == "gdpo" else digit_reward
     assert gain(train_in_process(task, estimators_config(task, name), reward)) > 0.25
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=tier("all" if name == "second moment" else "soak")) for name in CORRECTIONS]
+)
+def test_every_correction_acts_and_learns(task, name):
+    correction = CORRECTIONS[name]
+    loss, acts = ("ppo", "rejected_share") if "reject" in correction else ("vanilla", "clipped_share")
+    config = config_of(task, actor_train__pg_variant=loss, train_infer_correction=correction)
+    steps = train_in_process(task, config, digit_reward)
+    assert gain(steps) > 0.25 and max(step[f"correction/{acts}"] for step in steps) > 0
 
 
 @tier("all")
