@@ -376,12 +376,13 @@ def canary_length(config: PipelineConfig) -> int:
     return min(LONGEST_CANARY, sequence_length(config) - 1)
 
 
-def canary_tolerance(config: PipelineConfig) -> float:
-    """Return the largest accepted mean absolute difference in the parity check, in nats per token."""
+def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
+    """Return the mean absolute differences in the parity check above which the run is warned and stops, in nats per
+    token. They are equal unless the precision is low and the configuration does not say how much that may cost."""
     if config.weight_update.canary_tolerance is not None:
-        return config.weight_update.canary_tolerance
+        return (config.weight_update.canary_tolerance,) * 2
     dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
-    return 1e-3 if dtypes == {"float32"} else 0.1
+    return (1e-3, 1e-3) if dtypes == {"float32"} else (0.1, 0.5)
 
 
 def validation_count(config: PipelineConfig) -> int:

@@ -193,7 +193,8 @@ class WeightUpdateConfig:
     canary_tolerance: Positive | None = option(
         None,
         "Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and engine "
-        "compute in float32, else 0.1.",
+        "compute in float32. In lower precision: 0.1, or twice what the first publication shows; one comparison above "
+        "that is a warning, two in a row or one above 0.5 stop the run.",
         needs="canary_interval",
     )
 

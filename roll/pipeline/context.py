@@ -44,7 +44,7 @@ from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import CRITIC, GROUP, LOGP, PUBLISHER, WaitBoard, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
-from roll.weights.publisher import Publication
+from roll.weights.publisher import Publication, WeightsDiffer
 from roll.weights.verify import CanaryScores, canary_sequences
 
 MOST_KEYS_NAMED = 5
@@ -241,12 +241,18 @@ def build_scheduler(
 
 
 class ParityCheck:
-    """The canary sequences of a run, and the interval of checked weight updates (0: none)."""
+    """The canary sequences of a run, the interval of checked weight updates (0: none), and the judgement on them.
+
+    How far rounding alone takes engine and trainer apart depends on the model. In low precision the first weight
+    update measures it, since both have just loaded the same files.
+    """
 
     def __init__(self, config: PipelineConfig, prompts: Sequence[np.ndarray]) -> None:
         """Make the sequences from ``prompts`` (int32 ``[prompt]`` each)."""
         self._interval = config.weight_update.canary_interval
-        self._tolerance = derived.canary_tolerance(config)
+        self._tolerance, self._limit = derived.canary_tolerances(config)
+        self._calibrated = False
+        self._warned = False
         number, length = config.weight_update.canary_prompts, derived.canary_length(config)
         self._sequences: list[np.ndarray] = []
         if self._interval > 0:
@@ -257,9 +263,9 @@ class ParityCheck:
         """Return the trainer's scores at ``version``, or None if this weight update is not checked.
 
         Call it once per weight update, while the trainer holds the weights of ``version``. The first one is always
-        checked.
+        checked, and the one after a warning.
         """
-        due = self._interval > 0 and self._publications % self._interval == 0
+        due = self._interval > 0 and (self._warned or self._publications % self._interval == 0)
         self._publications += 1
         if not due:
             return None
@@ -269,4 +275,33 @@ class ParityCheck:
             tokens={"token_ids": token_ids, "response_mask": np.ones(len(token_ids), dtype=bool)},
         )
         logprobs = np.split(await trainer.log_probs(batch, 1.0), batch.offsets[1:-1])
-        return CanaryScores(version, self._sequences, logprobs, self._tolerance)
+        return CanaryScores(version, self._sequences, logprobs, self._limit)
+
+    def judge(self, version: int, differences: Sequence[np.ndarray]) -> str | None:
+        """Judge what `compare_canaries` found in each replica at ``version``. Return a warning, or None.
+
+        Raises `WeightsDiffer` at the second of two checked updates in a row with a difference above the tolerance.
+        """
+        found = max(float(np.abs(each).mean()) for each in differences)
+        if not self._calibrated:
+            self._calibrated = True
+            usual, self._tolerance = self._tolerance, max(self._tolerance, min(2 * found, self._limit))
+            if found <= usual:
+                return None
+            return (
+                f"version {version}: the engine's log-probabilities of the canary sequences differ from the trainer's "
+                f"by {found:.3g} nats per token on average, more than is usual ({usual:g}). Up to "
+                f"{self._tolerance:.3g} is taken as rounding from now on; `weight_update.canary_tolerance` sets it"
+            )
+        if found <= self._tolerance:
+            self._warned = False
+            return None
+        message = (
+            f"version {version}: the engine's log-probabilities of the canary sequences differ from the trainer's by "
+            f"{found:.3g} nats per token on average (at most {self._tolerance:.3g} as it began, or by "
+            "`weight_update.canary_tolerance`)"
+        )
+        if self._warned:
+            raise WeightsDiffer(f"{message}, as at the weight update before")
+        self._warned = True
+        return f"{message}. If the next weight update shows the same, the run stops"

@@ -331,7 +331,12 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
         loaded = await run.pool.publish(publication, canaries)
     seconds = {**publication.seconds, **loaded.seconds}
     metrics = {f"weights/{name}_seconds": value for name, value in seconds.items()}
-    return {**metrics, **canary_metrics(loaded.canaries)} if loaded.canaries else metrics
+    if not loaded.canaries:
+        return metrics
+    warning = run.parity_check.judge(version, loaded.canaries)
+    if warning is not None:
+        run.recorder.event(warning)
+    return {**metrics, **canary_metrics(loaded.canaries)}
 
 
 async def announce(run: RunContext, version: int) -> dict[str, float]:

@@ -69,6 +69,9 @@ class OneSequence:
         tokens = [np.array([2, 3, 5], dtype=np.int32)]
         return CanaryScores(version, tokens, [scripted_scores(each, version) for each in tokens], 0.1)
 
+    def judge(self, version, differences):
+        assert all(each.tolist() == [0.0, 0.0] for each in differences)
+
 
 class Checkpoints:
     """A `Checkpointer` that takes one after each second step."""
