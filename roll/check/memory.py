@@ -147,8 +147,6 @@ def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: Model
             host_of_first.append(model)
         else:
             phases.append(Phase("the model is saved at the end", (model,)))
-    stored = trainer.element if trainer.has_adapters or not trainer.learns else 4  # weights that learn are float32
-    loading = Part("models while they load", shape.parameters * stored, f"{name}: each rank reads all weights")
     return replace(
         memory,
         always=tuple(always),
@@ -156,9 +154,22 @@ def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: Model
         processes=trainer.ranks,
         host=tuple(host),
         host_of_first=tuple(host_of_first),
-        start=loading if section.strategy_args.strategy_name != "megatron_train" else None,
+        start=_loading(name, section, trainer, shape),
         stays=stays,
     )
+
+
+def _loading(name: str, section: WorkerConfig, trainer: Trainer, shape: ModelShape) -> Part | None:
+    """Return the host's memory for a rank's model before it is divided; None if it is the mapped pages of its files."""
+    kept = trainer.dtype if trainer.has_adapters or not trainer.learns else "float32"  # weights that learn are float32
+    strategy, size, what = section.strategy_args.strategy_name, shape.parameters * ELEMENT_BYTES[kept], "all weights"
+    if strategy == "megatron_train":
+        return None
+    if shape.stored == kept or (strategy == "fsdp2_train" and kept == "float32"):
+        if not shape.experts:
+            return None
+        size, what = shape.parameters * ELEMENT_BYTES.get(shape.stored, 4), "and joins all experts"
+    return Part("models while they load", size, f"{name}: each rank reads {what}")
 
 
 def _scorer(config: PipelineConfig, name: str, reward: RewardConfig, shape: ModelShape) -> RoleMemory:

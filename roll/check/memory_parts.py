@@ -146,6 +146,8 @@ class ModelShape:
     expert_intermediate: int = 0
     value_head: bool = False
     """True for a critic: a number per token replaces the output layer."""
+    stored: str = "bfloat16"
+    """Precision of the model's files."""
 
     @property
     def queries(self) -> int:
@@ -298,6 +300,7 @@ def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         experts_per_token=int(facts.get("num_experts_per_tok") or 0) if experts else 0,
         expert_intermediate=int(facts.get("moe_intermediate_size") or 0),
+        stored=str(facts.get("dtype") or facts.get("torch_dtype") or "float32"),
     )
 
 

@@ -24,7 +24,7 @@ from roll.configs.plugins import made
 from roll.trainers.base import TrainerSetup
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.loss_scale import LossScale
-from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model
+from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model, stored_dtype
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep
@@ -53,10 +53,12 @@ class Fsdp2TrainStrategy(TrainStrategy):
     def initialize(self) -> None:
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
-        model, head = prepare_model(setup, self.options.gradient_checkpointing)
+        model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=True)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
         self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
         self.model = self._shard(model)
+        if stored_dtype(setup) == torch.float32:
+            self.model.float()
         self.forward = HfForward(setup.kind, self.model, head, self.device)
         self._reshard()
         if not setup.forward_only:

@@ -39,6 +39,7 @@ from roll.configs.roles import ModelArguments
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import ModelKind, TrainerSetup
 from roll.trainers.packing import install_packed_attention
+from roll.trainers.state import CheckpointFiles, checkpoint_folder
 from roll.trainers.step import MicroBatch
 
 if TYPE_CHECKING:
@@ -333,12 +334,35 @@ def stored_dtype(setup: TrainerSetup) -> torch.dtype:
     return getattr(torch, setup.model_args.dtype) if frozen else torch.float32
 
 
-def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[PreTrainedModel, OutputHead | None]:
+SHORT = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def mapped_dtype(setup: TrainerSetup) -> torch.dtype:
+    """Return `stored_dtype`, or a shorter one that all tensors of the model's files have.
+
+    Tensors that are not converted are the mapped pages of the files: all ranks of a node share them, and none needs
+    memory of its own for more than it keeps.
+    """
+    dtype = stored_dtype(setup)
+    if dtype != torch.float32:
+        return dtype
+    try:
+        (found,) = CheckpointFiles(checkpoint_folder(setup.model_path)).precisions()
+    except (ValueError, OSError):  # several, or no files that could be read: `load_model` says what is wrong
+        return dtype
+    return SHORT.get(found, dtype)
+
+
+def prepare_model(
+    setup: TrainerSetup, gradient_checkpointing: bool, mapped: bool = False
+) -> tuple[PreTrainedModel, OutputHead | None]:
     """Return a rank's model, whole, on the CPU and without dropout, and the result of `install_output_head` for it.
 
+    With ``mapped`` its precision is `mapped_dtype`, and the caller converts what it keeps; else it is `stored_dtype`.
     Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
     """
-    model = load_model(setup.model_path, setup.model_args, stored_dtype(setup), setup.kind)
+    dtype = mapped_dtype(setup) if mapped else stored_dtype(setup)
+    model = load_model(setup.model_path, setup.model_args, dtype, setup.kind)
     if setup.device == "cpu":
         keep_blocks_of(model.num_parameters())
     head = install_output_head(model) if setup.kind == "policy" else None

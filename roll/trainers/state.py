@@ -250,7 +250,10 @@ def checkpoint_folder(model_path: str) -> Path:
     """Return the folder of the checkpoint. A hub name is downloaded, with weights as safetensors only."""
     if Path(model_path).is_dir():
         return Path(model_path)
-    return Path(snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"]))
+    # Some repositories hold a second copy, of another format, under this name.
+    return Path(
+        snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["consolidated*"])
+    )
 
 
 class CheckpointFiles(StoredTensors):
@@ -269,6 +272,10 @@ class CheckpointFiles(StoredTensors):
 
     def names(self) -> list[str]:
         return list(self._file_of)
+
+    def precisions(self) -> set[str]:
+        """Return the dtypes of all tensors, as safetensors names them: ``{"BF16"}`` for most published models."""
+        return {self._open(self.folder / file).get_slice(name).get_dtype() for name, file in self._file_of.items()}
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return the ``names`` that the checkpoint lacks."""

@@ -381,7 +381,7 @@ def test_adapters_alone_have_masters_gradients_and_moments():
     assert parts["weights"] == 2 * PUBLISHED[SEVEN_BILLION] / 4
     assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (adapters, adapters, 2 * adapters)
     assert parts["head's gradient"] == 0
-    assert role.start.size == whole.start.size / 2
+    assert role.start is None and whole.start is None
     assert next(part.size for part in role.host if part.name == "state being saved") == 3 * adapters
     ends, publication = ({phase.name: phase for phase in role.phases}[name] for name in (BACKWARD_ENDS, PUBLICATION))
     assert {part.name: part.size for part in ends.parts}["embedding's gradient"] == 0
@@ -530,14 +530,26 @@ def test_a_megatron_critic_has_one_row_in_place_of_the_output_layer():
         assert not any(part.name == "logits" for phase in critic(stages).phases for part in phase.parts)
 
 
-def test_the_host_is_that_of_the_node_that_needs_most():
-    def host(nodes, per_node):
-        cluster = {"device": "cuda", "num_nodes": nodes, "num_devices_per_node": per_node, "address": "auto"}
-        parts = estimate_memory(of_gpus(cluster=cluster)).host
-        return {part.name: part.size / PUBLISHED[SEVEN_BILLION] for part in parts}
+def host(nodes, per_node, **changes):
+    cluster = {"device": "cuda", "num_nodes": nodes, "num_devices_per_node": per_node, "address": "auto"}
+    parts = estimate_memory(of_gpus(cluster=cluster, **changes)).host
+    return {part.name: part.size / PUBLISHED[SEVEN_BILLION] for part in parts}
 
-    assert host(1, 8) == host(2, 4) == {"models while they load": 16, "publication": 4, "model being saved": 4}
-    assert host(4, 2) == {"models while they load": 8, "publication": 4, "model being saved": 4}
+
+def test_the_host_is_that_of_the_node_that_needs_most():
+    deepspeed = {"actor_train__strategy_args__strategy_name": "deepspeed_train"}
+    both = {"publication": 4, "model being saved": 4}
+    assert host(1, 8, **deepspeed) == host(2, 4, **deepspeed) == {"models while they load": 16, **both}
+    assert host(4, 2, **deepspeed) == {"models while they load": 8, **both}
+
+
+def test_ranks_that_map_the_files_of_a_model_need_no_memory_of_the_host_to_load_it():
+    def loading(dtype):
+        reference = {"device_mapping": [0], "model_args": {"dtype": dtype}}
+        return host(1, 8, use_kl_loss=True, reference=reference).get("models while they load")
+
+    assert host(1, 8) == {"publication": 4, "model being saved": 4}, "masters are made of bfloat16, shard by shard"
+    assert loading("bfloat16") is None and loading("float16") == 2, "float16 is not what the files hold"
 
 
 SGLANG = "actor_infer.strategy_args={strategy_name: sglang, strategy_config: {mem_fraction_static: 0.85}}"
