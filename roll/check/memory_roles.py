@@ -10,6 +10,7 @@ Forward-only roles have weights and one forward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,9 +36,10 @@ from roll.configs.run import PipelineConfig
 from roll.configs.strategies import Options
 
 VLLM_MEMORY_SHARE = 0.92
-VLLM_MAX_NUM_SEQS = 128
-VLLM_MAX_BATCHED_TOKENS = 2048
-"""vLLM 0.32's defaults for an asynchronous engine."""
+"""vLLM 0.32's default of `gpu_memory_utilization`."""
+VLLM_BATCHES = ((70, 2048, 256), (160, 8192, 1024), (math.inf, 16384, 1024))
+"""GPUs of less than so many GiB -> `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32's server by default. On an
+A100 of 80 GiB they are those of the first row, which take less."""
 CUDA_GRAPHS = 1.0 * GIB
 """CUDA graphs captured by vLLM and SGLang, unless they are switched off."""
 LOGIT_COPIES = 4
@@ -47,7 +49,7 @@ SGLANG_MAX_RUNNING = 256
 """`max_running_requests`, unless the configuration says otherwise."""
 SGLANG_PREFILL = ((35, 2048), (60, 4096), (160, 8192))
 """GPU memory in GiB -> tokens that SGLang prefills at a time on a smaller GPU; on larger ones 16,384."""
-SGLANG_USUAL_GPU = 80 * GIB
+USUAL_GPU = 80 * GIB
 """Memory of a GPU of unknown size."""
 HF_MAX_RUNNING, HF_MAX_PREFILL = 256, 8192
 """Defaults of `HFInferConfig`."""
@@ -76,8 +78,10 @@ def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float
 
 def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> RoleMemory:
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
-    tokens = options.get("max_num_batched_tokens", VLLM_MAX_BATCHED_TOKENS)
-    requests = options.get("max_num_seqs", VLLM_MAX_NUM_SEQS)
+    size = USUAL_GPU if device_bytes is None else device_bytes
+    usual_tokens, usual_requests = next(usual for below, *usual in VLLM_BATCHES if size < below * GIB)
+    tokens = options.get("max_num_batched_tokens", usual_tokens)
+    requests = options.get("max_num_seqs", usual_requests)
     weights = _weights(config, shape, ranks)
     computing = _computing(config, shape, tokens, requests, graphs=not options.get("enforce_eager", False))
     room = options.get("kv_cache_memory_bytes", 0)  # vLLM treats 0 as unset
@@ -94,7 +98,7 @@ def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | Non
     only."""
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
     requests = options.get("max_running_requests", SGLANG_MAX_RUNNING)
-    size = SGLANG_USUAL_GPU if device_bytes is None else device_bytes
+    size = USUAL_GPU if device_bytes is None else device_bytes
     usual = next((tokens for below, tokens in SGLANG_PREFILL if size < below * GIB), 16384)
     tokens = options.get("chunked_prefill_size", usual)
     tokens = tokens if tokens > 0 else derived.sequence_length(config)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from roll.check.memory_parts import GIB
+from roll.check.memory_roles import VLLM_BATCHES
 from roll.engines import options
 from roll.engines.base import ModelSpec
 from roll.engines.options import check_vllm_options, engine_arguments, vllm_argument_names
@@ -31,6 +33,24 @@ def test_names_are_those_of_the_installed_release_and_found_without_importing_it
     from vllm import AsyncEngineArgs
 
     assert vllm_argument_names() == set(AsyncEngineArgs.__dataclass_fields__)
+
+
+@pytest.mark.tier("all")
+@vllm_is_here
+@pytest.mark.parametrize("gigabytes", [24, 69, 71, 80, 141, 159, 161, 288])
+def test_the_estimate_of_memory_knows_the_batches_that_the_release_chooses(monkeypatch, gigabytes):
+    from vllm import AsyncEngineArgs
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    class Gpu:
+        get_device_total_memory = staticmethod(lambda: int(gigabytes * GIB))
+        get_device_name = staticmethod(lambda: "NVIDIA H100")
+        is_cpu = is_tpu = staticmethod(lambda: False)
+
+    monkeypatch.setattr(arg_utils, "current_platform", Gpu)
+    tokens, requests = (found[UsageContext.OPENAI_API_SERVER] for found in AsyncEngineArgs.get_batch_defaults(1))
+    assert next(usual for below, *usual in VLLM_BATCHES if gigabytes < below) == [tokens, requests]
 
 
 def test_checking_options_imports_no_engine():
