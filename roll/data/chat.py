@@ -2,7 +2,8 @@
 
 A context only ever grows: first prompt, sampled tokens as they were sampled, *glue*, sampled tokens, glue, and so on.
 The glue is what the template writes from the end of the assistant's content to where the assistant writes next. Sampled
-tokens are never decoded and encoded again. A chat template that rewrites earlier text cannot be continued like that and
+tokens are never decoded and encoded again. Contents are shielded before they are rendered, so that they never become
+control tokens. A chat template that rewrites earlier text cannot be continued like that and
 is rejected. `docs/agentic_tokens.md` has a worked example.
 """
 
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.data.prompts import tokenise
+from roll.data.encoding import ContentEncoder, ControlTokensRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,9 +54,17 @@ class TurnTemplate(ABC):
     def closing(self) -> np.ndarray:
         """Token ids that end a response, unless the policy wrote them itself."""
 
+    @cached_property
+    def contents(self) -> ContentEncoder:
+        """The shield of the contents of messages, and the encoder of what is rendered from them."""
+        return ContentEncoder(self.tokenizer)
+
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids (int32) of a text, without added tokens."""
-        return tokenise([text], self.tokenizer)[0]
+        """Return token ids (int32) of a text rendered from shielded contents, without added tokens."""
+        try:
+            return self.contents.encode(text)
+        except ControlTokensRefused as cause:
+            raise TemplateRefused(str(cause)) from cause
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -86,7 +95,7 @@ class Conversation:
         turn. int32; one call per turn, in order. Raises `TemplateRefused`.
         """
         _require_messages(messages)
-        tail = self._template.encode(self._tail(messages))
+        tail = self._template.encode(self._tail(self._template.contents.shielded(list(messages))))
         return _without_written_stop(sampled, self._template.closing, tail, self._template.special_ids)
 
 
@@ -98,10 +107,10 @@ class ChatTurns(TurnTemplate):
     """The template's own variables, such as ``enable_thinking``."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        return self.encode(self.render(messages, tools))
+        return self.encode(self.render(self.contents.shielded(list(messages)), self.contents.shielded(list(tools))))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        text = _ChatText(self, messages, tools)
+        text = _ChatText(self, self.contents.shielded(list(messages)), self.contents.shielded(list(tools)))
         return Conversation(self, self.encode(text.read), text.tail)
 
     @cached_property
@@ -114,7 +123,7 @@ class ChatTurns(TurnTemplate):
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation. Raises `TemplateRefused`."""
+        """Return the text of a conversation, stand-ins included. Raises `TemplateRefused`."""
         try:
             return self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -132,7 +141,7 @@ class ChatTurns(TurnTemplate):
 
 
 class _ChatText:
-    """The text of one conversation. The template sees placeholders for the assistant's contents."""
+    """The text of one conversation, of shielded messages. The template sees placeholders for what the policy writes."""
 
     def __init__(self, chat: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         _require_messages(messages)
@@ -203,7 +212,7 @@ class RawTurns(TurnTemplate):
             )
         text = ""
         block: list[Message] = []
-        for message in messages:
+        for message in self.contents.shielded(list(messages)):
             if message["role"] == "assistant":
                 text += self.block(block) + _plain(message) + self.response_end
                 block = []

@@ -4,9 +4,9 @@
 its result depends only on the files, the configuration and the seed. Files are untrusted: a line that is not UTF-8,
 JSON or a prompt is reported with its file and number, and a column that does not fit with its name. Parquet files and
 data sets of the hub are read by the package `datasets`, which runs no loading scripts. The text that is tokenised is
-exactly the text in the logs. No special token is added to the data: a raw prompt that needs a leading token contains
-it, and a chat template writes its own. A folder whose tokenizer needs no class of its own is read without importing
-torch (under a second); every other tokenizer goes through `AutoTokenizer`.
+exactly the text in the logs. No special token is added to the data: a raw prompt that needs a leading token spells it,
+and a chat template writes its own, while what messages spell stays text. A folder whose tokenizer needs no class of its
+own is read without importing torch (under a second); every other tokenizer goes through `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
 from roll.configs.plugins import problem, require
 from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
+from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
 from roll.data.records import Prompt, derive_seed
 from roll.distribution import install_command
 
@@ -110,12 +111,17 @@ def _render(
     problems: Problems,
 ) -> list[Prompt]:
     rendered: list[tuple[PromptRow, list[Message], str]] = []
-    bad = 0
+    spelled: dict[int, np.ndarray] = {}
+    contents, bad = ContentEncoder(tokenizer), 0
     for row in rows:
         messages = _conversation(row, data_args.system_prompt)
         try:
-            rendered.append((row, messages, _text(row, messages, data_args.template, tokenizer)))
-        except _BadRow as cause:
+            text = _text(row, contents.shielded(messages), data_args.template, tokenizer)
+            if data_args.template == "chat" and contents.is_shielded(text):
+                spelled[len(rendered)] = contents.encode(text)
+                text = contents.restored(text)
+            rendered.append((row, messages, text))
+        except (_BadRow, ControlTokensRefused) as cause:
             remedy = "correct the row, or choose the other `template`"
             problems.add(f"{path}.template", f"{row.origin}: {cause}", remedy)
             bad += 1
@@ -123,8 +129,8 @@ def _render(
                 break
     token_ids = tokenise([text for _, _, text in rendered], tokenizer)
     prompts = [
-        Prompt(row.prompt_id, row.domain, ids, text, row.ground_truth, row.metadata, messages)
-        for (row, messages, text), ids in zip(rendered, token_ids, strict=True)
+        Prompt(row.prompt_id, row.domain, spelled.get(number, ids), text, row.ground_truth, row.metadata, messages)
+        for number, ((row, messages, text), ids) in enumerate(zip(rendered, token_ids, strict=True))
     ]
     empty = [prompt.prompt_id for prompt in prompts if len(prompt.token_ids) == 0]
     if empty:
@@ -452,14 +458,6 @@ def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralData
 def _refused_arguments(source: ReasoningGymSource, at: str, cause: Exception) -> ConfigProblem:
     message = f"`{source.dataset}` refuses its arguments ({type(cause).__name__}: {cause})"
     return ConfigProblem(f"{at}config", message, "use values that this data set accepts")
-
-
-def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Return token ids of each text, int32 ``[length]``, without added special tokens."""
-    if not texts:
-        return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
-    return [np.asarray(token_ids, dtype=np.int32) for token_ids in encoded["input_ids"]]
 
 
 GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from roll.data.encoding import ContentEncoder
 from roll.data.prompts import load_tokenizer
 from roll.rewards.model import Conversation, Scored, ScorerSetup, position_limit
 
@@ -31,6 +32,7 @@ class HFClassifier:
         self._tokenizer = load_tokenizer(
             setup.model_path, trust_remote_code=setup.model_args.trust_remote_code, config_path="model_args"
         )
+        self._contents = ContentEncoder(self._tokenizer)
         self._model = load_classifier(setup)
         self._text_config = self._model.config.get_text_config()
         self._max_length = allowed_length(setup, self._model)
@@ -71,8 +73,8 @@ class HFClassifier:
         self._model.to(self._setup.device)
 
     def _tokens(self, conversation: Conversation) -> list[int]:
-        text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = self._tokenizer.apply_chat_template(self._contents.shielded(conversation), tokenize=False)
+        return self._contents.encode(text).tolist()
 
     def _forward(self, rows: list[list[int]]) -> list[float]:
         """Return the scores of token sequences that fill one batch."""

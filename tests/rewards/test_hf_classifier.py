@@ -119,6 +119,11 @@ def test_a_long_conversation_may_be_refused_and_takes_no_other_along(path):
     assert fitting.problem == ""
 
 
+def test_a_response_cannot_end_the_conversation_that_is_scored(path):
+    tokens = scorer(path)._tokens(said("3<end>?9"))
+    assert tokens[-1] == END and END not in tokens[:-1]
+
+
 def test_what_the_template_refuses_is_a_problem_of_that_conversation(path):
     bad, good = scorer(path).score([[{"role": "tool", "content": "1"}], said("3")])
     assert "no tools" in bad.problem
