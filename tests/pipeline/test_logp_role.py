@@ -110,6 +110,10 @@ def test_steps_are_those_of_a_run_without_the_role(task, name):
     assert_same_steps(task, IN_THIS_PROCESS, VARIANTS[name])
 
 
+def lags(run):
+    return [(record["lag/mean"], record["lag/max"]) for record in run.metrics]
+
+
 def assert_same_steps(task, address, changes):
     # In order, as which groups a step has may depend on time otherwise.
     fixed = {"consumption": "fifo"} if changes.get("async_generation_ratio") else {}
@@ -122,11 +126,14 @@ def assert_same_steps(task, address, changes):
         **fixed,
         **{key: value for key, value in changes.items() if key not in own},
     }
-    plain = run_pipeline(task, address, tiny_config(task, **changes))
     role = {**ROLE, "actor_logp": dict(ROLE["actor_logp"])}
     role |= {"cluster__num_devices_per_node": max(3, changes.get("cluster__num_devices_per_node", 0))}
-    beside = run_pipeline(task, address, tiny_config(task, **changes | role | own))
-    assert len(beside.metrics) == 3
+    for _ in range(4):
+        plain = run_pipeline(task, address, tiny_config(task, **changes))
+        beside = run_pipeline(task, address, tiny_config(task, **changes | role | own))
+        if lags(plain) == lags(beside):
+            break  # Ahead of training, which version samples a token depends on how busy the machine is.
+    assert lags(plain) == lags(beside) and len(beside.metrics) == 3
     for one, other in zip(plain.metrics, beside.metrics, strict=True):
         for key in sorted(key for key in one.keys() | other.keys() if key.startswith(COMPARED)):
             assert other[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
