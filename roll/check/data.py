@@ -9,7 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.configs.derived import groups_ahead, model_path, roles_and_reward_models, sequence_length, validation_settings
+from roll.configs.derived import (
+    groups_ahead,
+    learns_from_rewards,
+    model_path,
+    roles_and_reward_models,
+    sequence_length,
+    validation_settings,
+)
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH, changes
 from roll.configs.given import is_given
@@ -173,6 +180,8 @@ def _leads_to_an_object(name: str) -> bool:
 def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
     if not config.rewards:
+        if not learns_from_rewards(config):
+            return
         remedy = "add one, for example `rewards: {math: {verifier: math}}`"
         yield ConfigProblem("rewards", "there is no reward, so there is nothing to learn", remedy)
         return

@@ -297,13 +297,20 @@ class ReferenceConfig(WorkerConfig):
 
 
 @dataclass
+class TeacherConfig(ReferenceConfig):
+    """The model that the policy learns from, by `distillation`."""
+
+
+@dataclass
 class ActorLogpConfig(ReferenceConfig):
     """The policy as it was before the first update on a batch."""
 
 
-ROLES = ("actor_train", "actor_infer", "actor_logp", "reference", "critic")
+ROLES = ("actor_train", "actor_infer", "actor_logp", "reference", "teacher", "critic")
 """Roles that run a model on devices."""
-FORWARD_ROLES = ("actor_logp", "reference")
+COMPARED_ROLES = ("reference", "teacher")
+"""Roles whose log-probabilities of sampled tokens are compared with the policy's, in the field `<role>_logprobs`."""
+FORWARD_ROLES = ("actor_logp", *COMPARED_ROLES)
 """Roles without an optimizer, which compute log-probabilities."""
 TRAINED_ROLES = ("actor_train", "critic")
 """Roles that are trained."""

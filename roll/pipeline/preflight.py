@@ -14,6 +14,7 @@ import json
 import math
 import socket
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
+from roll.check.memory_parts import ShapeUnknown, find_shape
 from roll.check.plan import missing_packages
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
@@ -88,6 +90,7 @@ def prepare(config: PipelineConfig) -> Prepared:
     problems = Problems()
     problems.attempt(_check_cluster, config.cluster)
     tokenizer = problems.attempt(_tokenizer, config)
+    problems.attempt(_check_teacher, config, tokenizer)
     rollouts = _plan_rollouts(config, tokenizer, problems)
     from roll.pipeline.algorithm import build_algorithms
 
@@ -125,6 +128,7 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
 
     problems = Problems()
     tokenizer = problems.attempt(_tokenizer, config) if with_model else None
+    problems.attempt(_check_teacher, config, tokenizer)
     _plan_rollouts(config, tokenizer, problems, contacts_models=with_model)
     if problems.attempt(build_algorithms, config) is not None:
         _check_fallback(config, problems)
@@ -145,6 +149,28 @@ def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
         trust_remote_code=arguments.trust_remote_code,
         config_path="actor_train.model_args.model_name_or_path" if arguments.model_name_or_path else "pretrain",
     )
+
+
+def _check_teacher(config: PipelineConfig, policy: PreTrainedTokenizerBase | None) -> None:
+    """Check that the teacher knows each token of the policy by the same number. ``policy``: its tokenizer."""
+    if policy is None or config.teacher is None:
+        return
+    arguments, model = config.teacher.model_args, derived.model_path(config, config.teacher)
+    if model == derived.model_path(config, config.actor_train):
+        return
+    path = "teacher.model_args.model_name_or_path"
+    known = load_tokenizer(model, trust_remote_code=arguments.trust_remote_code, config_path=path).get_vocab()
+    tokens = sorted(policy.get_vocab().items(), key=lambda pair: pair[1])
+    remedy = "take a teacher with the policy's tokenizer: the two are compared token by token"
+    for token, number in tokens:
+        if known.get(token) != number:
+            theirs = f"number {known[token]}" if token in known else "unknown"
+            message = f"{model} has another tokenizer: token {number} of the policy, {token!r}, is {theirs} there"
+            raise problem(path, message, remedy)
+    with suppress(ShapeUnknown):
+        size, needed = find_shape(model).vocabulary, tokens[-1][1] + 1
+        if size < needed:
+            raise problem(path, f"{model} has {size:,} tokens, and the policy's tokenizer {needed:,}", remedy)
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
@@ -298,8 +324,9 @@ def _plan_rlvr(
             validation_prompts = problems.attempt(load, config.validation.data_args, path=VALIDATION_PROMPTS) or []
     if prompts and not problems.found:
         routes = route_domains(config.rewards)
-        problems.found += check_prompts(routes, verifiers, prompts, TRAINING_PROMPTS)
-        problems.found += check_prompts(routes, verifiers, validation_prompts, VALIDATION_PROMPTS)
+        if derived.is_scored(config):
+            problems.found += check_prompts(routes, verifiers, prompts, TRAINING_PROMPTS)
+            problems.found += check_prompts(routes, verifiers, validation_prompts, VALIDATION_PROMPTS)
         problems.found += _weight_problems(config.sample_weight, prompts)
         present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
         for domain, name in sorted(routes.items()):

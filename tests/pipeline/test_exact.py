@@ -56,6 +56,8 @@ EVERYTHING = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.01,
     "reference": {"device_mapping": [0]},
+    "teacher": {"device_mapping": [0]},
+    "distillation": {"use": "rewards", "coef": 0.1},
     "group_filter": "zero_variance",
     "ppo_epochs": 2,
     "weight_update__interval_steps": 2,
@@ -71,7 +73,7 @@ EVERYTHING = {
         lambda task: critic_config(task, critic_warmup=1),
         lambda task: agentic_config(task, async_generation_ratio=2, adv_estimator="gigpo"),
     ],
-    ids=["plain", "reference, correction, filter, two epochs", "critic", "agentic"],
+    ids=["plain", "reference, teacher, correction, filter, two epochs", "critic", "agentic"],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(task, run_of, make):
     config, run = run_of(make(task))

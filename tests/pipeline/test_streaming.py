@@ -48,6 +48,19 @@ VARIANTS = {
         "zero_variance_mask": True,
         "loss_agg_mode": "seq-mean-token-mean",
     },
+    "a teacher in the advantages": {
+        **THREE_DEVICES,
+        "teacher": {"device_mapping": [2]},
+        "distillation": {"coef": 0.5},
+    },
+    "a teacher in the loss": {
+        **THREE_DEVICES,
+        "teacher": {"device_mapping": [2]},
+        "distillation": {"use": "loss", "reward_coef": 0.5},
+        "train_infer_correction": {"weight": {"level": "token"}},
+        "actor_train__pg_variant": "vanilla",
+        "actor_train__use_sequence_packing": True,
+    },
     "a critic": {
         **THREE_DEVICES,
         "adv_estimator": "gae",
@@ -64,7 +77,16 @@ VARIANTS = {
         "train_infer_correction": {"weight": {"level": "sequence"}},
     },
 }
-COMPARED = ("actor/", "advantage/", "critic/", "correction/", "kl_penalty/", "reward/addition", "response/")
+COMPARED = (
+    "actor/",
+    "distillation/",
+    "advantage/",
+    "critic/",
+    "correction/",
+    "kl_penalty/",
+    "reward/addition",
+    "response/",
+)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
