@@ -67,7 +67,7 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject sequences that are longer than the positions of the policy, if its files are here."""
     model, longest = Path(model_path(config, config.actor_train)), sequence_length(config)
-    positions, is_scaled = _positions(model)
+    positions, is_scaled = positions_of(model)
     if (
         positions is None
         or longest <= positions
@@ -83,7 +83,7 @@ def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
     yield ConfigProblem(path, message, f"lower {lower} by {longest - positions:,}, or take a model with more positions")
 
 
-def _positions(model: Path) -> tuple[int | None, bool]:
+def positions_of(model: Path) -> tuple[int | None, bool]:
     """Return the positions of a model in a folder, None if they are not known, and True if they can be stretched."""
     try:
         facts = json.loads((model / "config.json").read_text(encoding="utf-8"))

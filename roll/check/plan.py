@@ -48,6 +48,11 @@ def plan_rows(config: PipelineConfig) -> list[tuple[str, str]]:
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *((role, "actor_train without its adapters") for role in COMPARED_ROLES if derived.is_base(config, role)),
+        *(
+            (role, "actor_train itself, with another prompt")
+            for role in COMPARED_ROLES
+            if derived.is_policy(config, role)
+        ),
         *([("actor_logp", "actor_train itself")] if derived.logp_is_trainer(config) else []),
         ("data", data or "not named yet"),
         *([("distillation", _distillation(config.distillation))] if config.distillation is not None else []),

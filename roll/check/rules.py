@@ -96,12 +96,18 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
             if path != "device_mapping":
                 reason = "without devices of its own this role is actor_train"
                 yield without_effect(f"actor_logp.{path}", value, reason, "remove this key, or give it devices")
+    if config.teacher is not None and derived.is_policy(config, "teacher"):
+        for path, value in fields.changes(config.teacher):
+            if path not in ("weights", "prompt"):
+                reason = "the teacher is actor_train itself"
+                yield without_effect(f"teacher.{path}", value, reason, "remove this key, or set `weights: frozen`")
     trained = dict(fields.changes(config.actor_train))
     for role in COMPARED_ROLES:
         if not derived.is_base(config, role):
             continue
         for path, value in fields.changes(vars(config)[role]):
-            if path not in ("device_mapping", "model_args.model_name_or_path") and trained.get(path) != value:
+            apart = ("device_mapping", "model_args.model_name_or_path", "prompt")
+            if path not in apart and trained.get(path) != value:
                 reason = f"the {role} is actor_train without its adapters, no second model"
                 remedy = f"remove this key, or give the {role} devices or a model of its own"
                 yield without_effect(f"{role}.{path}", value, reason, remedy)

@@ -168,6 +168,12 @@ def teacher_can_teach(config: PipelineConfig) -> Iterator[ConfigProblem]:
     elif config.teacher is not None and config.distillation is None:
         message = "has no effect: nothing is learned from it, yet it would be loaded"
         yield ConfigProblem("teacher", message, "add `distillation: {}`, or remove this section")
+    if config.teacher is not None and config.teacher.prompt is not None and isinstance(config, AgenticConfig):
+        message = "an episode begins with what its environment says"
+        yield ConfigProblem("teacher.prompt", message, "use `pipeline: rlvr`, or remove this key")
+    elif config.teacher is not None and config.teacher.prompt is None and derived.is_policy(config, "teacher"):
+        message = "policy, and it sees the same prompt: the divergence would always be 0"
+        yield ConfigProblem("teacher.weights", message, "give it a `prompt` of its own, or set `weights: frozen`")
     if derived.is_scored(config) or derived.learns_from_rewards(config):
         return
     scored = ("group_filter", "zero_variance_mask", "difficulty_mask", "validation")

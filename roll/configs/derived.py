@@ -72,7 +72,14 @@ def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
 
 def is_trainer(config: PipelineConfig, role: str) -> bool:
     """Return True if a role is written, and `actor_train` does its work."""
-    return is_base(config, role) if role in COMPARED_ROLES else role == "actor_logp" and logp_is_trainer(config)
+    if role == "actor_logp":
+        return logp_is_trainer(config)
+    return role in COMPARED_ROLES and (is_base(config, role) or is_policy(config, role))
+
+
+def is_policy(config: PipelineConfig, role: str) -> bool:
+    """Return True if a role is the teacher, and the policy with its present weights."""
+    return role == "teacher" and config.teacher is not None and config.teacher.weights == "policy"
 
 
 def is_base(config: PipelineConfig, role: str) -> bool:
@@ -82,7 +89,7 @@ def is_base(config: PipelineConfig, role: str) -> bool:
     compute the same.
     """
     section, trained = role_sections(config).get(role), config.actor_train
-    if section is None or trained.model_args.lora_target is None:
+    if section is None or trained.model_args.lora_target is None or is_policy(config, role):
         return False
     if section.device_mapping is None or model_path(config, section) != model_path(config, trained):
         return model_path(config, section) == model_path(config, trained)

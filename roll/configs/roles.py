@@ -300,6 +300,18 @@ class ReferenceConfig(WorkerConfig):
 class TeacherConfig(ReferenceConfig):
     """The model that the policy learns from, by `distillation`."""
 
+    prompt: str | None = option(
+        None,
+        "What the teacher sees in place of the prompt (`pipeline: rlvr`): a text in which `{prompt}`, `{ground_truth}` "
+        "and fields of the row stand in braces; other braces are doubled. With `template: chat` it takes the place of "
+        "the last user message. Default: the prompt itself.",
+    )
+    weights: Literal["frozen", "policy"] = option(
+        "frozen",
+        "`frozen`: the teacher is a model of its own; `policy`: it is the policy at the beginning of a training step, "
+        "which learns from itself with another `prompt`, on the devices of actor_train.",
+    )
+
 
 @dataclass
 class ActorLogpConfig(ReferenceConfig):

@@ -23,6 +23,7 @@ from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
+from roll.pipeline.distillation import teacher_prompts
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.preflight import Prepared
@@ -60,7 +61,9 @@ class RunContext:
     scheduler: RolloutScheduler[Any, Group]
     trainer: TrainerGroup
     compared: Mapping[str, TrainerGroup | BaseOfTrainer]
-    """The roles that the policy is compared with, by name; one may be the trainer without its adapters."""
+    """The roles that the policy is compared with, by name; one may be the trainer, or the trainer without adapters."""
+    teacher_prompts: Mapping[str, np.ndarray]
+    """Prompts that the teacher sees, by the ids of the policy's; empty if it sees the same."""
     logp: LogProbRole | None
     """The role that computes log-probabilities beside the trainer; None if the trainer computes them."""
     critic: TrainerGroup | None
@@ -116,7 +119,12 @@ class RunContext:
         self.side, self.recorder, self.chaos = side, recorder, chaos
         self.locks, self.pool, self.trainer, self.critic = roles.locks, roles.pool, roles.trainer, roles.critic
         base = BaseOfTrainer(roles.trainer)
-        self.compared = roles.compared | {role: base for role in COMPARED_ROLES if derived.is_base(config, role)}
+        self.compared = {
+            **roles.compared,
+            **{role: base for role in COMPARED_ROLES if derived.is_base(config, role)},
+            **{role: roles.trainer for role in COMPARED_ROLES if derived.is_policy(config, role)},
+        }
+        self.teacher_prompts = teacher_prompts(prepared)
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
         # A copy, since what it keeps between batches goes back with the trainers.
         self.advantages, self.correction = deepcopy(prepared.advantages), prepared.correction

@@ -28,6 +28,7 @@ from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.context import RunContext
+from roll.pipeline.distillation import on_samples, seen_by_teacher, teacher_prompts
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.roles import build_side, engine_spec, role_locks, trainer_setup
 from roll.pipeline.rollouts import Generator, has_score_variance
@@ -192,10 +193,16 @@ class PlainLoop:
         batch = TrainingBatch.from_groups(step, await self._groups(step))
         data = batch.data
         for role in COMPARED_ROLES:
+            seen = data if role != "teacher" else seen_by_teacher(batch, teacher_prompts(prepared))
             if derived.is_base(config, role):
-                data.tokens[f"{role}_logprobs"] = self.trainer.base_log_probs(data, temperature)
+                logprobs = self.trainer.base_log_probs(seen, temperature)
+            elif derived.is_policy(config, role):
+                logprobs = self.trainer.log_probs(seen, temperature)
             elif role in self._compared:
-                data.tokens[f"{role}_logprobs"] = self._compared[role].log_probs(data, temperature)
+                logprobs = self._compared[role].log_probs(seen, temperature)
+            else:
+                continue
+            data.tokens[f"{role}_logprobs"] = on_samples(data, logprobs, seen)
         if self._critic is not None:
             data.tokens["values"] = self._critic.values(data)
         add_advantages(batch, prepared.advantages)

@@ -162,9 +162,10 @@ def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Cal
         "garbage": collect_rarely,
         VALIDATION: context.records.run,
     }
-    trainers: dict[str, object] = {"actor_train": context.trainer, "critic": context.critic, **context.compared}
+    trainers: dict[str, object] = {**context.compared, "actor_train": context.trainer, "critic": context.critic}
     if context.logp is not None:
         tasks[LOGP] = context.logp.run
         trainers[LOGP] = context.logp.group
-    watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}
+    present = derived.present_roles(context.config)
+    watched = {role: group for role, group in trainers.items() if role in present and isinstance(group, TrainerGroup)}
     return tasks | {f"watch/{role}": group.watch for role, group in watched.items()}

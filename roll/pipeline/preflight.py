@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 from roll.agentic.base import observation_from
@@ -28,6 +29,7 @@ from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
+from roll.check.data import positions_of
 from roll.check.memory_parts import ShapeUnknown, find_shape
 from roll.check.plan import missing_packages
 from roll.configs import derived
@@ -37,7 +39,7 @@ from roll.configs.roles import FORWARD_ROLES
 from roll.configs.run import AgenticConfig, ClusterConfig, CustomEnvConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
-from roll.data.prompts import load_prompts, load_tokenizer
+from roll.data.prompts import load_prompts, load_tokenizer, rewritten_prompts
 from roll.data.records import Prompt
 from roll.rewards.model import check_reward_model
 from roll.rewards.registry import check_machine, check_prompts, resolve_verifier, route_domains
@@ -278,6 +280,8 @@ class RLVRPlan:
     config: RLVRConfig
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
+    teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Prompts that the teacher sees, int32 ``[length]``, by the ids of the others; empty if it sees the same."""
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the prompts; see `Prepared.source`."""
@@ -333,7 +337,25 @@ def _plan_rlvr(
             if domain not in present:
                 remedy = f"the prompts have the domains {', '.join(present)}"
                 problems.add(f"rewards.{name}.tag_included", f"no prompt has the domain {domain!r}", remedy)
-    return RLVRPlan(config, prompts, validation_prompts)
+    asked = problems.attempt(_teacher_prompts, config, tokenizer, prompts) if tokenizer is not None else None
+    return RLVRPlan(config, prompts, validation_prompts, asked or {})
+
+
+def _teacher_prompts(
+    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> dict[str, np.ndarray]:
+    """Return the prompts that the teacher sees; see `RLVRPlan`. They and a response fit into its positions."""
+    teacher, path = config.teacher, "teacher.prompt"
+    if teacher is None or teacher.prompt is None or not prompts:
+        return {}
+    rewritten = rewritten_prompts(prompts, teacher.prompt, config.actor_train.data_args, tokenizer, path)
+    positions, is_scaled = positions_of(Path(derived.model_path(config, teacher)))
+    name, longest = max(((name, len(ids)) for name, ids in rewritten.items()), key=lambda pair: pair[1])
+    longest += derived.max_new_tokens(config)
+    if positions is not None and longest > positions and not is_scaled:
+        message = f"{name} and a response are up to {longest:,} tokens, and the teacher has {positions:,} positions"
+        raise problem(path, message, "write a shorter text, or lower `response_length`")
+    return rewritten
 
 
 def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[ConfigProblem]:

@@ -36,6 +36,7 @@ from roll.pipeline.algorithm import (
     with_own_advantages,
 )
 from roll.pipeline.context import RunContext
+from roll.pipeline.distillation import on_samples, seen_by_teacher
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.streaming import StreamedStep, by_group, in_order
 from roll.rollout.buffer import FinishedGroup
@@ -101,9 +102,12 @@ async def teacher(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 async def _compared(run: RunContext, batch: TrainingBatch, role: str) -> TrainingBatch:
     """Add the log-probabilities under a role that the policy is compared with."""
+    data = batch.data
+    seen = data if role != "teacher" else await asyncio.to_thread(seen_by_teacher, batch, run.teacher_prompts)
     with run.recorder.busy(role):
-        batch.data.tokens[f"{role}_logprobs"] = await run.compared[role].log_probs(batch.data, run.train_temperature)
-    run.recorder.count_tokens(role, int(batch.data.lengths.sum()))
+        logprobs = await run.compared[role].log_probs(seen, run.train_temperature)
+    data.tokens[f"{role}_logprobs"] = on_samples(data, logprobs, seen)
+    run.recorder.count_tokens(role, int(seen.lengths.sum()))
     return batch
 
 

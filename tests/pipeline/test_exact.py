@@ -65,15 +65,22 @@ EVERYTHING = {
 }
 
 
+OWN_TEACHER = {
+    "teacher": {"weights": "policy", "prompt": "{ground_truth}={prompt}"},
+    "distillation": {"use": "loss", "reward_coef": 0},
+}
+
+
 @pytest.mark.parametrize(
     "make",
     [
         tiny_config,
         lambda task: tiny_config(task, **EVERYTHING),
         lambda task: critic_config(task, critic_warmup=1),
+        lambda task: tiny_config(task, **OWN_TEACHER),
         lambda task: agentic_config(task, async_generation_ratio=2, adv_estimator="gigpo"),
     ],
-    ids=["plain", "reference, teacher, correction, filter, two epochs", "critic", "agentic"],
+    ids=["plain", "reference, teacher, correction, filter, two epochs", "critic", "a teacher of its own", "agentic"],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(task, run_of, make):
     config, run = run_of(make(task))
