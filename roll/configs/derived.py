@@ -57,7 +57,9 @@ def agentic(config: PipelineConfig) -> AgenticConfig:
 
 def role_sections(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Return the sections of the roles that are written, by name."""
-    return {name: role for name in ROLES if (role := vars(config)[name]) is not None}
+    logp, compared = config.actor_logp, (config.reference, config.teacher)
+    sections = (config.actor_train, config.actor_infer, logp, *compared, config.critic)
+    return {name: role for name, role in zip(ROLES, sections, strict=True) if role is not None}
 
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:

@@ -911,7 +911,7 @@ def test_what_works_but_may_not_be_meant_is_a_warning(tree, changes, words):
 
 
 def test_the_unread_keys_are_keys_of_their_roles(tree):
-    config = config_from_tree(merged(tree, {"actor_logp": {}, "reference": {}, "critic": {}}))
+    config = config_from_tree(merged(tree, {"actor_logp": {}, "reference": {}, "teacher": {}, "critic": {}}))
     for role, keys in UNREAD_KEYS.items():
         assert set(keys) <= set(vars(vars(config)[role]))
 

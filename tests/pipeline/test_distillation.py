@@ -166,7 +166,6 @@ def test_a_student_without_rewards_comes_to_do_what_its_teacher_does(learned, us
     run = run_pipeline(learned, IN_THIS_PROCESS, tiny_config(learned, **changes))
     distances = [step["distillation/reverse_kl"] for step in run.metrics]
     right = [step["reward/mean"] for step in run.metrics]
-    print(use, distances[::4], right[::4])
     assert np.mean(distances[-5:]) < 0.5 * np.mean(distances[:5])
     assert np.mean(right[-5:]) > np.mean(right[:5]) + 0.2
 
