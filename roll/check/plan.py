@@ -120,10 +120,8 @@ def _batch(config: PipelineConfig) -> str:
 
 
 def _distillation(settings: DistillationConfig) -> str:
-    task = (
-        f"weight {settings.reward_coef:g}" if settings.reward_coef else "none: the policy learns from its teacher alone"
-    )
-    return f"{settings.coef:g} x reverse KL to the teacher, in the {settings.use}; rewards of the task: {task}"
+    rewards = f"beside rewards of weight {settings.reward_coef:g}" if settings.reward_coef else "without rewards"
+    return f"{settings.coef:g} x reverse KL to the teacher, in the {settings.use}, {rewards}"
 
 
 def _optimizer(config: PipelineConfig) -> str:
