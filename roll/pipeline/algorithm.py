@@ -108,6 +108,13 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     logprobs = padded("behaviour_logprobs") if penalty else None
     reference = padded("reference_logprobs") if penalty else None
     values = padded("values") if settings.estimator.requirements.needs_values else None
+    baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
+    turns = padded("turns", fill=-1) if "turns" in data.tokens else None
+    if settings.turn_weight and turns is None:
+        raise ValueError(
+            "the samples record no turns, so rewards of turns cannot be credited: let the environment manager fill "
+            "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
+        )
     token_rewards = padded("turn_rewards") * settings.turn_weight if settings.turn_weight else None
     reward_weight = advantage_weight = 1.0
     taught = None
@@ -122,13 +129,6 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         else:
             advantage_weight = teaching.reward_coef
             taught = -teaching.coef * reverse_kl if teaching.use == "advantages" else None
-    baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
-    turns = padded("turns", fill=-1) if "turns" in data.tokens else None
-    if settings.turn_weight and turns is None:
-        raise ValueError(
-            "the samples record no turns, so rewards of turns cannot be credited: let the environment manager fill "
-            "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
-        )
     estimated = estimate_advantages(
         settings.estimator,
         reward_weight * settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
