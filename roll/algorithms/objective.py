@@ -1,10 +1,11 @@
 """The loss of one optimizer step, as a picklable description that a trainer can apply to any part of the batch.
 
-For a policy it is policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the
-same way with the normalisers of the whole batch. For a value model it is the squared error. Contributions of disjoint
-rows add up to the whole, in value, gradient and metrics. Losses see all response tokens, so that a sequence ratio
-covers the whole sequence. The aggregates, that of the entropy bonus too, count the tokens of the loss mask: the
-response tokens that remain after rejection and masks. The metric ``entropy`` is over all response tokens.
+For a policy it is policy loss + kl_loss_coef x KL to the reference + distillation_coef x KL to the teacher -
+entropy_loss_coef x entropy, each aggregated the same way with the normalisers of the whole batch. For a value model it
+is the squared error. Contributions of disjoint rows add up to the whole, in value, gradient and metrics. Losses see all
+response tokens, so that a sequence ratio covers the whole sequence. The aggregates, that of the entropy bonus too,
+count the tokens of the loss mask: the response tokens that remain after rejection and masks. The metric ``entropy`` is
+over all response tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class PolicyObjective:
     kl_loss_coef: float = 0.001
     kl_estimator: str = "k3"
     entropy_loss_coef: float = 0.0
+    distillation_coef: float = 0.0
+    """Weight of the reverse KL divergence from the teacher as a term of the loss; 0: there is none."""
     old_policy: OldPolicy = "behaviour"
     """The policy in the denominator of the ratio."""
     corrected: bool = False
@@ -78,6 +81,7 @@ class PolicyObjective:
             "advantages": True,
             "proximal_logprobs": self.requirements.reads_proximal(self.old_policy) and not self.one_pass,
             "reference_logprobs": self.use_kl_loss,
+            "teacher_logprobs": self.distillation_coef != 0,
             "correction_weights": self.corrected and not self.one_pass,
             "lags": self.max_lag is not None,
             "same_weights": self.monitored,
@@ -149,6 +153,9 @@ class PolicyObjective:
             token_metrics["reference_kl"] = reference_kl.detach()
             totals["kl_loss"] = total(reference_kl)
             loss = loss + self.kl_loss_coef * totals["kl_loss"]
+        if self.distillation_coef:
+            totals["distillation_loss"] = total(self._teacher_kl(inputs, fields))
+            loss = loss + self.distillation_coef * totals["distillation_loss"]
         if self.needs_entropy_gradient:
             loss = loss - self.entropy_loss_coef * total(entropy)
         token_metrics |= {"entropy": entropy.detach(), "trained_share": trained.to(entropy.dtype)}
@@ -162,6 +169,17 @@ class PolicyObjective:
             trained,
         )
         return loss, metrics
+
+    def _teacher_kl(self, inputs: PolicyInputs, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the reverse KL divergence from the teacher at each token, ``[batch, seq]``, with its gradient.
+
+        Tokens of other weights count as often as they would be sampled now, but never more than once: they are weighted
+        by the correction if there is one, else by min(current / behaviour, 1).
+        """
+        divergence = token_kl(inputs.logprobs, fields["teacher_logprobs"], inputs.response_mask, "k3_straight_through")
+        if self.corrected:
+            return divergence * keep(fields["correction_weights"], inputs.response_mask)
+        return divergence * (inputs.logprobs.detach() - inputs.behaviour_logprobs).exp().clamp(max=1)
 
     def _corrected(
         self, proximal: Tensor, response_mask: Tensor, fields: Mapping[str, Tensor], trained: Tensor

@@ -45,6 +45,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     data.lengths_fit_the_model,
     training.sampling_varies,
     training.kl_has_a_reference,
+    training.teacher_can_teach,
     training.log_probabilities_have_the_weights,
     training.rewards_keep_a_meaning,
     training.mismatch_can_be_measured,

@@ -9,7 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.configs.derived import groups_ahead, model_path, roles_and_reward_models, sequence_length, validation_settings
+from roll.configs.derived import (
+    groups_ahead,
+    learns_from_rewards,
+    model_path,
+    roles_and_reward_models,
+    sequence_length,
+    validation_settings,
+)
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH, changes
 from roll.configs.given import is_given
@@ -60,7 +67,7 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject sequences that are longer than the positions of the policy, if its files are here."""
     model, longest = Path(model_path(config, config.actor_train)), sequence_length(config)
-    positions, is_scaled = _positions(model)
+    positions, is_scaled = positions_of(model)
     if (
         positions is None
         or longest <= positions
@@ -76,7 +83,7 @@ def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
     yield ConfigProblem(path, message, f"lower {lower} by {longest - positions:,}, or take a model with more positions")
 
 
-def _positions(model: Path) -> tuple[int | None, bool]:
+def positions_of(model: Path) -> tuple[int | None, bool]:
     """Return the positions of a model in a folder, None if they are not known, and True if they can be stretched."""
     try:
         facts = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -173,6 +180,8 @@ def _leads_to_an_object(name: str) -> bool:
 def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
     if not config.rewards:
+        if not learns_from_rewards(config):
+            return
         remedy = "add one, for example `rewards: {math: {verifier: math}}`"
         yield ConfigProblem("rewards", "there is no reward, so there is nothing to learn", remedy)
         return

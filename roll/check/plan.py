@@ -24,8 +24,8 @@ from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import DataArguments, WorkerConfig
-from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
+from roll.configs.roles import COMPARED_ROLES, DataArguments, WorkerConfig
+from roll.configs.run import AgenticConfig, DistillationConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Strategy, strategy_of
 from roll.distribution import install_command
 
@@ -47,9 +47,15 @@ def plan_rows(config: PipelineConfig) -> list[tuple[str, str]]:
     return [
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
-        *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
+        *((role, "actor_train without its adapters") for role in COMPARED_ROLES if derived.is_base(config, role)),
+        *(
+            (role, "actor_train itself, with another prompt")
+            for role in COMPARED_ROLES
+            if derived.is_policy(config, role)
+        ),
         *([("actor_logp", "actor_train itself")] if derived.logp_is_trainer(config) else []),
         ("data", data or "not named yet"),
+        *([("distillation", _distillation(config.distillation))] if config.distillation is not None else []),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
         (
@@ -111,6 +117,11 @@ def _batch(config: PipelineConfig) -> str:
         f"{count(steps, 'optimizer step')} of {derived.optimizer_batch_size(config, actor):,}"
         + (f", {config.ppo_epochs} epochs" if config.ppo_epochs > 1 else "")
     )
+
+
+def _distillation(settings: DistillationConfig) -> str:
+    rewards = f"beside rewards of weight {settings.reward_coef:g}" if settings.reward_coef else "without rewards"
+    return f"{settings.coef:g} x reverse KL to the teacher, in the {settings.use}, {rewards}"
 
 
 def _optimizer(config: PipelineConfig) -> str:

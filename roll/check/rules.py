@@ -24,7 +24,15 @@ from roll.configs.devices import compact
 from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
 from roll.configs.loader import validated
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import ADAPTER_KEYS, ROLL_ARGUMENTS, TRAINED_ROLES, UNREAD_KEYS, UNREAD_PATHS, ActorInferConfig
+from roll.configs.roles import (
+    ADAPTER_KEYS,
+    COMPARED_ROLES,
+    ROLL_ARGUMENTS,
+    TRAINED_ROLES,
+    UNREAD_KEYS,
+    UNREAD_PATHS,
+    ActorInferConfig,
+)
 from roll.configs.run import (
     PUBLICATION_CHAOS,
     TENSORBOARD,
@@ -50,8 +58,7 @@ def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys without what they need; other rules report sections that nothing reads as a whole."""
-    unread = [*UNREAD_PATHS, *(["reference"] if derived.reference_is_base(config) else [])]
-    unread += ["actor_logp"] if derived.logp_is_trainer(config) else []
+    unread = [*UNREAD_PATHS, *(role for role in derived.role_sections(config) if derived.is_trainer(config, role))]
     if isinstance(config, AgenticConfig):
         unread += ["actor_train.data_args", "val_env_manager"]
     for path, section, _, item in fields.values_below(config):
@@ -77,7 +84,7 @@ def is_within(path: str, others: Iterable[str]) -> bool:
 
 
 def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject keys of a role that only other roles read, and settings of a reference that is the trainer itself."""
+    """Reject keys of a role that only other roles read, and settings of a role that is the trainer itself."""
     for role, section in derived.present_roles(config).items():
         for path, value in fields.changes(section, *UNREAD_KEYS[role]):
             key = path.partition(".")[0]
@@ -89,14 +96,21 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
             if path != "device_mapping":
                 reason = "without devices of its own this role is actor_train"
                 yield without_effect(f"actor_logp.{path}", value, reason, "remove this key, or give it devices")
-    if config.reference is None or not derived.reference_is_base(config):
-        return
+    if config.teacher is not None and derived.is_policy(config, "teacher"):
+        for path, value in fields.changes(config.teacher):
+            if path not in ("weights", "prompt"):
+                reason = "the teacher is actor_train itself"
+                yield without_effect(f"teacher.{path}", value, reason, "remove this key, or set `weights: frozen`")
     trained = dict(fields.changes(config.actor_train))
-    for path, value in fields.changes(config.reference):
-        if path not in ("device_mapping", "model_args.model_name_or_path") and trained.get(path) != value:
-            reason = "the reference is actor_train without its adapters, no second model"
-            remedy = "remove this key, or give the reference devices or a model of its own"
-            yield without_effect(f"reference.{path}", value, reason, remedy)
+    for role in COMPARED_ROLES:
+        if not derived.is_base(config, role):
+            continue
+        for path, value in fields.changes(vars(config)[role]):
+            apart = ("device_mapping", "model_args.model_name_or_path", "prompt")
+            if path not in apart and trained.get(path) != value:
+                reason = f"the {role} is actor_train without its adapters, no second model"
+                remedy = f"remove this key, or give the {role} devices or a model of its own"
+                yield without_effect(f"{role}.{path}", value, reason, remedy)
 
 
 def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -116,6 +130,8 @@ def _inert_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, .
     elif config.kl_estimator == "k3_straight_through" and not config.use_kl_loss:
         reason = "a penalty in the rewards has no gradient, and its value is that of k3"
         yield "", config, ("kl_estimator",), reason, "set `kl_estimator: k3`, or remove this key"
+    if not derived.learns_from_rewards(config):
+        yield from _rewardless_keys(config)
     if config.async_generation_ratio == 0:
         reason = "with async_generation_ratio 0 nothing is generated ahead, and "
         remedy = "set `async_generation_ratio` above 0, or remove this key"
@@ -156,6 +172,18 @@ def _inert_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, .
     if config.val_env_manager is not None:
         reason, remedy = "validation plays each group once", "set the groups, or remove this key"
         yield "val_env_manager.", config.val_env_manager, ("max_traj_per_env",), reason, remedy
+
+
+def _rewardless_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
+    """Yield what `_inert_keys` does, if the policy learns from its teacher alone."""
+    keys = ["reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty"]
+    if isinstance(config, AgenticConfig):
+        keys += ["episode_reward_weight", "step_reward_weight"]
+    if config.distillation is not None and config.distillation.use != "rewards":
+        keys += ["adv_estimator", "adv_estimator_args", "whiten_advantages", "add_token_level_kl"]
+        keys += ["advantage_clip"] if config.distillation.use == "loss" else []
+    reason = "distillation.reward_coef is 0, so the policy learns from its teacher alone"
+    yield "", config, tuple(keys), reason, "set `distillation.reward_coef` above 0, or remove this key"
 
 
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:

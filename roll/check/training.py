@@ -160,6 +160,27 @@ def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
 
 
+def teacher_can_teach(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require a teacher for `distillation`, and the reverse. Reject what needs scores if nothing judges."""
+    if config.teacher is None and config.distillation is not None:
+        message = "there is no `teacher` to learn from"
+        yield ConfigProblem("distillation", message, "add `teacher: {device_mapping: ...}`, or remove this section")
+    elif config.teacher is not None and config.distillation is None:
+        message = "has no effect: nothing is learned from it, yet it would be loaded"
+        yield ConfigProblem("teacher", message, "add `distillation: {}`, or remove this section")
+    if config.teacher is not None and config.teacher.prompt is not None and isinstance(config, AgenticConfig):
+        message = "an episode begins with what its environment says"
+        yield ConfigProblem("teacher.prompt", message, "use `pipeline: rlvr`, or remove this key")
+    elif config.teacher is not None and config.teacher.prompt is None and derived.is_policy(config, "teacher"):
+        message = "policy, and it sees the same prompt: the divergence would always be 0"
+        yield ConfigProblem("teacher.weights", message, "give it a `prompt` of its own, or set `weights: frozen`")
+    if derived.is_scored(config) or derived.learns_from_rewards(config):
+        return
+    scored = ("group_filter", "zero_variance_mask", "difficulty_mask", "validation")
+    for key in dict.fromkeys(path.partition(".")[0] for path, _ in changes(config, *scored)):
+        yield ConfigProblem(key, "looks at scores, and there are no `rewards`", "add `rewards`, or remove this key")
+
+
 def log_probabilities_have_the_weights(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require that `actor_logp` has devices of its own, and can get exactly the weights of each version."""
     role, trained = config.actor_logp, config.actor_train

@@ -14,7 +14,15 @@ from typing import Any, Literal
 from roll.configs.devices import DeviceMappingError, parse_device_mapping
 from roll.configs.fields import DeviceMapping
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import ROLES, ROLL_ARGUMENTS, TRAINED_ROLES, TrainingArguments, ValidationSettings, WorkerConfig
+from roll.configs.roles import (
+    COMPARED_ROLES,
+    ROLES,
+    ROLL_ARGUMENTS,
+    TRAINED_ROLES,
+    TrainingArguments,
+    ValidationSettings,
+    WorkerConfig,
+)
 from roll.configs.run import TENSORBOARD, TRACKERS, AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Options
 
@@ -49,14 +57,14 @@ def agentic(config: PipelineConfig) -> AgenticConfig:
 
 def role_sections(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Return the sections of the roles that are written, by name."""
-    sections = (config.actor_train, config.actor_infer, config.actor_logp, config.reference, config.critic)
+    logp, compared = config.actor_logp, (config.reference, config.teacher)
+    sections = (config.actor_train, config.actor_infer, logp, *compared, config.critic)
     return {name: role for name, role in zip(ROLES, sections, strict=True) if role is not None}
 
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Return the roles of this run that own devices, by name."""
-    is_trainer = {"reference": reference_is_base(config), "actor_logp": logp_is_trainer(config)}
-    return {name: role for name, role in role_sections(config).items() if not is_trainer.get(name, False)}
+    return {name: role for name, role in role_sections(config).items() if not is_trainer(config, name)}
 
 
 def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
@@ -64,18 +72,30 @@ def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     return {name: role for name, role in present_roles(config).items() if name in TRAINED_ROLES}
 
 
-def reference_is_base(config: PipelineConfig) -> bool:
-    """Return True if the reference is the trainer without its adapters (LoRA).
+def is_trainer(config: PipelineConfig, role: str) -> bool:
+    """Return True if a role is written, and `actor_train` does its work."""
+    if role == "actor_logp":
+        return logp_is_trainer(config)
+    return role in COMPARED_ROLES and (is_base(config, role) or is_policy(config, role))
+
+
+def is_policy(config: PipelineConfig, role: str) -> bool:
+    """Return True if a role is the teacher, and the policy with its present weights."""
+    return role == "teacher" and config.teacher is not None and config.teacher.weights == "policy"
+
+
+def is_base(config: PipelineConfig, role: str) -> bool:
+    """Return True if the reference or the teacher is the trainer without its adapters (LoRA).
 
     That is so if it has the same model, and the same devices or none of its own: a second copy of the model would
     compute the same.
     """
-    reference, trained = config.reference, config.actor_train
-    if reference is None or trained.model_args.lora_target is None:
+    section, trained = role_sections(config).get(role), config.actor_train
+    if section is None or trained.model_args.lora_target is None or is_policy(config, role):
         return False
-    if reference.device_mapping is None or model_path(config, reference) != model_path(config, trained):
-        return model_path(config, reference) == model_path(config, trained)
-    return _names_devices_of_trainer(config, reference)
+    if section.device_mapping is None or model_path(config, section) != model_path(config, trained):
+        return model_path(config, section) == model_path(config, trained)
+    return _names_devices_of_trainer(config, section)
 
 
 def logp_is_trainer(config: PipelineConfig) -> bool:
@@ -127,6 +147,16 @@ def batch_wait_seconds(config: PipelineConfig, reward: RewardConfig) -> float:
 def uses_kl(config: PipelineConfig) -> bool:
     """Return True if a KL term needs the reference policy."""
     return config.use_kl_loss or config.add_token_level_kl
+
+
+def learns_from_rewards(config: PipelineConfig) -> bool:
+    """Return False if the policy learns from its teacher alone."""
+    return config.distillation is None or config.distillation.reward_coef > 0
+
+
+def is_scored(config: PipelineConfig) -> bool:
+    """Return False if nothing judges the responses."""
+    return not isinstance(config, RLVRConfig) or bool(config.rewards)
 
 
 def pg_variant_args(config: PipelineConfig) -> dict[str, Any]:

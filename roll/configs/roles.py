@@ -297,13 +297,32 @@ class ReferenceConfig(WorkerConfig):
 
 
 @dataclass
+class TeacherConfig(ReferenceConfig):
+    """The model that the policy learns from, by `distillation`."""
+
+    prompt: str | None = option(
+        None,
+        "What the teacher sees in place of the prompt (`pipeline: rlvr`): a text in which `{prompt}`, `{ground_truth}` "
+        "and fields of the row stand in braces; other braces are doubled. With `template: chat` it takes the place of "
+        "the last user message. Default: the prompt itself.",
+    )
+    weights: Literal["frozen", "policy"] = option(
+        "frozen",
+        "`frozen`: the teacher is a model of its own; `policy`: it is the policy at the beginning of a training step, "
+        "which learns from itself with another `prompt`, on the devices of actor_train.",
+    )
+
+
+@dataclass
 class ActorLogpConfig(ReferenceConfig):
     """The policy as it was before the first update on a batch."""
 
 
-ROLES = ("actor_train", "actor_infer", "actor_logp", "reference", "critic")
+ROLES = ("actor_train", "actor_infer", "actor_logp", "reference", "teacher", "critic")
 """Roles that run a model on devices."""
-FORWARD_ROLES = ("actor_logp", "reference")
+COMPARED_ROLES = ("reference", "teacher")
+"""Roles whose log-probabilities of sampled tokens are compared with the policy's, in the field `<role>_logprobs`."""
+FORWARD_ROLES = ("actor_logp", *COMPARED_ROLES)
 """Roles without an optimizer, which compute log-probabilities."""
 TRAINED_ROLES = ("actor_train", "critic")
 """Roles that are trained."""

@@ -24,6 +24,7 @@ from roll.configs.roles import (
     ActorLogpConfig,
     ActorTrainConfig,
     ReferenceConfig,
+    TeacherConfig,
     ValidationConfig,
     ValidationSettings,
     WorkerConfig,
@@ -61,7 +62,7 @@ class ChaosEvent:
     role: str = option(
         "actor_train",
         "Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `actor_logp`, "
-        "`reference`, `critic`, or `rewards.<name>` of a reward model.",
+        "`reference`, `teacher`, `critic`, or `rewards.<name>` of a reward model.",
     )
     rank: Natural = option(0, "Which of its processes.")
     seconds: Positive | None = option(
@@ -89,8 +90,8 @@ class ClusterConfig:
     shares: dict[str, float] = option(
         dict,
         "In place of `device_mapping`: the share of each node's devices that a role gets. `train` is for "
-        "`actor_train`, and for `critic` and `reference` without a share of their own; `infer` is for `actor_infer`; "
-        "others have the role's name. Whole devices, in the order written. See `docs/multi_node.md`.",
+        "`actor_train`, and for `critic`, `reference` and `teacher` without a share of their own; `infer` is for "
+        "`actor_infer`; others have the role's name. Whole devices, in the order written. See `docs/multi_node.md`.",
     )
     address: str | None = option(
         None, "Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
@@ -196,6 +197,24 @@ class WeightUpdateConfig:
         "compute in float32. In lower precision: 0.1, or twice what the first publication shows; one comparison above "
         "that is a warning, two in a row or one above 0.5 stop the run.",
         needs="canary_interval",
+    )
+
+
+@dataclass
+class DistillationConfig:
+    """What the policy learns from `teacher`: the reverse KL divergence, at the tokens that the policy sampled."""
+
+    use: Literal["advantages", "rewards", "loss"] = option(
+        "advantages",
+        "Where it goes. `advantages`: it is subtracted from the advantage of its token; `rewards`: from the reward of "
+        "its token, so that earlier tokens answer for it, too; `loss`: it is a term of the loss. See "
+        "`docs/algorithms/distillation.md`.",
+    )
+    coef: Positive = option(1.0, "Weight of the divergence.")
+    reward_coef: NotNegative = option(
+        1.0,
+        "Weight of the advantages (with `use: rewards`: of the rewards) of the task beside it. 0: the policy learns "
+        "from the teacher alone, and `rewards` may be left out.",
     )
 
 
@@ -306,6 +325,11 @@ class PipelineConfig:
         "The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of the "
         "same model, and this section names its devices or none, the reference is actor_train without them.",
     )
+    teacher: TeacherConfig | None = option(
+        None,
+        "A model that the policy learns from, as `distillation` says. It has the policy's tokens. Without a model of "
+        "its own it is `pretrain`.",
+    )
     critic: WorkerConfig | None = option(
         None, "The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
     )
@@ -400,6 +424,7 @@ class PipelineConfig:
     entropy_loss_coef: NotNegative = option(
         0.0, "Weight of the entropy bonus, over the tokens of the loss: rejected ones get none."
     )
+    distillation: DistillationConfig | None = option(None, "On-policy distillation from `teacher`.")
 
 
 @dataclass

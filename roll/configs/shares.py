@@ -1,7 +1,7 @@
 """Shares of each node's devices, another way to write device mappings. After the loader there are only mappings.
 
 Every node gives each share its devices, side by side in the order written, so that each node has them all. `train` is
-for actor_train, and for the critic and the reference unless they have shares of their own: these roles take turns, as
+for actor_train, and for critic, reference and teacher unless they have shares of their own: these roles take turns, as
 roles of one mapping do. `infer` is for actor_infer; any other share has the name of its role.
 """
 
@@ -17,7 +17,7 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.roles import WorkerConfig
 from roll.configs.run import PipelineConfig
 
-TAKING_TURNS = ("actor_train", "critic", "reference")
+TAKING_TURNS = ("actor_train", "critic", "reference", "teacher")
 """Roles of the share `train`."""
 _ROUNDING = 0.02
 """Part of a device by which a share may miss a whole number: 0.33 is a third."""

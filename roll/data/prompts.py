@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,61 @@ def _render(
     return prompts
 
 
+def rewritten_prompts(
+    prompts: Sequence[Prompt], text: str, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str
+) -> dict[str, np.ndarray]:
+    """Return prompt id -> the token ids (int32 ``[length]``) of the same prompt as a text with fields says it.
+
+    ``{prompt}`` is the prompt's text, with ``template: chat`` the content of its last user message, which is replaced;
+    ``{ground_truth}``, ``{domain}`` and other names are fields of its row. ``{{`` and ``}}`` are braces. ``path`` is
+    the key of ``text``. Raises `ConfigError` that names the prompts that lack a field.
+    """
+    problems, texts = Problems(), list[str]()
+    for prompt in prompts:
+        try:
+            texts.append(_rewritten(prompt, text, data_args.template, tokenizer))
+        except _BadRow as cause:
+            problems.add(
+                path, f"{prompt.prompt_id}: {cause}", "correct the text or the row; double the braces of others"
+            )
+            if len(problems.found) == SHOWN_OFFENDERS:
+                break
+    problems.raise_any()
+    token_ids = tokenise(texts, tokenizer)
+    empty = [prompt.prompt_id for prompt, ids in zip(prompts, token_ids, strict=True) if len(ids) == 0]
+    if empty:
+        raise problem(path, f"no token is left of {_named(empty)}", "write a text")
+    return {prompt.prompt_id: ids for prompt, ids in zip(prompts, token_ids, strict=True)}
+
+
+_FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+
+
+def _rewritten(prompt: Prompt, text: str, template: Literal["raw", "chat"], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the rendered text of a prompt in other words. Raises `_BadRow`."""
+    asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
+    if template == "chat" and not asked:
+        raise _BadRow("there is no user message to replace")
+    own = prompt.text if template == "raw" else prompt.messages[asked[-1]]["content"]
+    values = {**prompt.metadata, "prompt": own, "ground_truth": prompt.ground_truth, "domain": prompt.domain}
+
+    def written(found: re.Match[str]) -> str:
+        name = found[1]
+        if name is None:
+            return found[0][0]
+        if values.get(name) is None:
+            raise _BadRow(f"the row has no `{name}`")
+        value = values[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+    words = _FIELD.sub(written, text)
+    if template == "raw":
+        return words
+    messages = list(prompt.messages)
+    messages[asked[-1]] = {**messages[asked[-1]], "content": words}
+    return _from_template(messages, tokenizer)
+
+
 def _conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
     """Return a prompt as messages: a text is a user's, and ``system_prompt`` comes first unless the row has its own."""
     messages = row.messages or [{"role": "user", "content": row.text or ""}]
@@ -155,6 +211,10 @@ def _text(
         if row.text is None:
             raise _BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
         return row.text
+    return _from_template(messages, tokenizer)
+
+
+def _from_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as cause:  # a template is a program and may raise anything

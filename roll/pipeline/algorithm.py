@@ -37,7 +37,7 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
-from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, DistillationConfig, PipelineConfig, RLVRConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
 from roll.rewards.registry import route_domains
@@ -73,6 +73,8 @@ class AdvantageSettings:
     """Domain -> name of one of its several rewards -> its weight in the score."""
     sample_weight: str | None = None
     """Name of the metric of an episode (or a response) that is its weight in the loss; None: no weights."""
+    distillation: DistillationConfig | None = None
+    """How the divergence from the teacher enters; None: there is no teacher."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must keep."""
@@ -113,9 +115,23 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
             "the samples record no turns, so rewards of turns cannot be credited: let the environment manager fill "
             "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
         )
+    token_rewards = padded("turn_rewards") * settings.turn_weight if settings.turn_weight else None
+    reward_weight = advantage_weight = 1.0
+    taught = None
+    if (teaching := settings.distillation) is not None:
+        # The policy of these tokens is the one that sampled them, as in the KL penalty.
+        reverse_kl = token_kl(padded("behaviour_logprobs"), padded("teacher_logprobs"), mask, "k1")
+        metrics["distillation/reverse_kl"] = (reverse_kl.double().sum() / mask.sum().clamp(min=1)).item()
+        if teaching.use == "rewards":
+            reward_weight = teaching.reward_coef
+            of_turns = 0.0 if token_rewards is None else reward_weight * token_rewards
+            token_rewards = of_turns - teaching.coef * reverse_kl
+        else:
+            advantage_weight = teaching.reward_coef
+            taught = -teaching.coef * reverse_kl if teaching.use == "advantages" else None
     estimated = estimate_advantages(
         settings.estimator,
-        settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
+        reward_weight * settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
         mask,
         batch.group_of_episode,
         logprobs=logprobs,
@@ -123,13 +139,14 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         kl_coef=penalty.coef if penalty else 0.0,
         kl_estimator=settings.kl_estimator,
         values=values,
-        baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
-        turn_rewards=settings.turn_weight * padded("turn_rewards") if settings.turn_weight else None,
+        baseline_rewards=None if None in baselines else reward_weight * torch.tensor(baselines, dtype=torch.float32),
+        token_rewards=token_rewards,
         **(_parts(batch, settings.part_weights) if settings.estimator.requirements.needs_parts else {}),
         turns=turns,
         states=None if turns is None else _states(turns, padded("turn_states", fill=-1)),
     )
-    shaped = shape_advantages(estimated, mask, settings.whitened, settings.advantage_clip).numpy()
+    clip = settings.advantage_clip
+    shaped = shape_advantages(estimated, mask, settings.whitened, clip, advantage_weight, taught).numpy()
     if penalty and logprobs is not None and reference is not None:
         divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
         metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
@@ -307,6 +324,9 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
             max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
             lags_capped=oldest > MOST_LAGS_REPORTED,
             monitored=not derived.truncates_sampling(config),
+            distillation_coef=config.distillation.coef
+            if config.distillation is not None and config.distillation.use == "loss"
+            else 0.0,
         )
     except ConfigError as error:
         written = {
@@ -358,6 +378,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         if isinstance(config, RLVRConfig)
         else {},
         sample_weight=config.sample_weight,
+        distillation=config.distillation,
     )
 
 
@@ -461,7 +482,9 @@ def _estimator_problems(
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
     size, least = derived.group_size(config), needs.least_samples
-    if needs.group_relative and size < least:
+    teaching = config.distillation
+    penalised = config.add_token_level_kl or (teaching is not None and teaching.use == "rewards")
+    if needs.group_relative and size < least and (penalised or derived.learns_from_rewards(config)):
         message = f"{size}: {name} compares the samples of a group, so all advantages would be 0"
         remedy = f"set at least {least}, or `adv_estimator: reinforce`"
         yield ConfigProblem(derived.group_size_key(config), message, remedy)
@@ -476,16 +499,22 @@ def _estimator_problems(
         yield from _part_problems(config, shaping)
     in_turns = derived.reward_weights(config, needs.for_episodes)[1] > 0
     # With a KL penalty or turn rewards in the token rewards, the scale has a meaning.
-    scales_cancel = "none" if config.add_token_level_kl or in_turns else needs.scales_cancel
+    scales_cancel = "none" if penalised or in_turns else needs.scales_cancel
     cancelled = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
     for key, shared in (("norm_mean_type", needs.shifts_cancel), ("norm_std_type", scales_cancel)):
         if vars(config)[key] in cancelled[shared]:
             message = f"{vars(config)[key]} has no effect: {name} takes it out again"
             yield ConfigProblem(key, message, "remove the key, or use `adv_estimator: reinforce`")
-    varies = needs.for_episodes or (
-        needs.returns_to_go and (estimator.arguments["gamma"] < 1 or config.add_token_level_kl or in_turns)
-    )
-    if varies and objective is not None and objective.requirements.sequence_valued:
+    varies = needs.for_episodes or (needs.returns_to_go and (estimator.arguments["gamma"] < 1 or penalised or in_turns))
+    if objective is None:
+        return
+    if objective.requirements.needs_scores and not derived.is_scored(config):
+        message = f"{objective.pg_variant} looks at the scores, and there are no `rewards`"
+        yield ConfigProblem("actor_train.pg_variant", message, "add `rewards`, or use another `pg_variant`")
+    if teaching is not None and teaching.use == "advantages" and objective.requirements.sequence_valued:
+        message = f"advantages: tokens get advantages of their own, and {objective.pg_variant} assumes one a response"
+        yield ConfigProblem("distillation.use", message, "use `loss`, or another `pg_variant`")
+    if varies and objective.requirements.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
 
@@ -502,7 +531,9 @@ def _part_problems(config: PipelineConfig, shaping: Sequence[str]) -> Iterator[C
             message = f"{name} compares several rewards by name, and this one returns a score"
             remedy = "give the names of the verifier's numbers and their weights, or set `adv_estimator: grpo`"
             yield ConfigProblem(f"rewards.{reward}.weights", message, remedy)
-    for key in (*shaping, *(["add_token_level_kl"] if config.add_token_level_kl else [])):
+    in_rewards = config.distillation is not None and config.distillation.use == "rewards"
+    penalties = {"add_token_level_kl": config.add_token_level_kl, "distillation.use": in_rewards}
+    for key in (*shaping, *(key for key, is_set in penalties.items() if is_set)):
         message = f"has no effect: {name} reads the rewards by name, and this changes their sum"
         yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
 
@@ -621,8 +652,8 @@ class TrainingBatch:
     def _oldest_version(self, group: Group) -> int:
         return min((sample.oldest_version for sample in group.samples if sample.response_tokens), default=self.step)
 
-    def describe_rollouts(self, detail: str = "reward") -> None:
-        """Add the metrics of the rollouts: rewards, lengths and lags.
+    def describe_rollouts(self, detail: str = "reward", scored: bool = True) -> None:
+        """Add the metrics of the rollouts: rewards (if they are ``scored``), lengths and lags.
 
         Metrics of the samples go under ``detail``, where ``{domain}`` stands for their domain tag.
         """
@@ -632,8 +663,10 @@ class TrainingBatch:
         lags = self.lags
         per_group = [group.scores for group in self.groups]
         truncated = [any(part.finish_reason == "length" for part in parts) for parts in episodes]
-        self.metrics |= _spread("reward", scores) | {
-            "reward/zero_variance_groups": float(np.mean([np.ptp(values) == 0 for values in per_group])),
+        if scored:
+            self.metrics |= _spread("reward", scores)
+            self.metrics["reward/zero_variance_groups"] = float(np.mean([np.ptp(values) == 0 for values in per_group]))
+        self.metrics |= {
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/tokens": float(lengths.sum()),
@@ -649,7 +682,7 @@ class TrainingBatch:
             for sample in group.samples:
                 for name, value in sample.metrics.items():
                     details[f"{detail.format(domain=domain)}/{name}"].append(value)
-        for domain in sorted(scores_of):
+        for domain in sorted(scores_of) if scored else ():
             self.metrics[f"reward/{domain}/mean"] = float(np.mean(np.concatenate(scores_of[domain])))
         for name in sorted(details):
             self.metrics[name] = float(np.mean(details[name]))

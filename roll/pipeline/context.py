@@ -16,12 +16,14 @@ from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.configs import derived
 from roll.configs.errors import count
+from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, SampleBatch
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
+from roll.pipeline.distillation import teacher_prompts
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.preflight import Prepared
@@ -58,8 +60,10 @@ class RunContext:
     config: PipelineConfig
     scheduler: RolloutScheduler[Any, Group]
     trainer: TrainerGroup
-    reference: TrainerGroup | BaseOfTrainer | None
-    """The reference policy, which may be the trainer without its adapters; None if the run has none."""
+    compared: Mapping[str, TrainerGroup | BaseOfTrainer]
+    """The roles that the policy is compared with, by name; one may be the trainer, or the trainer without adapters."""
+    teacher_prompts: Mapping[str, np.ndarray]
+    """Prompts that the teacher sees, by the ids of the policy's; empty if it sees the same."""
     logp: LogProbRole | None
     """The role that computes log-probabilities beside the trainer; None if the trainer computes them."""
     critic: TrainerGroup | None
@@ -114,7 +118,13 @@ class RunContext:
         self.config = config = prepared.config
         self.side, self.recorder, self.chaos = side, recorder, chaos
         self.locks, self.pool, self.trainer, self.critic = roles.locks, roles.pool, roles.trainer, roles.critic
-        self.reference = BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference
+        base = BaseOfTrainer(roles.trainer)
+        self.compared = {
+            **roles.compared,
+            **{role: base for role in COMPARED_ROLES if derived.is_base(config, role)},
+            **{role: roles.trainer for role in COMPARED_ROLES if derived.is_policy(config, role)},
+        }
+        self.teacher_prompts = teacher_prompts(prepared)
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
         # A copy, since what it keeps between batches goes back with the trainers.
         self.advantages, self.correction = deepcopy(prepared.advantages), prepared.correction
@@ -170,8 +180,8 @@ class RunContext:
         return self.critic
 
     def holder(self, role: str) -> str:
-        """Return the role whose devices a role computes on: the trainer, for a reference that is its base model."""
-        return "actor_train" if role == "reference" and derived.reference_is_base(self.config) else role
+        """Return the role whose devices a role computes on: the trainer, if it does the work of the role."""
+        return "actor_train" if derived.is_trainer(self.config, role) else role
 
     def hold(self, role: str) -> Callable[[], object]:
         """Return the function with which a stage holds the devices of a role."""

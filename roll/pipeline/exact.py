@@ -22,11 +22,13 @@ from roll.algorithms.metrics import mean_over_updates
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import Problems, count
+from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, RLVRConfig
 from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.context import RunContext
+from roll.pipeline.distillation import on_samples, seen_by_teacher, teacher_prompts
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.roles import build_side, engine_spec, role_locks, trainer_setup
 from roll.pipeline.rollouts import Generator, has_score_variance
@@ -49,9 +51,9 @@ NOTES = "exact"
 """Folder of a run's notes, and name of the stage that writes them."""
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
-    "token_ids", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs", "values", "advantages",
-    "returns", "proximal_logprobs", "correction_weights", "loss_mask", "critic/loss", "critic/grad_norm", "actor/loss",
-    "actor/grad_norm",
+    "token_ids", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs", "teacher_logprobs",
+    "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask", "critic/loss",
+    "critic/grad_norm", "actor/loss", "actor/grad_norm",
 )  # fmt: skip
 """Values of a training step that are compared, in the order in which they are computed."""
 
@@ -177,7 +179,7 @@ class PlainLoop:
         roles = derived.present_roles(config)
         self.trainer = self._load(build_trainer, "actor_train")
         self._critic = self._load(build_trainer, "critic") if "critic" in roles else None
-        self._reference = self._load(build_forward_strategy, "reference") if "reference" in roles else None
+        self._compared = {role: self._load(build_forward_strategy, role) for role in COMPARED_ROLES if role in roles}
         self._rollout = self._side.rollout(_Direct(self._engine))
         self._requests = (
             GroupRequest(group_id, item, start_version=0, attempt=1)
@@ -190,10 +192,17 @@ class PlainLoop:
         temperature = config.actor_infer.generating_args.temperature
         batch = TrainingBatch.from_groups(step, await self._groups(step))
         data = batch.data
-        if derived.reference_is_base(config):
-            data.tokens["reference_logprobs"] = self.trainer.base_log_probs(data, temperature)
-        elif self._reference is not None:
-            data.tokens["reference_logprobs"] = self._reference.log_probs(data, temperature)
+        for role in COMPARED_ROLES:
+            seen = data if role != "teacher" else seen_by_teacher(batch, teacher_prompts(prepared))
+            if derived.is_base(config, role):
+                logprobs = self.trainer.base_log_probs(seen, temperature)
+            elif derived.is_policy(config, role):
+                logprobs = self.trainer.log_probs(seen, temperature)
+            elif role in self._compared:
+                logprobs = self._compared[role].log_probs(seen, temperature)
+            else:
+                continue
+            data.tokens[f"{role}_logprobs"] = on_samples(data, logprobs, seen)
         if self._critic is not None:
             data.tokens["values"] = self._critic.values(data)
         add_advantages(batch, prepared.advantages)
@@ -215,7 +224,7 @@ class PlainLoop:
         """End everything."""
         await self._side.workers.shutdown()
         await self._engine.shutdown()
-        for strategy in (self.trainer, self._critic, self._reference):
+        for strategy in (self.trainer, self._critic, *self._compared.values()):
             if strategy is not None:
                 strategy.shutdown()
         self._placement.release()

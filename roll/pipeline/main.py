@@ -124,7 +124,7 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
     The critic learns beside the others, from the batches that the stage before it passes on.
     """
-    present = derived.present_roles(run.config).keys() | ({"reference"} if run.reference is not None else set())
+    present = derived.present_roles(run.config).keys() | run.compared.keys()
     chain = [each for each in chain if each.role is None or each.role in present]
     stages: list[Stage] = []
     source: Any = groups_of_steps(run)
@@ -162,10 +162,10 @@ def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Cal
         "garbage": collect_rarely,
         VALIDATION: context.records.run,
     }
-    trainers: dict[str, object] = {"actor_train": context.trainer, "reference": context.reference}
-    trainers["critic"] = context.critic
+    trainers: dict[str, object] = {**context.compared, "actor_train": context.trainer, "critic": context.critic}
     if context.logp is not None:
         tasks[LOGP] = context.logp.run
         trainers[LOGP] = context.logp.group
-    watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}
+    present = derived.present_roles(context.config)
+    watched = {role: group for role, group in trainers.items() if role in present and isinstance(group, TrainerGroup)}
     return tasks | {f"watch/{role}": group.watch for role, group in watched.items()}

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 from roll.agentic.base import observation_from
@@ -27,6 +29,8 @@ from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
+from roll.check.data import positions_of
+from roll.check.memory_parts import ShapeUnknown, find_shape
 from roll.check.plan import missing_packages
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
@@ -35,7 +39,7 @@ from roll.configs.roles import FORWARD_ROLES
 from roll.configs.run import AgenticConfig, ClusterConfig, CustomEnvConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
-from roll.data.prompts import load_prompts, load_tokenizer
+from roll.data.prompts import load_prompts, load_tokenizer, rewritten_prompts
 from roll.data.records import Prompt
 from roll.rewards.model import check_reward_model
 from roll.rewards.registry import check_machine, check_prompts, resolve_verifier, route_domains
@@ -88,6 +92,7 @@ def prepare(config: PipelineConfig) -> Prepared:
     problems = Problems()
     problems.attempt(_check_cluster, config.cluster)
     tokenizer = problems.attempt(_tokenizer, config)
+    problems.attempt(_check_teacher, config, tokenizer)
     rollouts = _plan_rollouts(config, tokenizer, problems)
     from roll.pipeline.algorithm import build_algorithms
 
@@ -125,6 +130,7 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
 
     problems = Problems()
     tokenizer = problems.attempt(_tokenizer, config) if with_model else None
+    problems.attempt(_check_teacher, config, tokenizer)
     _plan_rollouts(config, tokenizer, problems, contacts_models=with_model)
     if problems.attempt(build_algorithms, config) is not None:
         _check_fallback(config, problems)
@@ -145,6 +151,28 @@ def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
         trust_remote_code=arguments.trust_remote_code,
         config_path="actor_train.model_args.model_name_or_path" if arguments.model_name_or_path else "pretrain",
     )
+
+
+def _check_teacher(config: PipelineConfig, policy: PreTrainedTokenizerBase | None) -> None:
+    """Check that the teacher knows each token of the policy by the same number. ``policy``: its tokenizer."""
+    if policy is None or config.teacher is None:
+        return
+    arguments, model = config.teacher.model_args, derived.model_path(config, config.teacher)
+    if model == derived.model_path(config, config.actor_train):
+        return
+    path = "teacher.model_args.model_name_or_path"
+    known = load_tokenizer(model, trust_remote_code=arguments.trust_remote_code, config_path=path).get_vocab()
+    tokens = sorted(policy.get_vocab().items(), key=lambda pair: pair[1])
+    remedy = "take a teacher with the policy's tokenizer: the two are compared token by token"
+    for token, number in tokens:
+        if known.get(token) != number:
+            theirs = f"number {known[token]}" if token in known else "unknown"
+            message = f"{model} has another tokenizer: token {number} of the policy, {token!r}, is {theirs} there"
+            raise problem(path, message, remedy)
+    with suppress(ShapeUnknown):
+        size, needed = find_shape(model).vocabulary, tokens[-1][1] + 1
+        if size < needed:
+            raise problem(path, f"{model} has {size:,} tokens, and the policy's tokenizer {needed:,}", remedy)
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
@@ -252,6 +280,8 @@ class RLVRPlan:
     config: RLVRConfig
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
+    teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Prompts that the teacher sees, int32 ``[length]``, by the ids of the others; empty if it sees the same."""
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the prompts; see `Prepared.source`."""
@@ -298,15 +328,34 @@ def _plan_rlvr(
             validation_prompts = problems.attempt(load, config.validation.data_args, path=VALIDATION_PROMPTS) or []
     if prompts and not problems.found:
         routes = route_domains(config.rewards)
-        problems.found += check_prompts(routes, verifiers, prompts, TRAINING_PROMPTS)
-        problems.found += check_prompts(routes, verifiers, validation_prompts, VALIDATION_PROMPTS)
+        if derived.is_scored(config):
+            problems.found += check_prompts(routes, verifiers, prompts, TRAINING_PROMPTS)
+            problems.found += check_prompts(routes, verifiers, validation_prompts, VALIDATION_PROMPTS)
         problems.found += _weight_problems(config.sample_weight, prompts)
         present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
         for domain, name in sorted(routes.items()):
             if domain not in present:
                 remedy = f"the prompts have the domains {', '.join(present)}"
                 problems.add(f"rewards.{name}.tag_included", f"no prompt has the domain {domain!r}", remedy)
-    return RLVRPlan(config, prompts, validation_prompts)
+    asked = problems.attempt(_teacher_prompts, config, tokenizer, prompts) if tokenizer is not None else None
+    return RLVRPlan(config, prompts, validation_prompts, asked or {})
+
+
+def _teacher_prompts(
+    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> dict[str, np.ndarray]:
+    """Return the prompts that the teacher sees; see `RLVRPlan`. They and a response fit into its positions."""
+    teacher, path = config.teacher, "teacher.prompt"
+    if teacher is None or teacher.prompt is None or not prompts:
+        return {}
+    rewritten = rewritten_prompts(prompts, teacher.prompt, config.actor_train.data_args, tokenizer, path)
+    positions, is_scaled = positions_of(Path(derived.model_path(config, teacher)))
+    name, longest = max(((name, len(ids)) for name, ids in rewritten.items()), key=lambda pair: pair[1])
+    longest += derived.max_new_tokens(config)
+    if positions is not None and longest > positions and not is_scaled:
+        message = f"{name} and a response are up to {longest:,} tokens, and the teacher has {positions:,} positions"
+        raise problem(path, message, "write a shorter text, or lower `response_length`")
+    return rewritten
 
 
 def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[ConfigProblem]:

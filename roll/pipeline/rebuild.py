@@ -1,6 +1,6 @@
 """Trainers that begin again in place: the first remedy for a dead trainer, or a stage that raised.
 
-All processes that compute on batches (policy, critic, reference, `actor_logp`) are replaced by new ones, which resume
+All processes that compute on batches (policy, critic, reference, teacher, `actor_logp`) are replaced, and resume
 from the newest checkpoint. Engines, environments, reward workers and finished groups live on, and the steps since the
 checkpoint are done again. It is one of the restarts that `restarts` allows. A second failure without a new checkpoint
 in between, and everything that new trainers cannot cure, ends the run, which may then begin again as a whole.

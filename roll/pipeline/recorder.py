@@ -24,6 +24,7 @@ from roll.agentic.episode import Episode
 from roll.agentic.frames import frames_to_gif, text_to_png
 from roll.configs.derived import present_roles, tracker_classes, tracker_list
 from roll.configs.loader import redacted_config
+from roll.configs.roles import COMPARED_ROLES, ROLES
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
@@ -251,7 +252,7 @@ class RunRecorder:
         self._decoder = decoder
         self._step_ended = time.time()
         self._beside = [LOGP] if LOGP in present_roles(config) else []
-        self._tokens = {"actor_train": 0, "actor_logp": 0, "reference": 0, "critic": 0}
+        self._tokens = dict.fromkeys(ROLES, 0)
         self._busy_since: dict[str, float] = {}
         self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
@@ -324,7 +325,7 @@ class RunRecorder:
         window = (self._step_ended, time.time())
         self._step_ended = window[1]
         self.ledger = scheduler.ledger.counts()
-        fields = {"reference": "reference_logprobs", "critic": "values"}
+        fields = {**{role: f"{role}_logprobs" for role in COMPARED_ROLES}, "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
         others += self._beside
         engines = await pool.stats()

@@ -83,7 +83,7 @@ HARMLESS = (
     "cluster*", "env_workers*", "actor_infer.num_gpus_per_engine",
     *(
         f"{role}.{key}"
-        for role in ("actor_train", "actor_infer", "reference", "critic")
+        for role in ("actor_train", "actor_infer", "reference", "teacher", "critic")
         for key in (
             "device_mapping*", "strategy_args.strategy_name", "strategy_args.strategy_config*", "infer_batch_size",
             "use_dynamic_batching*", "max_tokens_per_microbatch*", "use_sequence_packing",
@@ -102,8 +102,9 @@ HARMLESS = (
 
 AFTER_THE_ROLLOUT = (
     # the models that are trained, and the losses
-    "pretrain", "actor_train*", "reference*", "critic*", "value_clip", "old_logprobs", "train_infer_correction*",
-    "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*", "entropy_loss_coef",
+    "pretrain", "actor_train*", "reference*", "teacher*", "critic*", "value_clip", "old_logprobs",
+    "train_infer_correction*", "distillation*", "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode",
+    "use_kl_loss", "kl_*", "entropy_loss_coef",
     # rewards and advantages
     "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "repetition_penalty*", "max_len_mask",
     "difficulty_*", "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip",

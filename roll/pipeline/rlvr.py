@@ -69,8 +69,11 @@ class Rewards(WorkerProcesses):
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Judge responses to prompts of one domain, usually those of one group; return the outputs in the same order.
 
-        Raises `RewardFailed` if a response cannot be judged.
+        Without any rewards, as in distillation alone, each score is 0. Raises `RewardFailed` if a response cannot be
+        judged.
         """
+        if not self.routes:
+            return [RewardOutput(0.0) for _ in records]
         name = self.routes[domain]
         pool = self.pools[name]
         is_model = isinstance(pool, ScorePool)

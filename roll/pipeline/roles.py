@@ -15,7 +15,7 @@ from functools import partial
 
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
-from roll.configs.roles import FORWARD_ROLES
+from roll.configs.roles import COMPARED_ROLES, FORWARD_ROLES
 from roll.configs.run import PipelineConfig
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
@@ -68,7 +68,7 @@ class Roles:
         self._workers = workers
         self.pool = self._build_pool(on_event)
         self.trainer: TrainerGroup
-        self.reference: TrainerGroup | None = None
+        self.compared: dict[str, TrainerGroup] = {}
         self.logp: TrainerGroup | None = None
         self.critic: TrainerGroup | None = None
 
@@ -85,7 +85,7 @@ class Roles:
             await self._start_trainers()
 
     def trainer_roles(self) -> list[str]:
-        """Return the roles with devices that are no engines: those that learn, the reference and `actor_logp`."""
+        """Return the roles with devices that are no engines: those that learn, and those that only compute."""
         return [role for role in derived.present_roles(self._config) if role != "actor_infer"]
 
     async def end_trainers(self) -> None:
@@ -107,8 +107,8 @@ class Roles:
         self.trainer = started["actor_train"]
         self.pool.buffers.on_free = self.trainer.release
         self.pool.weight_source = self.trainer
-        self.reference, self.critic = started.get("reference"), started.get("critic")
-        self.logp = started.get("actor_logp")
+        self.compared = {role: group for role, group in started.items() if role in COMPARED_ROLES}
+        self.critic, self.logp = started.get("critic"), started.get("actor_logp")
 
     def handles(self) -> list[WorkerHandle]:
         """Return the current processes that have models."""

@@ -1,7 +1,7 @@
 """The stages of a training step, in the order a batch passes through them.
 
-    rollout -> reference -> value -> advantage -> train -> param_update
-                                               -> critic
+    rollout -> reference -> teacher -> value -> advantage -> train -> param_update
+                                                          -> critic
 
 A stage is a function of the run and a batch that returns the batch. The scheduler, the workers and the algorithms do
 the work. Log-probabilities before the update are computed in `train`, or for it by a role beside the stages
@@ -15,6 +15,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from roll.algorithms.metrics import mean_over_updates
 from roll.configs import derived
 from roll.configs.errors import Problems, choose_among
 from roll.configs.plugins import Kind, PlugIn, problem
+from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import InsertedStage, PipelineConfig
 from roll.data.records import Group
 from roll.pipeline.algorithm import (
@@ -34,6 +36,7 @@ from roll.pipeline.algorithm import (
     with_own_advantages,
 )
 from roll.pipeline.context import RunContext
+from roll.pipeline.distillation import on_samples, seen_by_teacher
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.streaming import StreamedStep, by_group, in_order
 from roll.rollout.buffer import FinishedGroup
@@ -75,7 +78,7 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
         batch.complete, batch.metrics = finished.complete, finished.metrics
         batch.check_staleness(run.max_staleness)
         if len(batch.groups) == run.config.rollout_batch_size:
-            batch.describe_rollouts(run.side.sample_metrics)
+            batch.describe_rollouts(run.side.sample_metrics, derived.is_scored(run.config))
         return batch
 
     # In a thread: a large batch takes seconds.
@@ -89,11 +92,22 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
 
 async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Add the log-probabilities under the frozen reference policy, for a KL term."""
-    if run.reference is None:
-        raise RuntimeError("the reference stage is wired without a reference role")
-    with run.recorder.busy("reference"):
-        batch.data.tokens["reference_logprobs"] = await run.reference.log_probs(batch.data, run.train_temperature)
-    run.recorder.count_tokens("reference", int(batch.data.lengths.sum()))
+    return await _compared(run, batch, "reference")
+
+
+async def teacher(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Add the log-probabilities under the teacher, for distillation."""
+    return await _compared(run, batch, "teacher")
+
+
+async def _compared(run: RunContext, batch: TrainingBatch, role: str) -> TrainingBatch:
+    """Add the log-probabilities under a role that the policy is compared with."""
+    data = batch.data
+    seen = data if role != "teacher" else await asyncio.to_thread(seen_by_teacher, batch, run.teacher_prompts)
+    with run.recorder.busy(role):
+        logprobs = await run.compared[role].log_probs(seen, run.train_temperature)
+    data.tokens[f"{role}_logprobs"] = on_samples(data, logprobs, seen)
+    run.recorder.count_tokens(role, int(seen.lengths.sum()))
     return batch
 
 
@@ -116,7 +130,7 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     if whole is None:
         return part
     if whole is not batch:
-        await asyncio.to_thread(whole.describe_rollouts, run.side.sample_metrics)
+        await asyncio.to_thread(whole.describe_rollouts, run.side.sample_metrics, derived.is_scored(run.config))
     whole.metrics.update(await asyncio.to_thread(add_advantages, whole, run.advantages))
     whole.advantage_state = run.advantages.state_dict()
     if part is not batch:
@@ -398,10 +412,10 @@ async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) 
         await run.published.reached(batch.step)
 
 
-async def reference_is_next(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait for the roles that need the devices of the reference for earlier batches, if the trainer is one of them."""
-    if run.locks[run.holder("reference")] is run.locks["actor_train"]:
-        await shared_devices_free(run, "reference", batch)
+async def compared_is_next(run: RunContext, batch: TrainingBatch, role: str) -> None:
+    """Wait for the roles that need the devices of ``role`` for earlier batches, if the trainer is one of them."""
+    if run.locks[run.holder(role)] is run.locks["actor_train"]:
+        await shared_devices_free(run, role, batch)
 
 
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
@@ -437,7 +451,10 @@ class ChainedStage:
 
 BUILT_IN = (
     ChainedStage("rollout", rollout, passes_parts=True),
-    ChainedStage("reference", reference, "reference", before=reference_is_next, passes_parts=True),
+    *(
+        ChainedStage(role, function, role, before=partial(compared_is_next, role=role), passes_parts=True)
+        for role, function in zip(COMPARED_ROLES, (reference, teacher), strict=True)
+    ),
     ChainedStage("value", value, "critic", before=critic_is_next, passes_parts=True),
     ChainedStage("advantage", advantage),
     ChainedStage("critic", critic, "critic", finish=critic_learned),

@@ -1,6 +1,6 @@
 """Batches in parts: what may be done with the groups of a step before the last one has finished.
 
-Parts pass through the stages one after the other. The reference, the critic and `actor_logp` compute what they know of
+Parts pass through the stages one after the other. Reference, teacher, critic and `actor_logp` compute what they know of
 each token as soon as a part is there (at ratio 0 without streaming they wait for the batch, since nothing there may
 depend on timing). With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its
 gradients; after the last part it divides by the totals of the batch and updates. This is the step that the whole batch
@@ -23,6 +23,7 @@ from roll.algorithms.advantages.base import AdvantageEstimator
 from roll.algorithms.correction import Correction, SecondMomentRejection
 from roll.algorithms.objective import PolicyObjective
 from roll.configs import derived
+from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import SampleBatch
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 PARTS_PER_BATCH = 16
 """Number of parts into which a batch is cut at most."""
-WORKING_ON_PARTS: list[str] = ["reference", "critic", "actor_logp"]
+WORKING_ON_PARTS: list[str] = [*COMPARED_ROLES, "critic", "actor_logp"]
 """Roles that compute on a part of a batch as on the whole, in runs that do not stream as well."""
 WHOLE_BATCH_MOMENTS = ("batch", "tag", "running")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}

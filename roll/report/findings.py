@@ -147,7 +147,7 @@ def _publication(run: RunFiles) -> Iterator[Finding]:
 
 
 def _beside_training(run: RunFiles) -> Iterator[Finding]:
-    for stage in ("reference", "value", "advantage", "critic"):
+    for stage in ("reference", "teacher", "value", "advantage", "critic"):
         share = _share_of_time(run, f"time/{stage}")
         if share > LARGE_IDLE:
             yield Finding(

@@ -20,8 +20,8 @@ BINS = 600
 """Number of intervals before them."""
 
 BUSY_STATES = ("busy", "running")
-STAGES = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
-_ROLES = ("actor_infer", "actor_train", "actor_logp", "reference", "critic")
+STAGES = ("rollout", "reference", "teacher", "value", "advantage", "critic", "train", "param_update")
+_ROLES = ("actor_infer", "actor_train", "actor_logp", "reference", "teacher", "critic")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,12 @@ SECTIONS = (
             Panel("Loss", r"actor/(loss|[^/]*_loss)"),
             Panel("Entropy", r"actor/entropy", "Mean over response tokens.", "nats"),
             Panel("KL to the behaviour policy", r"actor/(kl|k1)", "k3 (kl) and k1, per token.", "nats"),
+            Panel(
+                "KL to the teacher",
+                r"distillation/reverse_kl",
+                "Of the tokens as they were sampled, per token.",
+                "nats",
+            ),
             Panel("Clip fraction", r"actor/[^/]*clip[^/]*", "Tokens whose gradient the loss cut.", "share"),
             Panel(
                 "Effective sample size",

@@ -30,6 +30,7 @@ _logger = logging.getLogger(__name__)
 
 _STEPS_OF_ESTIMATE = 20
 _REDRAWS_PER_SECOND = 2
+REVERSE_KL = "distillation/reverse_kl"
 _BAR_WIDTH, _ROLE_BAR_WIDTH = 60, 20
 
 
@@ -235,6 +236,7 @@ def _facts(progress: Progress) -> list[tuple[str, str]]:
     lag = [f"{metrics[f'lag/{kind}']:.3g} {kind}" for kind in ("mean", "max") if f"lag/{kind}" in metrics]
     facts = [
         ("reward", f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else ""),
+        ("teacher KL", f"{metrics[REVERSE_KL]:.3f}" if REVERSE_KL in metrics else ""),
         ("val", ", ".join(_accuracy(progress))),
         ("lag", ", ".join(lag)),
         ("tokens/s", ", ".join(f"{role} {_thousands(rate)}" for role, rate in speed.items())),

@@ -439,7 +439,7 @@ class TrainerGroup:
 
 
 class BaseOfTrainer:
-    """The base model of a trainer of adapters, used as the reference. No second copy of it exists."""
+    """The base model of a trainer of adapters, used as reference or teacher. No second copy of it exists."""
 
     def __init__(self, trainer: TrainerGroup) -> None:
         self._trainer = trainer

@@ -15,9 +15,9 @@ from roll.check.plan import plan
 from roll.configs.derived import (
     batch_wait_seconds,
     data_parallel_ranks,
+    is_base,
     optimizer_batch_size,
     present_roles,
-    reference_is_base,
     resolved_max_staleness,
     reward_timeout,
     samples_per_step,
@@ -911,7 +911,7 @@ def test_what_works_but_may_not_be_meant_is_a_warning(tree, changes, words):
 
 
 def test_the_unread_keys_are_keys_of_their_roles(tree):
-    config = config_from_tree(merged(tree, {"actor_logp": {}, "reference": {}, "critic": {}}))
+    config = config_from_tree(merged(tree, {"actor_logp": {}, "reference": {}, "teacher": {}, "critic": {}}))
     for role, keys in UNREAD_KEYS.items():
         assert set(keys) <= set(vars(vars(config)[role]))
 
@@ -995,6 +995,6 @@ def test_with_adapters_a_reference_of_the_same_model_without_devices_of_its_own_
     tree["actor_train"]["model_args"] = {"lora_target": "q_proj", "dtype": "bfloat16"}
     config = config_from_tree(tree)
     check_config(config)
-    assert reference_is_base(config) == shared == ("reference" not in present_roles(config))
+    assert is_base(config, "reference") == shared == ("reference" not in present_roles(config))
     config.actor_train.model_args.lora_target = None
-    assert not reference_is_base(config)
+    assert not is_base(config, "reference")

@@ -190,6 +190,23 @@ def test_a_public_configuration_converts_and_each_of_its_keys_is_accounted_for(s
         assert line.split(":")[0] in text
 
 
+def test_the_teacher_of_slime_becomes_a_role_that_may_be_the_only_judge():
+    given = {("use-opd",): True, ("opd-type",): "megatron", ("opd-teacher-load",): "/t", ("opd-kl-coef",): 0.5}
+    done = slime.translate(given | {("rm-type",): "math", ("tensor-model-parallel-size",): 2})
+    ours = done.tree()
+    assert ours["distillation"] == {"coef": 0.5} and ours["teacher"]["device_mapping"] == "0-7"
+    assert ours["teacher"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 2}
+    assert any(line.startswith("teacher.model_args.model_name_or_path: ") and "(/t)" in line for line in done.missing)
+    judge = {("custom-rm-path",): "slime.rollout.on_policy_distillation.reward_func", ("opd-type",): "sglang"}
+    done = slime.translate({("use-opd",): True} | judge)
+    assert done.tree()["distillation"] == {"reward_coef": 0, "coef": 1.0} and "rewards" not in done.tree()
+    assert not done.lost
+    done = slime.translate({("opd-kl-coef",): 0.5})
+    assert "distillation" not in done.tree() and [line.partition(":")[0] for line in done.without_effect] == [
+        "opd-kl-coef"
+    ]
+
+
 @pytest.mark.parametrize(
     ("system", "keys", "silent"),
     [

@@ -203,3 +203,9 @@ async def too_old_once(run, batch):
     if batch.step == 3 and first_time(run, "failed"):
         raise StalenessViolation("a token is too old")
     return await stages.advantage(run, batch)
+
+
+async def kept(run, batch):
+    """Write the tokens of a batch, as they come to this stage, beside the run's other files."""
+    np.savez(run.recorder.run.root / f"batch-{batch.step}.npz", lengths=batch.data.lengths, **batch.data.tokens)
+    return batch

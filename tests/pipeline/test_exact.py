@@ -56,10 +56,18 @@ EVERYTHING = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.01,
     "reference": {"device_mapping": [0]},
+    "teacher": {"device_mapping": [0]},
+    "distillation": {"use": "rewards", "coef": 0.1},
     "group_filter": "zero_variance",
     "ppo_epochs": 2,
     "weight_update__interval_steps": 2,
     "whiten_advantages": True,
+}
+
+
+OWN_TEACHER = {
+    "teacher": {"weights": "policy", "prompt": "{ground_truth}={prompt}"},
+    "distillation": {"use": "loss", "reward_coef": 0},
 }
 
 
@@ -69,9 +77,10 @@ EVERYTHING = {
         tiny_config,
         lambda task: tiny_config(task, **EVERYTHING),
         lambda task: critic_config(task, critic_warmup=1),
+        lambda task: tiny_config(task, **OWN_TEACHER),
         lambda task: agentic_config(task, async_generation_ratio=2, adv_estimator="gigpo"),
     ],
-    ids=["plain", "reference, correction, filter, two epochs", "critic", "agentic"],
+    ids=["plain", "reference, teacher, correction, filter, two epochs", "critic", "a teacher of its own", "agentic"],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(task, run_of, make):
     config, run = run_of(make(task))

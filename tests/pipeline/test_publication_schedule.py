@@ -222,7 +222,7 @@ class Run:
             correction=algorithms.correction,
             scheduler=self.scheduler,
             trainer=self.trainer,
-            reference=None,
+            compared={},
             logp=None,
             pool=pool,
             side=side,

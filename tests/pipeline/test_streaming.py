@@ -48,6 +48,19 @@ VARIANTS = {
         "zero_variance_mask": True,
         "loss_agg_mode": "seq-mean-token-mean",
     },
+    "a teacher in the advantages": {
+        **THREE_DEVICES,
+        "teacher": {"device_mapping": [2]},
+        "distillation": {"coef": 0.5},
+    },
+    "a teacher in the loss": {
+        **THREE_DEVICES,
+        "teacher": {"device_mapping": [2]},
+        "distillation": {"use": "loss", "reward_coef": 0.5},
+        "train_infer_correction": {"weight": {"level": "token"}},
+        "actor_train__pg_variant": "vanilla",
+        "actor_train__use_sequence_packing": True,
+    },
     "a critic": {
         **THREE_DEVICES,
         "adv_estimator": "gae",
@@ -64,7 +77,16 @@ VARIANTS = {
         "train_infer_correction": {"weight": {"level": "sequence"}},
     },
 }
-COMPARED = ("actor/", "advantage/", "critic/", "correction/", "kl_penalty/", "reward/addition", "response/")
+COMPARED = (
+    "actor/",
+    "distillation/",
+    "advantage/",
+    "critic/",
+    "correction/",
+    "kl_penalty/",
+    "reward/addition",
+    "response/",
+)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -75,7 +97,10 @@ def test_a_run_that_streams_takes_the_steps_of_one_that_does_not(task, name):
 @pytest.mark.tier("all")
 def test_so_it_does_on_two_ranks_in_processes_of_their_own(task, ray_cluster):
     corrected = VARIANTS["weights of a correction"] | VARIANTS["every token alike, packed"]
-    two_ranks = {**THREE_DEVICES, "actor_train__device_mapping": [0, 1], "actor_infer__device_mapping": [2]}
+    corrected = VARIANTS["a teacher in the loss"] | corrected
+    corrected |= {"cluster__num_devices_per_node": 4, "teacher": {"device_mapping": [2, 3]}}
+    two_ranks = {"actor_train__device_mapping": [0, 1], "actor_infer__device_mapping": [2]}
+    two_ranks |= {"teacher": {"device_mapping": [3]}}
     assert_same_steps(task, ray_cluster, 5, corrected, two_ranks)
 
 

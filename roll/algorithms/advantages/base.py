@@ -158,35 +158,46 @@ def estimate_advantages(
     reference_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
-    turn_rewards: Tensor | None = None,
+    token_rewards: Tensor | None = None,
     **fields: Tensor | None,
 ) -> Tensor:
     """Turn the rewards of samples ``[batch]`` into the advantages of tokens ``[batch, seq]``, for a whole batch.
 
     Return float64 if the rewards are float64, else float32. With ``logprobs`` and ``reference_logprobs`` the token
-    rewards include the KL penalty; give both or neither, else ``ValueError``. ``turn_rewards`` ``[batch, seq]`` are
-    added to the token rewards. ``fields`` are those of `AdvantageEstimator.__call__`.
+    rewards include the KL penalty; give both or neither, else ``ValueError``. ``token_rewards`` ``[batch, seq]`` are
+    added to them. ``fields`` are those of `AdvantageEstimator.__call__`.
     """
     if logprobs is not None and reference_logprobs is not None:
-        token_rewards = kl_penalised_token_rewards(
+        all_rewards = kl_penalised_token_rewards(
             rewards, logprobs, reference_logprobs, response_mask, kl_coef, kl_estimator
         )
     elif logprobs is None and reference_logprobs is None:
-        token_rewards = sequence_token_rewards(rewards, response_mask)
+        all_rewards = sequence_token_rewards(rewards, response_mask)
     else:
         raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
-    if turn_rewards is not None:
-        token_rewards = token_rewards + keep(turn_rewards, response_mask).to(token_rewards.dtype)
-    return estimator(token_rewards, response_mask, groups, **fields)
+    if token_rewards is not None:
+        all_rewards = all_rewards + keep(token_rewards, response_mask).to(all_rewards.dtype)
+    return estimator(all_rewards, response_mask, groups, **fields)
 
 
-def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, clip: float | None) -> Tensor:
-    """Whiten advantages over the batch if ``whitened``, then clip them to [-clip, clip]; all ``[batch, seq]``.
+def shape_advantages(
+    advantages: Tensor,
+    response_mask: Tensor,
+    whitened: bool,
+    clip: float | None,
+    weight: float = 1.0,
+    others: Tensor | None = None,
+) -> Tensor:
+    """Whiten advantages over the batch if ``whitened``, multiply them by ``weight``, add ``others``, and clip the sum
+    to [-clip, clip]; all ``[batch, seq]``.
 
-    ``ValueError`` unless ``clip`` is above 0.
+    ``others`` are 0 outside the response mask. ``ValueError`` unless ``clip`` is above 0.
     """
     if whitened:
         advantages = whiten(advantages, response_mask)
+    advantages = weight * advantages
+    if others is not None:
+        advantages = advantages + others
     if clip is None:
         return advantages
     if not clip > 0:

@@ -101,6 +101,11 @@ RULES: dict[str, Rule] = {
     "kl-loss-type": later("write `kl_estimator`"),
     "kl-coef": later("write `add_token_level_kl` and `init_kl_coef`"),
     "use-unbiased-kl": lost("there is no such estimator; see `kl_estimator`"),
+    "use-opd": later("write `teacher` and `distillation`"),
+    "opd-kl-coef": later("write `distillation.coef`"),
+    "opd-type": later("the teacher is a role on devices of this run"),
+    "opd-teacher-load": later("write `teacher.model_args.model_name_or_path`"),
+    "opd-teacher-ckpt-step": lost("name the folder of one model"),
     "entropy-coef": to("entropy_loss_coef"),
     "gamma": later("write `adv_estimator_args: {gamma}`"),
     "lambd": later("write `adv_estimator_args: {lambda_}`"),
@@ -186,6 +191,7 @@ _ESTIMATORS = {
 ARGUMENTS = {"gae": ("gamma", "lambda_"), "reinforce_plus_plus": ("gamma",)}
 """Estimator of ours -> its arguments of those that slime has."""
 _VERIFIERS = {"math": "math", "deepscaler": "math", "dapo": "math"}
+_SCORES_OF_TEACHER = "slime.rollout.on_policy_distillation.reward_func"
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1", "abs": "abs", "mse": "k2"}
 
 
@@ -196,7 +202,7 @@ def translate(given: Mapping[Path, Any]) -> Translation:
 
 def _translate(given: Mapping[Path, Any]) -> Translation:
     done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    done.take(_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _running)
+    done.take(_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _teacher, _running)
     return done
 
 
@@ -420,7 +426,9 @@ def _validation(done: Translation) -> None:
 
 def _rewards(done: Translation) -> None:
     kind, path = done.get("rm-type"), done.get("custom-rm-path")
-    if path is not None:
+    if path == _SCORES_OF_TEACHER and done.flag("use-opd"):
+        done.put("distillation.reward_coef", 0, "the teacher is the only judge")
+    elif path is not None:
         module, _, function = str(path).rpartition(".")
         note = "its parameters are `response`, `ground_truth`, `domain`, `metadata`; it returns a number"
         done.put("rewards.custom.verifier", f"{module}:{function}", note)
@@ -433,6 +441,16 @@ def _rewards(done: Translation) -> None:
         if kind is not None:
             done.lose("rm-type", kind, "there is no such verifier")
         done.lack("rewards", "name a verifier, with `tag_included: [default]` for rows without a domain")
+
+
+def _teacher(done: Translation) -> None:
+    if not done.flag("use-opd"):
+        return
+    kind, folder = done.get("opd-type"), done.get("opd-teacher-load")
+    where = f"a Megatron checkpoint ({folder})" if folder is not None else f"a server of its own ({kind})"
+    _beside(done, "teacher")
+    done.lack("teacher.model_args.model_name_or_path", f"slime has {where}; name a model of Hugging Face")
+    done.put("distillation.coef", done.get("opd-kl-coef", 1.0))
 
 
 def _running(done: Translation) -> None:
