@@ -149,33 +149,44 @@ def rewritten_prompts(
     ``{ground_truth}``, ``{domain}`` and other names are fields of its row. ``{{`` and ``}}`` are braces. ``path`` is
     the key of ``text``. Raises `ConfigError` that names the prompts that lack a field.
     """
-    problems, texts = Problems(), list[str]()
+    problems, contents = Problems(), ContentEncoder(tokenizer)
+    found: dict[str, np.ndarray] = {}
     for prompt in prompts:
         try:
-            texts.append(_rewritten(prompt, text, data_args.template, tokenizer))
-        except _BadRow as cause:
+            if data_args.template == "raw":
+                (found[prompt.prompt_id],) = tokenise([_with_fields(text, prompt, prompt.text)], tokenizer)
+            else:
+                messages = contents.shielded(_rewritten(prompt, text))
+                found[prompt.prompt_id] = contents.encode(_from_template(messages, tokenizer))
+        except (_BadRow, ControlTokensRefused) as cause:
             problems.add(
                 path, f"{prompt.prompt_id}: {cause}", "correct the text or the row; double the braces of others"
             )
             if len(problems.found) == SHOWN_OFFENDERS:
                 break
     problems.raise_any()
-    token_ids = tokenise(texts, tokenizer)
-    empty = [prompt.prompt_id for prompt, ids in zip(prompts, token_ids, strict=True) if len(ids) == 0]
+    empty = [prompt_id for prompt_id, ids in found.items() if len(ids) == 0]
     if empty:
         raise problem(path, f"no token is left of {_named(empty)}", "write a text")
-    return {prompt.prompt_id: ids for prompt, ids in zip(prompts, token_ids, strict=True)}
+    return found
 
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
-def _rewritten(prompt: Prompt, text: str, template: Literal["raw", "chat"], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the rendered text of a prompt in other words. Raises `_BadRow`."""
+def _rewritten(prompt: Prompt, text: str) -> list[Message]:
+    """Return a prompt's messages, of which the user's last one is in other words. Raises `_BadRow`."""
     asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
-    if template == "chat" and not asked:
+    if not asked:
         raise _BadRow("there is no user message to replace")
-    own = prompt.text if template == "raw" else prompt.messages[asked[-1]]["content"]
+    messages = list(prompt.messages)
+    last = messages[asked[-1]]
+    messages[asked[-1]] = {**last, "content": _with_fields(text, prompt, last["content"])}
+    return messages
+
+
+def _with_fields(text: str, prompt: Prompt, own: str) -> str:
+    """Return a text with the fields of a prompt's row in it; ``own`` is the field ``prompt``. Raises `_BadRow`."""
     values = {**prompt.metadata, "prompt": own, "ground_truth": prompt.ground_truth, "domain": prompt.domain}
 
     def written(found: re.Match[str]) -> str:
@@ -187,12 +198,7 @@ def _rewritten(prompt: Prompt, text: str, template: Literal["raw", "chat"], toke
         value = values[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
-    words = _FIELD.sub(written, text)
-    if template == "raw":
-        return words
-    messages = list(prompt.messages)
-    messages[asked[-1]] = {**messages[asked[-1]], "content": words}
-    return _from_template(messages, tokenizer)
+    return _FIELD.sub(written, text)
 
 
 def _conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:

@@ -188,7 +188,7 @@ def test_episodes_are_taught_too_beside_a_reference_and_one_step_off(task):
     changes = {"teacher": TEACHER, "distillation": {}, "reference": {"device_mapping": [0]}, "use_kl_loss": True}
     changes |= {"rollout_batch_size": 4, "train_env_manager": {"group_size": 2}}
     changes |= {"actor_train__use_sequence_packing": True}
-    run = run_pipeline(task, IN_THIS_PROCESS, agentic_config(task, max_steps=2, async_generation_ratio=1, **changes))
+    run = run_pipeline(task, IN_THIS_PROCESS, agentic_config(task, max_steps=3, async_generation_ratio=1, **changes))
     assert run.metrics[0]["distillation/reverse_kl"] == pytest.approx(0, abs=1e-6)
     assert run.metrics[-1]["distillation/reverse_kl"] != 0 and "actor/reference_kl" in run.metrics[-1]
 

@@ -131,6 +131,9 @@ class Characters:
     """A tokenizer of characters with a chat template."""
 
     chat_template = TEMPLATE
+    added_tokens_decoder: dict[int, object] = {}
+    all_special_ids: list[int] = []
+    all_special_tokens: list[str] = []
 
     def __call__(self, texts, **options):
         return {"input_ids": [[ord(each) for each in text] for text in texts]}
