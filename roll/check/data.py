@@ -253,7 +253,10 @@ def data_warnings(config: RLVRConfig | SFTConfig) -> Iterator[str]:
     shares = train.domain_interleave_probs
     if shares is not None and not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
         yield f"{TRAIN_DATA}.domain_interleave_probs adds up to {sum(shares.values()):g}; each is divided by the sum"
-    row, size = ("example", config.train_batch_size) if isinstance(config, SFTConfig) else ("prompt", config.rollout_batch_size)
+    if isinstance(config, SFTConfig):
+        row, size = "example", config.train_batch_size
+    else:
+        row, size = "prompt", config.rollout_batch_size
     if train.max_samples is not None and train.max_samples < size:
         yield f"{TRAIN_DATA}.max_samples keeps {count(train.max_samples, row)}: a step of {size} repeats them"
 

@@ -103,7 +103,7 @@ def _role(config: RunConfig, name: str, role: WorkerConfig | RewardConfig) -> st
     whole_models = isinstance(role, RewardConfig) or (strategy is not None and strategy.replicates)
     workers = count(len(devices), "replica" if whole_models else "rank")
     if name == "actor_infer":
-        workers = count(derived.engine_replicas(config), "replica")
+        workers = count(derived.engine_replicas(derived.reinforcement(config)), "replica")
     adapters = ""
     if target is not None:
         layers = target if isinstance(target, str) else ", ".join(target)

@@ -8,6 +8,7 @@ Only the named trackers are imported, and their libraries are not.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -301,7 +302,8 @@ def restarts_have_a_checkpoint(config: RunConfig) -> Iterator[ConfigProblem]:
     restarts = config.restarts
     if restarts.max_in_a_row == 0:
         return
-    if not 0 < config.save_steps < config.max_steps:
+    steps = math.inf if isinstance(config, SFTConfig) and config.epochs else config.max_steps
+    if not 0 < config.save_steps < steps:
         message = f"{restarts.max_in_a_row} would each begin at step 0: the run writes no checkpoints on its way"
         yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps` below `max_steps`, or remove this key")
 
