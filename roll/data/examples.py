@@ -188,7 +188,7 @@ def _chat_parts(
         messages, response = conversation(row, data_args.system_prompt), _response(row)
         if response is not None:
             yield turns.render(messages, ()), False
-            yield response, True
+            yield turns.leading + response, True
             yield end, True
             return
         places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -196,7 +196,7 @@ def _chat_parts(
         begun = turns.begin(messages[: places[0]])
         yield begun.prompt_token_ids, False
         for place, following in zip(places, [*places[1:], None], strict=True):
-            yield messages[place]["content"], True
+            yield turns.leading + messages[place]["content"], True
             yield end, True
             if following is not None:
                 yield begun.glue(end, messages[place + 1 : following]), False

@@ -22,7 +22,15 @@ import numpy as np
 
 from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
 from roll.configs.plugins import problem, require
-from roll.configs.roles import DataArguments, HubSource, ReasoningGymSource, RowArguments, RowColumns
+from roll.configs.roles import (
+    DataArguments,
+    ExampleColumns,
+    HubSource,
+    PromptColumns,
+    ReasoningGymSource,
+    RowArguments,
+    RowColumns,
+)
 from roll.data.records import Prompt, derive_seed
 from roll.distribution import install_command
 
@@ -89,7 +97,12 @@ def read_rows(data_args: RowArguments, path: str, problems: Problems) -> list[Pr
 
 def _columns(columns: RowColumns) -> dict[str, str]:
     """Return our fields that have columns of other names."""
-    return {field: column for field, column in vars(columns).items() if column is not None}
+    named = {"prompt": columns.prompt, "messages": columns.messages, "domain": columns.domain}
+    if isinstance(columns, PromptColumns):
+        named["ground_truth"] = columns.ground_truth
+    if isinstance(columns, ExampleColumns):
+        named["response"] = columns.response
+    return {field: column for field, column in named.items() if column is not None}
 
 
 def select_rows(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
