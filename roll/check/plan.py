@@ -51,7 +51,9 @@ def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
     """Return the rows of a supervised fine-tuning."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     actor, devices = config.actor_train, count(derived.total_devices(config), slots)
-    length = count(config.max_steps, "training step") if config.epochs is None else count(config.epochs, "epoch")
+    length = count(config.max_steps, "training step")
+    if config.epochs is not None:
+        length = "1 pass over the examples" if config.epochs == 1 else f"{config.epochs:,} passes over the examples"
     optimizer = f"one optimizer step per training step, loss {config.loss_agg_mode} over the tokens of responses"
     if config.epochs is None and (warmup := derived.warmup_steps(config, actor)):
         optimizer += f"; {count(config.max_steps, 'step')}, {warmup:,} of them warm-up"
@@ -248,7 +250,8 @@ def _inputs(config: RunConfig) -> Iterator[Need]:
     for model, address in sorted(judges):
         yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
     for name in sorted({name for section in data_sections(config).values() for name in files_of(section)}):
-        yield _need(f"data {name}", Path(name).is_file(), "not here: JSONL or Parquet, one prompt per row", "here")
+        row = "example" if isinstance(config, SFTConfig) else "prompt"
+        yield _need(f"data {name}", Path(name).is_file(), f"not here: JSONL or Parquet, one {row} per row", "here")
     sources = [source for section in data_sections(config).values() for source in section.hub]
     for dataset in sorted({source.dataset for source in sources}):
         here = Path(dataset).is_dir()

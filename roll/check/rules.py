@@ -162,7 +162,8 @@ def _inert_keys_of_roles(config: RunConfig) -> Iterator[tuple[str, Any, tuple[st
     for name, role in derived.trained_roles(config).items():
         if role.use_dynamic_batching_in_train and role.training_args.gradient_accumulation_steps is None:
             reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
-            remedy = "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`, or remove this key"
+            other = "" if isinstance(config, SFTConfig) else "`gradient_accumulation_steps`, or "
+            remedy = f"set {other}`use_dynamic_batching_in_train: false`, or remove this key"
             yield f"{name}.training_args.", role.training_args, ("per_device_train_batch_size",), reason, remedy
     for name, section in derived.roles_and_reward_models(config).items():
         reason, remedy = "only actor_train learns with adapters", "remove this key"

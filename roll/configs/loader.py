@@ -156,7 +156,7 @@ def _remedy_in_sft(parts: tuple[PathPart, ...]) -> str | None:
         return None
     if name in _NAMES_IN_SFT:
         return f"write `{_NAMES_IN_SFT[name]}` in place of it in `pipeline: sft`"
-    return f"remove it: it belongs to the pipelines {' and '.join(owners)}, and nothing in `pipeline: sft` reads it"
+    return f"remove it: it is a key of {' and '.join(owners)}, and nothing in `pipeline: sft` reads it"
 
 
 def _name_remedy(name: str, known: Sequence[str], root: type) -> str:

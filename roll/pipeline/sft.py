@@ -11,6 +11,7 @@ two steps.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ import numpy as np
 
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import count
+from roll.configs.loader import dump_config
 from roll.configs.run import SFTConfig
 from roll.data.examples import Example, Examples, batch_of
 from roll.data.stream import PromptStream
@@ -36,6 +38,8 @@ from roll.runtime.workers import WorkerHandle, start_worker
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import START, TRAIN, acting
 from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainPlan, TrainWorker
+
+logger = logging.getLogger(__name__)
 
 ROLE = "actor_train"
 Background = dict[str, Callable[[], Awaitable[None]]]
@@ -56,6 +60,7 @@ async def run_sft(
         async with status.kept(status_file):
             with acting(START, recorder.waits):
                 trainer = await _start_trainer(prepared, placement, recorder, point, handles)
+            recorder.run.write_config(dump_config(config))
             run = SupervisedRun(prepared, recorder, trainer, first_step)
             status.supervised(run.moved)
             background: Background = {
@@ -66,9 +71,17 @@ async def run_sft(
             }
             await _first_failure(run.learn, background, recorder)
     finally:
+        _end(handles, placement)
+
+
+def _end(handles: Sequence[WorkerHandle], placement: Placement) -> None:
+    """End every process. Errors are only logged, so they do not hide why the run ends."""
+    try:
         for handle in handles:
             handle.kill()
         placement.release()
+    except Exception as failure:
+        logger.error("processes could not be ended in order; they end with Ray", exc_info=failure)
 
 
 class SupervisedRun:

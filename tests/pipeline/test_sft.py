@@ -22,6 +22,10 @@ from transformers import Qwen2ForCausalLM
 
 from roll.data.prompts import tokenise
 from roll.data.records import derive_seed
+from roll.doctor.diagnosis import diagnose, gather_evidence
+from roll.report.files import read_run
+from roll.report.page import render_page
+from roll.tracking.run_directory import RunDirectory
 
 LEARNING_RATE = 3e-3
 CHAT_TEMPLATE = (
@@ -166,7 +170,8 @@ def test_a_run_learns_and_says_so(task):
     assert [step["step"] for step in run.metrics if "val/loss" in step] == [20, 40]
     assert run.metrics[-1]["data/epoch"] == pytest.approx(40 * 8 / 30)
     assert run.metrics[-1]["data/overlong"] == 0
-    assert json.loads((run.folder / "status.json").read_text())["step"] <= 40
+    assert diagnose(gather_evidence(RunDirectory.existing(run.folder))).verdict == "ended"
+    assert "Validation loss" in render_page(read_run(run.folder))
 
 
 def test_loss_of_long_rows_that_are_left_out_is_not_learned_and_they_are_counted(task):
