@@ -11,6 +11,7 @@ template, the tokenizer's end token. All problems of the data are raised at once
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -109,8 +110,7 @@ def load_examples(
         except (_BadRow, TemplateRefused) as cause:
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
-                remedy = "correct or delete the row, name its columns under `columns`, or choose the other `template`"
-                problems.add(path, f"{row.origin}: {cause}", remedy)
+                problems.add(path, f"{row.origin}: {_reason(cause)}", _remedy(cause))
     if bad > MAX_PROBLEMS_PER_FILE:
         message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows are wrong"
         problems.add(path, message, "check the format of all of them")
@@ -129,6 +129,17 @@ def load_examples(
 
 class _BadRow(ValueError):
     """Raised for a row that is no example; the message is the reason."""
+
+
+def _reason(cause: _BadRow | TemplateRefused) -> str:
+    """Return why a row is refused, without what a template's refusal advises for environments."""
+    return re.split(r"; |\. Take ", str(cause))[0] if isinstance(cause, TemplateRefused) else str(cause)
+
+
+def _remedy(cause: _BadRow | TemplateRefused) -> str:
+    if isinstance(cause, TemplateRefused):
+        return "write messages that the template takes; if it rewrites earlier turns, give the last one as `response`"
+    return "correct or delete the row, name its columns under `columns`, or choose the other `template`"
 
 
 def _tokenised(found: Sequence[tuple[PromptRow, Sequence[Part]]], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
@@ -180,7 +191,11 @@ def _chat_parts(
     data_args: ExampleArguments, tokenizer: PreTrainedTokenizerBase, path: str
 ) -> Callable[[PromptRow], Iterator[Part]]:
     turns = ChatTurns(tokenizer)
-    closing = turns.closing
+    try:
+        leading, closing = turns.leading, turns.closing
+    except TemplateRefused as refused:
+        remedy = "use `template: raw`, or a model with another chat template"
+        raise problem(f"{path}.template", _reason(refused), remedy) from refused
     special = [place for place, token_id in enumerate(closing) if int(token_id) in turns.special_ids]
     end = closing[: special[0] + 1] if special else _end_token(tokenizer, path)
 
@@ -188,7 +203,7 @@ def _chat_parts(
         messages, response = conversation(row, data_args.system_prompt), _response(row)
         if response is not None:
             yield turns.render(messages, ()), False
-            yield turns.leading + response, True
+            yield leading + response, True
             yield end, True
             return
         places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -196,7 +211,7 @@ def _chat_parts(
         begun = turns.begin(messages[: places[0]])
         yield begun.prompt_token_ids, False
         for place, following in zip(places, [*places[1:], None], strict=True):
-            yield turns.leading + messages[place]["content"], True
+            yield leading + messages[place]["content"], True
             yield end, True
             if following is not None:
                 yield begun.glue(end, messages[place + 1 : following]), False

@@ -135,6 +135,25 @@ def test_a_wrong_row_is_refused_with_its_place(tmp_path, chat_tokenizer, case):
     assert PATH in said
 
 
+def test_a_template_that_rewrites_earlier_turns_says_what_to_do(tmp_path, tokenizer):
+    """It shows the length of the whole conversation first."""
+    tokenizer.chat_template = (
+        "{{ messages | length }}:{% for message in messages %}{{ message.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    said = [("user", "look"), ("assistant", "a wall"), ("user", "go left"), ("assistant", "done it")]
+    row = {"messages": [{"role": role, "content": text} for role, text in said]}
+    words = refusal(tmp_path, tokenizer, row, template="chat")
+    assert "rows.jsonl:1: the chat template is not append-only" in words
+    assert "give the last one as `response`" in words and "step-wise" not in words
+
+
+def test_a_template_that_refuses_every_answer_is_refused(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no chats') }}"
+    row = {"prompt": "1=", "response": "1"}
+    assert f"{PATH}.template: the chat template refuses messages" in refusal(tmp_path, tokenizer, row, template="chat")
+
+
 def test_long_rows_are_left_out_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": "1" * number, "response": "2"} for number in (3, 30, 4)]
     found = load(tmp_path, tokenizer, *rows, length=6, overlong_prompts="drop")
