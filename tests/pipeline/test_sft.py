@@ -28,6 +28,8 @@ from roll.report.page import render_page
 from roll.tracking.run_directory import RunDirectory
 
 LEARNING_RATE = 3e-3
+EPSILON = 1e-4
+"""AdamW's. With a small one it would blow rounding up: the gradient of a key's bias is nothing but that."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -52,7 +54,7 @@ def supervised(task: Path, **changes: Any) -> dict[str, Any]:
         "track_with": [],
         "actor_train": {
             "device_mapping": [0],
-            "training_args": {"learning_rate": LEARNING_RATE},
+            "training_args": {"learning_rate": LEARNING_RATE, "adam_epsilon": EPSILON},
             "data_args": {"file_name": str(task / "copies.jsonl")},
         },
         "stall_timeout_seconds": 120,
@@ -104,7 +106,9 @@ def plain_loss(model: Qwen2ForCausalLM, rows: list[dict[str, str]]) -> torch.Ten
 def plain_loop(task: Path, steps: int, batch_size: int = 8) -> tuple[Qwen2ForCausalLM, list[float]]:
     """What the run of `supervised` should learn, and its losses."""
     model = Qwen2ForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
+    )
     rows = rows_of(task, "copies.jsonl")
     orders = [np.random.default_rng(derive_seed(7, "epoch", "default", e)).permutation(len(rows)) for e in range(9)]
     order, losses = np.concatenate(orders), []
