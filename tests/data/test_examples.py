@@ -68,7 +68,8 @@ def test_every_assistant_turn_is_learned_as_its_template_writes_it(tmp_path, nam
     parts = stretches(example, tokenizer)
     assert [learned for _, learned in parts] == [False, True, False, True]
     assert [text for text, learned in parts if learned] == [form.written("a wall"), form.written("done it")]
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    # Qwen3 shows an empty thought before the last answer, which is neither in the row nor in a rollout's prompt.
+    whole = tokenizer.apply_chat_template(messages, tokenize=False).replace("<think>\n\n</think>\n\n", "")
     assert whole.startswith("".join(text for text, _ in parts)), "the template's own text, up to the last end mark"
 
 
