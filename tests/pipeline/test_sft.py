@@ -20,6 +20,7 @@ from tiny import make_task, make_tokenizer, tiny_config, write_config
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2ForCausalLM
 
+import roll
 from roll.data.prompts import tokenise
 from roll.data.records import derive_seed
 from roll.doctor.diagnosis import diagnose, gather_evidence
@@ -235,6 +236,15 @@ def test_reinforcement_learning_starts_from_a_checkpoint(task):
     run = run_pipeline(task, IN_THIS_PROCESS, config)
     assert run.summary["status"] == "success"
     assert run.metrics[0]["mismatch/abs_mean"] < 1e-4, "engine and trainer have the tuned weights"
+
+
+def test_from_python_a_dataclass_says_the_same(task):
+    tree = supervised(task, train_batch_size=4)
+    assert roll.load_config(roll.SFTConfig(pretrain="model", train_batch_size=4)).train_batch_size == 4
+    checked = roll.check(tree)
+    assert checked.ok and isinstance(checked.config, roll.SFTConfig), checked
+    assert "4 examples a step" in dict(checked.plan)["batch"]
+    assert "unknown key" in str(roll.check(tree, loss=print).problems[0])
 
 
 WRONG = {
