@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from roll.api.runs import Page, Run, compare, open_run
     from roll.api.training import RunFailed, train
     from roll.configs.errors import ConfigError, ConfigProblem
-    from roll.configs.run import AgenticConfig, RLVRConfig
+    from roll.configs.run import AgenticConfig, RLVRConfig, SFTConfig
 
     __version__: str
 
@@ -28,6 +28,7 @@ _PLACES = {
     "RLVRConfig": "roll.configs.run",
     "Run": "roll.api.runs",
     "RunFailed": "roll.api.training",
+    "SFTConfig": "roll.configs.run",
     "compare": "roll.api.runs",
     "load_config": "roll.api.configuration",
     "open_run": "roll.api.runs",
@@ -45,6 +46,7 @@ __all__ = [
     "RLVRConfig",
     "Run",
     "RunFailed",
+    "SFTConfig",
     "__version__",
     "algorithms",
     "check",

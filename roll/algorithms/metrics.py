@@ -315,6 +315,30 @@ def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor
     return PartMetrics(sums, {"error_max": error.abs().amax()}, _value_metrics_of)
 
 
+def supervised_metrics(loss: Tensor, logprobs: Tensor, entropy: Tensor, mask: Tensor) -> PartMetrics:
+    """Return the metrics of supervised fine-tuning for one part of a batch.
+
+    ``logprobs``, ``entropy`` and ``mask`` (bool) are ``[batch, seq]``. Entries outside the mask are never read.
+
+    The metrics of the batch: ``loss``; ``cross_entropy`` and ``entropy``, means over the trained tokens in nats; the
+    largest cross-entropy of a token, ``error_max``; and the number of trained ``tokens``.
+    """
+    surprise = -keep(logprobs.detach().double(), mask)
+    sums = {
+        "total/loss": loss.detach(),
+        **trained_counts(mask),
+        "cross_entropy": surprise.sum(),
+        "entropy": keep(entropy.detach().double(), mask).sum(),
+    }
+    return PartMetrics(sums, {"error_max": surprise.amax()}, _supervised_metrics_of)
+
+
+def _supervised_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[str, float]:
+    tokens = sums[TRAINED_TOKENS]
+    means = {name: sums[name] / max(tokens, 1.0) for name in ("cross_entropy", "entropy")}
+    return {"loss": sums["total/loss"], **means, **maxima, "tokens": tokens}
+
+
 def _value_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[str, float]:
     mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
     spread = mean["return_squared"] - mean["return"] ** 2

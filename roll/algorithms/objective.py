@@ -1,6 +1,7 @@
 """The loss of one optimizer step, as a picklable description that a trainer can apply to any part of the batch.
 
-For a policy it is policy loss + kl_loss_coef x KL to the reference + distillation_coef x KL to the teacher -
+For given responses it is their cross-entropy. For a policy it is policy loss + kl_loss_coef x KL to the reference +
+distillation_coef x KL to the teacher -
 entropy_loss_coef x entropy, each aggregated the same way with the normalisers of the whole batch. For a value model it
 is the squared error. Contributions of disjoint rows add up to the whole, in value, gradient and metrics. Losses see all
 response tokens, so that a sequence ratio covers the whole sequence. The aggregates, that of the entropy bonus too,
@@ -21,7 +22,7 @@ from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggrega
 from roll.algorithms.correction import Correction, correct
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss
-from roll.algorithms.metrics import PartMetrics, lag_buckets, policy_metrics, value_metrics
+from roll.algorithms.metrics import PartMetrics, lag_buckets, policy_metrics, supervised_metrics, value_metrics
 
 
 @dataclass
@@ -197,6 +198,45 @@ class PolicyObjective:
             trained=trained,
         )
         return {**fields, "correction_weights": result.weights}, trained & result.kept
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """The cross-entropy of given responses. Raises ``ValueError`` at once if a setting cannot work."""
+
+    max_response_length: int
+    """Tokens; the constant of `seq-mean-token-sum-norm`."""
+    loss_agg_mode: str = "token-mean"
+    token_fields: ClassVar[tuple[str, ...]] = ()
+    """Per-token fields that a batch must carry besides its tokens and response mask: none."""
+    sample_fields: ClassVar[tuple[str, ...]] = ()
+    """Per-sample fields that a batch must carry: none."""
+
+    def __post_init__(self) -> None:
+        if self.loss_agg_mode not in LOSS_AGG_MODES:
+            raise ValueError(f"unknown loss_agg_mode {self.loss_agg_mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
+
+    def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
+        """Return normalisers from the number of trained tokens in every sequence of the whole batch."""
+        return LossNormalizers.of(response_lengths, self.max_response_length)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        response_mask: Tensor,
+        normalizers: LossNormalizers,
+        fields: Mapping[str, Tensor],
+        loss_mask: Tensor | None = None,
+    ) -> tuple[Tensor, PartMetrics]:
+        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
+
+        ``logprobs`` and ``entropy`` are ``[batch, seq]``; entries outside the response mask are never read.
+        ``loss_mask`` is that of `PolicyObjective`. There are no ``fields``.
+        """
+        trained = response_mask if loss_mask is None else loss_mask & response_mask
+        loss = aggregate(-logprobs, trained, self.loss_agg_mode, normalizers)
+        return loss, supervised_metrics(loss, logprobs, entropy, trained)
 
 
 def value_loss(

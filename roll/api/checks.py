@@ -13,7 +13,7 @@ from roll.check.plan import Need, missing_packages, needs, plan_rows
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.given import holding_given
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Check:
 
     problems: list[ConfigProblem]
     """Reasons why it cannot work, each with its path and a remedy; empty if it can."""
-    config: PipelineConfig | None = None
+    config: RunConfig | None = None
     """The resolved configuration; None if a key or a value is wrong."""
     plan: list[tuple[str, str]] = field(default_factory=list)
     """What it comes to, as pairs of subject and sentence, such as ``("batch", "64 prompts x 8 samples = ...")``."""

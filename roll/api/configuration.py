@@ -13,19 +13,19 @@ from roll.configs.errors import ConfigError, ConfigProblem, choose_among
 from roll.configs.given import is_given, with_tokens
 from roll.configs.loader import read_mapping
 from roll.configs.plugins import problem
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 from roll.data.prompts import DEFAULT_DOMAIN
 from roll.tracking.files import say
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | PipelineConfig
-"""Path of a YAML file, dictionary of its keys, `roll.RLVRConfig` or `roll.AgenticConfig`."""
+Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
+"""Path of a YAML file, dictionary of its keys, `roll.RLVRConfig`, `roll.AgenticConfig` or `roll.SFTConfig`."""
 Given = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
 """An object, one for each name, or none."""
 
 _OF_ANY_VERIFIER = ("tag_included", "num_workers", "timeout_seconds", "max_retries")
 
 
-def load_config(config: Source, overrides: Sequence[str] = ()) -> PipelineConfig:
+def load_config(config: Source, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, merge, resolve and validate a configuration.
 
     ``overrides`` are ``dotted.key=value``, as on the command line. Values from a dictionary or a dataclass are read as
@@ -47,7 +47,7 @@ def with_given(
     advantage: Given,
     env: Given,
     here: bool = True,
-) -> tuple[PipelineConfig, dict[str, bytes]]:
+) -> tuple[RunConfig, dict[str, bytes]]:
     """Return a configuration that names the given objects, and their pickles by these names. ``here``: see `loaded`.
     Raises `ConfigError`."""
     tree = _tree(config)
@@ -68,7 +68,7 @@ def with_given(
 
 
 def _tree(config: Source) -> dict[str, Any]:
-    if isinstance(config, PipelineConfig):
+    if isinstance(config, RunConfig):
         return dict(_plain(config))
     if isinstance(config, Mapping):
         return dict(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.loader import load_config
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 from roll.report.comparison import render_comparison
 from roll.report.files import read_run
 from roll.report.page import render_page, status_of
@@ -66,7 +66,7 @@ class Run:
         return read_summary(self._files.summary) if self._files.summary.is_file() else {}
 
     @property
-    def config(self) -> PipelineConfig:
+    def config(self) -> RunConfig:
         """The resolved configuration. Raises `roll.ConfigError` if this version cannot read it."""
         return load_config(self._files.config)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from roll.api.configuration import Given, Source, with_given
 from roll.api.runs import Run, open_run
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 from roll.runtime.process import DriverFolders, driver_folders
 
 POLL_SECONDS = 0.2
@@ -50,7 +50,7 @@ class RunFailed(RuntimeError):
 class Order:
     """All that the process of a run is told."""
 
-    config: PipelineConfig
+    config: RunConfig
     folders: DriverFolders
     """Working folder and import path of the caller, and the objects that it gave."""
     results: int
@@ -78,8 +78,9 @@ def train(
 ) -> Run:
     """Train as a configuration says, and return the finished run.
 
-    ``config``: the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig` or `roll.AgenticConfig`; a
-    dictionary or a dataclass may hold objects where a file has names. Objects can also be given beside it:
+    ``config``: the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig`, `roll.AgenticConfig` or
+    `roll.SFTConfig`; a dictionary or a dataclass may hold objects where a file has names. Objects can also be given
+    beside it:
 
     - ``reward``: a verifier for all domains, or one for each reward by its name;
     - ``env``: an environment class for all tags, or one for each tag;
@@ -106,7 +107,7 @@ def train(
     return run
 
 
-def _conducted(config: PipelineConfig, folders: DriverFolders) -> Result | None:
+def _conducted(config: RunConfig, folders: DriverFolders) -> Result | None:
     """Run to the end in another process, and pass on what it prints; None if it says nothing about its end."""
     receiving, sending = os.pipe()
     results = os.fdopen(receiving)

@@ -18,31 +18,36 @@ from roll.configs.derived import rlvr
 from roll.configs.errors import ConfigError, ConfigProblem, NoEffect
 from roll.configs.fields import default_of, values_below
 from roll.configs.loader import config_from_tree, load_config
-from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.configs.run import AgenticConfig, PipelineConfig, RunConfig, SFTConfig
 
-COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
+RUN_RULES: tuple[Callable[[RunConfig], Iterator[ConfigProblem]], ...] = (
     rules.unread_keys_are_left_alone,
     rules.switched_off_keys_are_left_alone,
     rules.inert_keys_are_left_alone,
-    rules.roll_names_fit,
     rules.names_are_known,
     rules.workers_of_roll_have_a_place,
     rules.output_can_be_written,
     rules.trackers_are_known,
-    data.validation_is_complete,
     devices.cluster_can_be_reached,
     devices.attention_can_be_computed,
     devices.devices_exist,
     devices.roles_share_devices_whole,
+    training.trainers_can_train,
+    training.warmup_is_set_once,
+    training.batches_divide,
+    data.lengths_fit_the_model,
+    rules.restarts_have_a_checkpoint,
+)
+"""Rules of every pipeline."""
+ROLLOUT_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
+    rules.roll_names_fit,
+    data.validation_is_complete,
     devices.engines_divide_devices,
     devices.weights_can_travel,
     devices.engines_sample_what_is_asked,
-    training.trainers_can_train,
     rules.states_can_leave_shared_devices,
     training.schedule_is_possible,
-    training.batches_divide,
     training.lengths_fit,
-    data.lengths_fit_the_model,
     training.sampling_varies,
     training.kl_has_a_reference,
     training.teacher_can_teach,
@@ -52,8 +57,10 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.restarts_can_help,
     rules.chaos_can_happen,
 )
+"""Rules of the pipelines of reinforcement learning."""
 OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": (
+        *ROLLOUT_RULES,
         data.prompts_are_named,
         data.domain_shares_fit,
         data.rewards_are_complete,
@@ -61,7 +68,14 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
         rewards.weights_are_weights,
         rewards.judges_are_complete,
     ),
-    "agentic": (data.environments_are_named, data.tags_are_known, data.groups_are_enough),
+    "agentic": (*ROLLOUT_RULES, data.environments_are_named, data.tags_are_known, data.groups_are_enough),
+    "sft": (
+        data.prompts_are_named,
+        data.domain_shares_fit,
+        data.validation_has_examples,
+        rules.length_is_said_once,
+        rules.nothing_falls_back,
+    ),
 }
 """Rules of one pipeline."""
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
@@ -72,6 +86,7 @@ MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] =
         rules.trackers_are_here,
     ),
     "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
+    "sft": (data.models_exist, data.prompts_exist, devices.gpus_are_visible, rules.trackers_are_here),
 }
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
 
@@ -82,7 +97,7 @@ LACKING = ("rewards", "custom_envs", "actor_train.data_args", "validation.data_a
 
 def read_config(
     source: str | Path | dict[str, Any], overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
-) -> PipelineConfig:
+) -> RunConfig:
     """Load a configuration from a file or a tree; in ROLL's dialect, keys without an effect here are named and left
     out.
 
@@ -102,7 +117,7 @@ def read_config(
             tell("\n  ".join(told))
 
 
-def leave_out_without_effect(config: PipelineConfig) -> dict[str, str]:
+def leave_out_without_effect(config: RunConfig) -> dict[str, str]:
     """Set keys without effect to their defaults, and return a sentence for each path. One may leave others without."""
     sentences: dict[str, str] = {}
     while True:
@@ -120,11 +135,12 @@ def leave_out_without_effect(config: PipelineConfig) -> dict[str, str]:
 INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist),
     "agentic": (rules.algorithms_are_known, data.models_exist),
+    "sft": (data.models_exist, data.prompts_exist),
 }
 """Rules that can be asked of a configuration in which other keys are missing: each looks at one value that is there."""
 
 
-def loaded(load: Callable[[], PipelineConfig], here: bool = True) -> PipelineConfig:
+def loaded(load: Callable[[], RunConfig], here: bool = True) -> RunConfig:
     """Return what ``load`` returns; add to its problems those that do not depend on what is wrong. ``here``: the run is
     to start on this machine, so what is missing on it is a problem, too. Raises `ConfigError`."""
     try:
@@ -140,18 +156,18 @@ def loaded(load: Callable[[], PipelineConfig], here: bool = True) -> PipelineCon
         raise ConfigError([*error.problems, *more]) from error
 
 
-def check_config(config: PipelineConfig) -> PipelineConfig:
+def check_config(config: RunConfig) -> RunConfig:
     """Return the configuration if it can work; else raise `ConfigError` with every reason.
 
     Only files and the environment are read.
     """
     problems = [*_faults(config), *missing_here(config)]
     if problems:
-        raise ConfigError([*problems, *rules.algorithms_are_known(config)])
+        raise ConfigError([*problems, *_unknown_algorithms(config)])
     return config
 
 
-def check_elsewhere(config: PipelineConfig, may_lack: Sequence[str] = ()) -> list[ConfigProblem]:
+def check_elsewhere(config: RunConfig, may_lack: Sequence[str] = ()) -> list[ConfigProblem]:
     """Return what the machine of the run must have and this one lacks, and before it the problems at ``may_lack``.
 
     Raises `ConfigError` with every other reason that does not depend on the machine.
@@ -160,16 +176,20 @@ def check_elsewhere(config: PipelineConfig, may_lack: Sequence[str] = ()) -> lis
     lacking = [problem for problem in problems if problem.path in may_lack]
     if len(lacking) < len(problems):
         others = [problem for problem in problems if problem not in lacking]
-        raise ConfigError([*others, *rules.algorithms_are_known(config)])
+        raise ConfigError([*others, *_unknown_algorithms(config)])
     return [*lacking, *missing_here(config)]
 
 
-def missing_here(config: PipelineConfig) -> list[ConfigProblem]:
+def _unknown_algorithms(config: RunConfig) -> list[ConfigProblem]:
+    return list(rules.algorithms_are_known(config)) if isinstance(config, PipelineConfig) else []
+
+
+def missing_here(config: RunConfig) -> list[ConfigProblem]:
     """Return a problem for each model, file or device that is missing on this machine."""
     return [problem for rule in MACHINE_RULES[config.pipeline] for problem in rule(config)]
 
 
-def _faults(config: PipelineConfig) -> list[ConfigProblem]:
+def _faults(config: RunConfig) -> list[ConfigProblem]:
     """Return every reason why the configuration cannot work on any machine."""
     problems = [*rules.numbers_are_in_range(config), *rules.options_are_usable(config)]
     reported = [problem.path for problem in problems]
@@ -177,18 +197,21 @@ def _faults(config: PipelineConfig) -> list[ConfigProblem]:
     for path, section, _, item in list(values_below(sane)):
         if path in reported:
             setattr(section, item.name, default_of(item))
-    found = [problem for rule in (*COMMON_RULES, *OWN_RULES[config.pipeline]) for problem in rule(sane)]
+    found = [problem for rule in (*RUN_RULES, *OWN_RULES[config.pipeline]) for problem in rule(sane)]
     return problems + [problem for problem in found if not rules.is_within(problem.path, reported)]
 
 
-def config_warnings(config: PipelineConfig) -> list[str]:
+def config_warnings(config: RunConfig) -> list[str]:
     """Warn about settings that work but are often not intended; the configuration has passed `check_config`."""
-    own = data.env_warnings(config) if isinstance(config, AgenticConfig) else data.data_warnings(rlvr(config))
+    if isinstance(config, AgenticConfig):
+        own = data.env_warnings(config)
+    else:
+        own = data.data_warnings(config if isinstance(config, SFTConfig) else rlvr(config))
     known = config.cluster.device_memory_gib is not None
     misfits = estimate_memory(config).misfits if known else []
     return [
         *devices.device_warnings(config),
         *own,
-        *training.training_warnings(config),
+        *(training.training_warnings(config) if isinstance(config, PipelineConfig) else ()),
         *(f"memory: {misfit} (estimated; see `roll check`)" for misfit in misfits),
     ]

@@ -21,8 +21,8 @@ from roll.configs.errors import ConfigProblem, choose_among, count, shown, witho
 from roll.configs.fields import IMPORT_PATH, changes
 from roll.configs.given import is_given
 from roll.configs.rewards import VERIFIERS
-from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
-from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
+from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource, RowArguments
+from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig, RunConfig, SFTConfig
 
 TRAIN_DATA = "actor_train.data_args"
 VALIDATION_DATA = "validation.data_args"
@@ -30,26 +30,33 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Patterns of the files that tokenizers are read from."""
 
 
-def files_of(data: DataArguments) -> list[str]:
+def files_of(data: RowArguments) -> list[str]:
     """Return the files of a data section as a list."""
     return [data.file_name] if isinstance(data.file_name, str) else data.file_name
 
 
-def needs_datasets(data: DataArguments) -> bool:
+def needs_datasets(data: RowArguments) -> bool:
     """Return True if a data section is read by the package `datasets`."""
     return bool(data.hub) or any(name.endswith(".parquet") for name in files_of(data))
 
 
-def data_sections(config: RLVRConfig) -> dict[str, DataArguments]:
-    """Return the sections of prompts, of training and of validation, by path."""
-    sections = {TRAIN_DATA: config.actor_train.data_args}
+def task_sets(data: RowArguments) -> list[ReasoningGymSource]:
+    """Return the procedural task sets of a data section; examples have none."""
+    return data.reasoning_gym if isinstance(data, DataArguments) else []
+
+
+def data_sections(config: RLVRConfig | SFTConfig) -> dict[str, RowArguments]:
+    """Return the sections of prompts or examples, of training and of validation, by path."""
+    sections: dict[str, RowArguments] = {TRAIN_DATA: config.actor_train.data_args}
     return sections if config.validation is None else sections | {VALIDATION_DATA: config.validation.data_args}
 
 
-def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def models_exist(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject a model folder without its files, or a policy without a tokenizer. A hub name is tried when the model
     loads."""
-    paths = {"pretrain": config.pretrain, "reward_pretrain": config.reward_pretrain or ""}
+    paths = {"pretrain": config.pretrain}
+    if isinstance(config, PipelineConfig):
+        paths["reward_pretrain"] = config.reward_pretrain or ""
     for name, role in roles_and_reward_models(config).items():
         paths[f"{name}.model_args.model_name_or_path"] = role.model_args.model_name_or_path or ""
     for path, model in paths.items():
@@ -64,19 +71,17 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
 
 
-def lengths_fit_the_model(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def lengths_fit_the_model(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject sequences that are longer than the positions of the policy, if its files are here."""
     model, longest = Path(model_path(config, config.actor_train)), sequence_length(config)
     positions, is_scaled = positions_of(model)
-    if (
-        positions is None
-        or longest <= positions
-        or (is_scaled and config.actor_infer.strategy_args.strategy_name != "hf_infer")
-    ):
+    if positions is None or longest <= positions:
         return
-    is_cut = (
-        config.sequence_length is not None and config.sequence_length < config.prompt_length + config.response_length
-    )
+    is_cut = isinstance(config, SFTConfig)
+    if isinstance(config, PipelineConfig):
+        if is_scaled and config.actor_infer.strategy_args.strategy_name != "hf_infer":
+            return
+        is_cut = (config.sequence_length or longest + 1) < config.prompt_length + config.response_length
     path = "sequence_length" if is_cut else "response_length"
     message = f"sequences of up to {longest:,} tokens are longer than the {positions:,} positions of {model}"
     lower = "it" if is_cut else "`prompt_length` or `response_length`"
@@ -104,15 +109,18 @@ def is_local(model: str) -> bool:
     return looks_local or Path(model).exists() or (bool(rest) and Path(first).is_dir())
 
 
-def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def prompts_are_named(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
     """Reject a data section without a source, files named twice, and task sets without a name or of both uses."""
-    trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]
+    trained = [(source.dataset, source.config, source.seed) for source in task_sets(config.actor_train.data_args)]
+    rows = "examples" if isinstance(config, SFTConfig) else "prompts"
     for path, data in data_sections(config).items():
         files = files_of(data)
-        if not files and not data.reasoning_gym and not data.hub:
+        if not files and not task_sets(data) and not data.hub:
             use = "training" if path == TRAIN_DATA else "validation"
             remedy = f"set `{path}.file_name`, `{path}.hub` or `{path}.reasoning_gym`"
-            yield ConfigProblem(path, f"there are no {use} prompts", remedy)
+            if isinstance(config, SFTConfig):
+                remedy = f"set `{path}.file_name` or `{path}.hub`"
+            yield ConfigProblem(path, f"there are no {use} {rows}", remedy)
         for name, times in Counter(files).items():
             if times > 1:
                 yield ConfigProblem(f"{path}.file_name", f"{shown(name)} is named {times} times", "name each file once")
@@ -124,7 +132,7 @@ def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
             if not files and not data.hub:
                 remedy = "remove it, or name files or data sets"
                 yield without_effect(f"{path}.columns.{field}", column, "task sets have no columns", remedy)
-        for index, source in enumerate(data.reasoning_gym):
+        for index, source in enumerate(task_sets(data)):
             if not source.dataset:
                 remedy = "write the name of a reasoning-gym dataset, for example basic_arithmetic"
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}].dataset", "no dataset is named", remedy)
@@ -133,8 +141,9 @@ def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}].seed", message, "give validation another seed")
 
 
-def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject a file of prompts that is missing or empty."""
+def prompts_exist(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
+    """Reject a file of prompts or examples that is missing or empty."""
+    row = "example" if isinstance(config, SFTConfig) else "prompt"
     for path, data in data_sections(config).items():
         for index, name in enumerate(files_of(data)):
             file, reason = Path(name), ""
@@ -145,11 +154,11 @@ def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
             if reason:
                 where = f"{path}.file_name" + ("" if isinstance(data.file_name, str) else f"[{index}]")
                 yield ConfigProblem(
-                    where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line, or a Parquet file"
+                    where, f"{shown(name)} {reason}", f"give a JSONL file with one {row} per line, or a Parquet file"
                 )
 
 
-def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def domain_shares_fit(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
     """Reject shares of domains that are no numbers of at least 0, or do not match the domains known in advance."""
     for section, data in data_sections(config).items():
         path, shares = f"{section}.domain_interleave_probs", data.domain_interleave_probs
@@ -160,7 +169,7 @@ def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{path}.{domain}", f"{share} is no share", "write a number of at least 0")
         if not wrong and sum(shares.values()) == 0:
             yield ConfigProblem(path, f"{shown(shares)} adds up to 0", "give at least one domain a share above 0")
-        domains = {_domain(source) for source in data.reasoning_gym if source.dataset}
+        domains = {_domain(source) for source in task_sets(data) if source.dataset}
         if files_of(data) or data.hub or not domains:
             continue
         for domain in sorted(set(shares) - domains):
@@ -200,7 +209,7 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(f"rewards.{name}.tag_included", message, "let each domain be judged by one reward")
             owners[tag] = name
     for path, data in data_sections(config).items():
-        for index, source in enumerate(data.reasoning_gym):
+        for index, source in enumerate(task_sets(data)):
             if source.dataset and _domain(source) not in owners:
                 judged = ", ".join(f"`{tag}`" for tag in owners)
                 remedy = f"add it to the `tag_included` of a reward; judged now: {judged}"
@@ -234,7 +243,17 @@ def validation_is_complete(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, f"{value} has no effect on episodes", "set `val_env_manager.group_size` instead")
 
 
-def data_warnings(config: RLVRConfig) -> Iterator[str]:
+def validation_has_examples(config: SFTConfig) -> Iterator[ConfigProblem]:
+    """Require examples and `eval_steps` for validation."""
+    if config.eval_steps > 0 and config.validation is None:
+        message = f"{config.eval_steps} asks for validation, but there are no validation examples"
+        yield ConfigProblem("eval_steps", message, f"add `{VALIDATION_DATA}`, or set 0")
+    if config.eval_steps == 0 and config.validation is not None:
+        remedy = "set `eval_steps` to how often, or remove this section (on the command line: `validation=null`)"
+        yield ConfigProblem("validation", "has no effect: eval_steps is 0", remedy)
+
+
+def data_warnings(config: RLVRConfig | SFTConfig) -> Iterator[str]:
     """Warn about data that works but may not be intended."""
     train = config.actor_train.data_args
     if config.validation is not None:
@@ -243,9 +262,12 @@ def data_warnings(config: RLVRConfig) -> Iterator[str]:
     shares = train.domain_interleave_probs
     if shares is not None and not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
         yield f"{TRAIN_DATA}.domain_interleave_probs adds up to {sum(shares.values()):g}; each is divided by the sum"
-    if train.max_samples is not None and train.max_samples < config.rollout_batch_size:
-        prompts = count(train.max_samples, "prompt")
-        yield f"{TRAIN_DATA}.max_samples keeps {prompts}: a step of {config.rollout_batch_size} repeats them"
+    if isinstance(config, SFTConfig):
+        row, size = "example", config.train_batch_size
+    else:
+        row, size = "prompt", config.rollout_batch_size
+    if train.max_samples is not None and train.max_samples < size:
+        yield f"{TRAIN_DATA}.max_samples keeps {count(train.max_samples, row)}: a step of {size} repeats them"
 
 
 ENV_MANAGERS = ("trajectory", "step")

@@ -13,13 +13,13 @@ from roll.configs import derived
 from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.roles import GeneratingArguments, ModelArguments
-from roll.configs.run import PipelineConfig
+from roll.configs.run import PipelineConfig, RunConfig
 from roll.configs.strategies import ENGINES, Options, Trainer, strategy_of
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
 
-def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
+def readable_mappings(config: RunConfig) -> dict[str, list[int]]:
     """Return the devices of each role whose mapping can be read."""
     mappings = {}
     for name, mapping in derived.device_mappings(config).items():
@@ -30,7 +30,7 @@ def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
     return mappings
 
 
-def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def cluster_can_be_reached(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject several nodes without a cluster address, malformed addresses, and too many devices."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address is None:
@@ -44,7 +44,7 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
 
 
-def attention_can_be_computed(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def attention_can_be_computed(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject `attn_implementation` for strategies that choose their attention themselves, and where it cannot run."""
     for name, role in derived.roles_and_reward_models(config).items():
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
@@ -62,7 +62,7 @@ def attention_can_be_computed(config: PipelineConfig) -> Iterator[ConfigProblem]
             yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
 
 
-def gpus_are_visible(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def gpus_are_visible(config: RunConfig) -> Iterator[ConfigProblem]:
     """Require an NVIDIA driver here for a run that starts its own cluster on GPUs."""
     cluster = config.cluster
     if cluster.device == "cuda" and cluster.address is None and not sees_gpus(os.environ, Path("/dev")):
@@ -79,7 +79,7 @@ def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
     return any(device_files.glob("nvidia[0-9]*")) or (device_files / "dxg").exists()
 
 
-def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def devices_exist(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject devices that the cluster does not have."""
     total = derived.total_devices(config)
     for name, mapping in derived.device_mappings(config).items():
@@ -99,7 +99,7 @@ def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, f"{named}, but there are {total} ({nodes}), counted from 0", remedy)
 
 
-def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def roles_share_devices_whole(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject partial overlaps: two roles are separate, or one role's devices contain the other's.
 
     Roles that share a device share one lock.
@@ -205,7 +205,7 @@ def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, f"{size}: hf_infer computes on one GPU, the others would idle", "write 1")
 
 
-def device_warnings(config: PipelineConfig) -> Iterator[str]:
+def device_warnings(config: RunConfig) -> Iterator[str]:
     """Warn about devices that no role uses."""
     used = {device for devices in readable_mappings(config).values() for device in devices}
     idle = set(range(derived.total_devices(config))) - used

@@ -33,7 +33,7 @@ from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import TRAINED_ROLES, WorkerConfig
-from roll.configs.run import PipelineConfig
+from roll.configs.run import PipelineConfig, RunConfig
 from roll.configs.strategies import Options, strategy_of
 
 MOVED_STATES = ("weights", "adapters", "optimizer")
@@ -72,7 +72,7 @@ class MemoryEstimate:
     """Messages about memory that fits, but barely."""
 
 
-def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
+def estimate_memory(config: RunConfig) -> MemoryEstimate:
     """Estimate the memory of a configuration that passed `check_config`."""
     on_gpu, size = config.cluster.device == "cuda", config.cluster.device_memory_gib
     device_bytes = size * GIB if size is not None and on_gpu else None
@@ -91,7 +91,7 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
         if isinstance(section, RewardConfig):
             memory = _scorer(config, name, section, shape)
         elif name == "actor_infer":
-            memory = engine_memory(config, shape, device_bytes)
+            memory = engine_memory(derived.reinforcement(config), shape, device_bytes)
         else:
             memory = _rank(config, name, section, shape)
         title = f"{section.strategy_args.strategy_name}, {model} ({shape.parameters / 1e9:.2f} billion parameters)"
@@ -110,13 +110,13 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
     return MemoryEstimate(on_gpu, roles, groups, _host(config, roles), device_bytes, reasons, misfits, tight)
 
 
-def _takes_a_share(config: PipelineConfig, roles: list[RoleMemory], peak: float) -> bool:
+def _takes_a_share(config: RunConfig, roles: list[RoleMemory], peak: float) -> bool:
     """Return True if the peak is that of vLLM, which takes its configured share of the device, however large."""
-    vllm = config.actor_infer.strategy_args.strategy_name == "vllm"
+    vllm = isinstance(config, PipelineConfig) and config.actor_infer.strategy_args.strategy_name == "vllm"
     return vllm and all(role.peak < peak - 2 * CONTEXT for role in roles if role.role != "actor_infer")
 
 
-def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: ModelShape) -> RoleMemory:
+def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape) -> RoleMemory:
     """Estimate a trainer or a forward-only role."""
     trainer = _trainer(config, section, shape, learns=name in TRAINED_ROLES)
     memory, on_gpu = trainer_memory(trainer), trainer.on_gpu
@@ -132,7 +132,7 @@ def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: Model
         how = f"one matrix at a time, whole, in {trainer.dtype}"
         part = Part("a new weight", trainer.element * shape.largest_matrix, how)
         phases.append(Phase("new weights are loaded", (part,)))
-    if name == "actor_train":
+    if name == "actor_train" and isinstance(config, PipelineConfig):
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
         how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of the first rank"
         publication = Part("publication", buffers * shape.parameters * ELEMENT_BYTES[dtype], how)
@@ -141,6 +141,7 @@ def _rank(config: PipelineConfig, name: str, section: WorkerConfig, shape: Model
             stays = publication.size
         else:
             host_of_first.append(publication)
+    if name == "actor_train":
         model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
         # With checkpoints a model is written while training continues. On GPUs it always adds to the host's memory.
         if on_gpu or config.save_steps > 0:
@@ -172,7 +173,7 @@ def _loading(name: str, section: WorkerConfig, trainer: Trainer, shape: ModelSha
     return Part("models while they load", size, f"{name}: each rank reads {what}")
 
 
-def _scorer(config: PipelineConfig, name: str, reward: RewardConfig, shape: ModelShape) -> RoleMemory:
+def _scorer(config: RunConfig, name: str, reward: RewardConfig, shape: ModelShape) -> RoleMemory:
     """Estimate a reward model, which holds its weights and scores a batch; ``shape`` has a scalar head.
 
     A conversation is assumed to have the same number of tokens for the reward model as for the policy.
@@ -195,7 +196,7 @@ def _scorer(config: PipelineConfig, name: str, reward: RewardConfig, shape: Mode
     )
 
 
-def _trainer(config: PipelineConfig, role: WorkerConfig, shape: ModelShape, *, learns: bool) -> Trainer:
+def _trainer(config: RunConfig, role: WorkerConfig, shape: ModelShape, *, learns: bool) -> Trainer:
     """Return a rank with the largest micro-batches that `plan_micro_batches` makes.
 
     One has as many samples as the budget holds, or one sample that is longer by itself.
@@ -229,7 +230,7 @@ def _trainer(config: PipelineConfig, role: WorkerConfig, shape: ModelShape, *, l
     )
 
 
-def _devices(config: PipelineConfig, roles: list[RoleMemory], on_gpu: bool) -> list[DeviceMemory]:
+def _devices(config: RunConfig, roles: list[RoleMemory], on_gpu: bool) -> list[DeviceMemory]:
     """Group devices by the roles that use them, and estimate each group."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for device in range(derived.total_devices(config)):
@@ -261,7 +262,7 @@ def _together(roles: list[RoleMemory], devices: list[int]) -> tuple[float, str]:
     return first + sum(each), "all processes together"
 
 
-def _host(config: PipelineConfig, roles: list[RoleMemory]) -> list[Part]:
+def _host(config: RunConfig, roles: list[RoleMemory]) -> list[Part]:
     """Return the host memory of the node that needs most, on GPUs.
 
     It holds loading models, weight updates, checkpoints, states kept there, and states that leave a shared device.

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roll.check.config import config_warnings
-from roll.check.data import data_sections, files_of, is_local, needs_datasets
+from roll.check.data import data_sections, files_of, is_local, needs_datasets, task_sets
 from roll.check.devices import sees_gpus
 from roll.check.memory import TIGHT, MemoryEstimate
 from roll.check.memory_parts import GIB
@@ -24,21 +24,63 @@ from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import COMPARED_ROLES, DataArguments, WorkerConfig
-from roll.configs.run import AgenticConfig, DistillationConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
+from roll.configs.roles import COMPARED_ROLES, RowArguments, WorkerConfig
+from roll.configs.run import (
+    AgenticConfig,
+    DistillationConfig,
+    EnvManagerConfig,
+    PipelineConfig,
+    RLVRConfig,
+    RunConfig,
+    SFTConfig,
+)
 from roll.configs.strategies import Strategy, strategy_of
 from roll.distribution import install_command
 
 
-def plan(config: PipelineConfig) -> str:
+def plan(config: RunConfig) -> str:
     """Format what a checked configuration comes to (samples a step, optimizer steps, lag, ...) as console lines."""
     rows = plan_rows(config)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def plan_rows(config: PipelineConfig) -> list[tuple[str, str]]:
+def plan_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Return what a checked configuration comes to, as pairs of subject and sentence."""
+    own = _supervised_rows(config) if isinstance(config, SFTConfig) else _rollout_rows(derived.reinforcement(config))
+    return [
+        *own,
+        ("metrics", ", ".join(["metrics.jsonl", *tracker_words(config)])),
+        *(("warning", warning) for warning in config_warnings(config)),
+    ]
+
+
+def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
+    """Return the rows of a supervised fine-tuning."""
+    slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
+    actor, devices = config.actor_train, count(derived.total_devices(config), slots)
+    length = count(config.max_steps, "training step")
+    if config.epochs is not None:
+        length = "1 pass over the examples" if config.epochs == 1 else f"{config.epochs:,} passes over the examples"
+    optimizer = f"one optimizer step per training step, loss {config.loss_agg_mode} over the tokens of responses"
+    if config.epochs is None and (warmup := derived.warmup_steps(config, actor)):
+        optimizer += f"; {count(config.max_steps, 'step')}, {warmup:,} of them warm-up"
+    validation = "none"
+    if config.validation is not None:
+        rhythm = f"before the first step, every {_steps(config.eval_steps)} and after the last"
+        validation = f"loss on {_sources(config.validation.data_args)}: {rhythm}"
+    return [
+        ("run", f"{config.exp_name}: supervised fine-tuning, {length} on {devices}"),
+        ("actor_train", _role(config, "actor_train", actor)),
+        ("data", _sources(actor.data_args)),
+        ("batch", f"{count(config.train_batch_size, 'example')} a step, of up to {config.sequence_length:,} tokens"),
+        ("optimizer", optimizer),
+        ("validation", validation),
+    ]
+
+
+def _rollout_rows(config: PipelineConfig) -> list[tuple[str, str]]:
+    """Return the rows of a run of reinforcement learning."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)
@@ -67,19 +109,17 @@ def plan_rows(config: PipelineConfig) -> list[tuple[str, str]]:
         ("staleness", _staleness(config)),
         ("weights", _weights(config)),
         ("validation", _validation(config)),
-        ("metrics", ", ".join(["metrics.jsonl", *tracker_words(config)])),
-        *(("warning", warning) for warning in config_warnings(config)),
     ]
 
 
-def _role(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> str:
+def _role(config: RunConfig, name: str, role: WorkerConfig | RewardConfig) -> str:
     owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
     devices, strategy, target = owned[name], strategy_of(name, role), role.model_args.lora_target
     sharing = [other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)]
     whole_models = isinstance(role, RewardConfig) or (strategy is not None and strategy.replicates)
     workers = count(len(devices), "replica" if whole_models else "rank")
     if name == "actor_infer":
-        workers = count(derived.engine_replicas(config), "replica")
+        workers = count(derived.engine_replicas(derived.reinforcement(config)), "replica")
     adapters = ""
     if target is not None:
         layers = target if isinstance(target, str) else ", ".join(target)
@@ -101,8 +141,8 @@ def _environments(config: AgenticConfig, manager: EnvManagerConfig) -> str:
     )
 
 
-def _sources(data: DataArguments) -> str:
-    tasks = [f"{source.dataset} ({count(source.size, 'task')}, seed {source.seed})" for source in data.reasoning_gym]
+def _sources(data: RowArguments) -> str:
+    tasks = [f"{source.dataset} ({count(source.size, 'task')}, seed {source.seed})" for source in task_sets(data)]
     hub = [f"{source.dataset} ({source.split})" for source in data.hub]
     return ", ".join([*files_of(data), *hub, *tasks])
 
@@ -193,7 +233,7 @@ class Need:
     here: bool
 
 
-def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
+def needs(config: RunConfig, estimate: MemoryEstimate) -> list[Need]:
     """List everything that a checked configuration needs."""
     return [*_inputs(config), *_packages(config), *_trackers(config), *_devices(config, estimate)]
 
@@ -202,7 +242,7 @@ def _need(what: str, here: bool, missing: str, present: str = "installed") -> Ne
     return Need(what, present if here else missing, here)
 
 
-def missing_packages(config: PipelineConfig) -> dict[str, Strategy]:
+def missing_packages(config: RunConfig) -> dict[str, Strategy]:
     """Return role -> its strategy, where the package of the strategy is not installed here."""
     strategies = {role: strategy_of(role, section) for role, section in derived.present_roles(config).items()}
     return {
@@ -214,7 +254,7 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _inputs(config: PipelineConfig) -> Iterator[Need]:
+def _inputs(config: RunConfig) -> Iterator[Need]:
     """List models, judges that must answer when the run starts (no request is sent here), and files of prompts."""
     roles = derived.roles_and_reward_models(config).values()
     for model in sorted({derived.model_path(config, role) for role in roles}):
@@ -222,13 +262,15 @@ def _inputs(config: PipelineConfig) -> Iterator[Need]:
             yield _need(f"model {model}", (Path(model) / "config.json").is_file(), "not here", "here")
         else:
             yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
-    if not isinstance(config, RLVRConfig):
+    if not isinstance(config, RLVRConfig | SFTConfig):
         return
-    judges = {(each.judge.model, each.judge.base_url) for each in config.rewards.values() if each.judge is not None}
+    rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
+    judges = {(each.judge.model, each.judge.base_url) for each in rewards if each.judge is not None}
     for model, address in sorted(judges):
         yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
     for name in sorted({name for section in data_sections(config).values() for name in files_of(section)}):
-        yield _need(f"data {name}", Path(name).is_file(), "not here: JSONL or Parquet, one prompt per row", "here")
+        row = "example" if isinstance(config, SFTConfig) else "prompt"
+        yield _need(f"data {name}", Path(name).is_file(), f"not here: JSONL or Parquet, one {row} per row", "here")
     sources = [source for section in data_sections(config).values() for source in section.hub]
     for dataset in sorted({source.dataset for source in sources}):
         here = Path(dataset).is_dir()
@@ -237,7 +279,7 @@ def _inputs(config: PipelineConfig) -> Iterator[Need]:
         )
 
 
-def _packages(config: PipelineConfig) -> Iterator[Need]:
+def _packages(config: RunConfig) -> Iterator[Need]:
     strategies = {
         section.strategy_args.strategy_name: strategy_of(role, section)
         for role, section in derived.present_roles(config).items()
@@ -252,7 +294,7 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
             yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         yield _package("peft", install_command("peft"))
-    if isinstance(config, RLVRConfig) and any(map(needs_datasets, data_sections(config).values())):
+    if isinstance(config, RLVRConfig | SFTConfig) and any(map(needs_datasets, data_sections(config).values())):
         yield _package("datasets", install_command("datasets"))
     if any(
         section.model_args.attn_implementation == "flash_attention_2"
@@ -267,7 +309,7 @@ def _package(name: str, install: str) -> Need:
     return _need(f"package {name}", _installed(name), f"not installed here: {install}")
 
 
-def _trackers(config: PipelineConfig) -> Iterator[Need]:
+def _trackers(config: RunConfig) -> Iterator[Need]:
     for name, plug_in, options in chosen_trackers(config):
         if plug_in.package is not None:
             missing = f"not installed here: {plug_in.install}"
@@ -278,7 +320,7 @@ def _trackers(config: PipelineConfig) -> Iterator[Need]:
             yield _need(f"variable {secret}", here, f"not set here: the key of {name}", "set")
 
 
-def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]:
+def _devices(config: RunConfig, estimate: MemoryEstimate) -> Iterator[Need]:
     cluster = config.cluster
     if cluster.num_nodes > 1:
         yield Need(f"{cluster.num_nodes} nodes", f"a Ray cluster at {cluster.address}", False)

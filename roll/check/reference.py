@@ -30,7 +30,7 @@ from roll.configs.fields import default_of, describe, is_optional, range_of, sec
 from roll.configs.loader import PIPELINES
 from roll.configs.plugins import Kind, PlugIn, help_text, parameters_of
 from roll.configs.roles import UNREAD_PATHS
-from roll.configs.run import PipelineConfig
+from roll.configs.run import PipelineConfig, RunConfig
 
 CORRECTION_PARTS = {
     "`train_infer_correction`": Correction,
@@ -43,10 +43,23 @@ CORRECTION_PARTS = {
 
 def keys() -> str:
     """Return the sections of all keys: those of every pipeline, then those of each."""
-    common = [path for path, _, _ in walk(PipelineConfig)]
-    parts = ["## Every pipeline\n\n" + _key_tables(PipelineConfig, UNREAD_PATHS)]
-    parts += [f"## Pipeline `{name}`\n\n{cls.__doc__}\n\n{_key_tables(cls, common)}" for name, cls in PIPELINES.items()]
+    rollouts = [name for name, cls in PIPELINES.items() if issubclass(cls, PipelineConfig)]
+    parts = ["## Every pipeline\n\n" + _key_tables(RunConfig, UNREAD_PATHS)]
+    title = "## Pipelines " + " and ".join(f"`{name}`" for name in rollouts)
+    shared = _key_tables(PipelineConfig, _documented(RunConfig, PipelineConfig))
+    parts.append(f"{title}\n\n{PipelineConfig.__doc__}\n\n{shared}")
+    for name, cls in PIPELINES.items():
+        above = PipelineConfig if name in rollouts else RunConfig
+        parts.append(f"## Pipeline `{name}`\n\n{cls.__doc__}\n\n{_key_tables(cls, _documented(above, cls))}")
     return "\n".join(parts)
+
+
+def _documented(above: type, cls: type) -> list[str]:
+    """Return the paths of ``cls`` that need no second row: those that ``above`` has with the same words, and what
+    nothing reads."""
+    known = {path: (item.metadata["help"], kind) for path, item, kind in walk(above)}
+    same = [path for path, item, kind in walk(cls) if known.get(path) == (item.metadata["help"], kind)]
+    return [*same, *UNREAD_PATHS]
 
 
 def _key_tables(cls: type, without: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ Only the named trackers are imported, and their libraries are not.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -41,13 +42,15 @@ from roll.configs.run import (
     ChaosEvent,
     PipelineConfig,
     RLVRConfig,
+    RunConfig,
+    SFTConfig,
 )
 from roll.configs.strategies import FORWARD_STRATEGIES, Options, Trainer, strategies_of, strategy_of
 from roll.tracking.plugins.process import TrackerPlugIn
 from roll.tracking.run_directory import RunDirectory
 
 
-def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def numbers_are_in_range(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject numbers outside the range that their field declares, infinity and NaN included."""
     for path, section, value, item in fields.values_below(config):
         limits = fields.range_of(fields.field_types(section.__class__)[item.name])
@@ -56,7 +59,7 @@ def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(fields.default_of(item))}")
 
 
-def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def switched_off_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject keys without what they need; other rules report sections that nothing reads as a whole."""
     unread = [*UNREAD_PATHS, *(role for role in derived.role_sections(config) if derived.is_trainer(config, role))]
     if isinstance(config, AgenticConfig):
@@ -83,14 +86,18 @@ def is_within(path: str, others: Iterable[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") for other in others)
 
 
-def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def unread_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject keys of a role that only other roles read, and settings of a role that is the trainer itself."""
     for role, section in derived.present_roles(config).items():
         for path, value in fields.changes(section, *UNREAD_KEYS[role]):
             key = path.partition(".")[0]
             readers = [f"`{name}.{path}`" for name, unread in UNREAD_KEYS.items() if key not in unread]
             remedy = f"it belongs under {' or '.join(readers)}"
+            if isinstance(config, SFTConfig):
+                remedy = "remove it: nothing is generated in `pipeline: sft`"
             yield without_effect(f"{role}.{path}", value, "nothing reads this key here", remedy)
+    if not isinstance(config, PipelineConfig):
+        return
     if config.actor_logp is not None and derived.logp_is_trainer(config):
         for path, value in fields.changes(config.actor_logp):
             if path != "device_mapping":
@@ -113,15 +120,21 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
                 yield without_effect(f"{role}.{path}", value, reason, remedy)
 
 
-def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def inert_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject keys that several other settings together leave without effect."""
     for prefix, section, keys, reason, remedy in _inert_keys(config):
         for path, value in fields.changes(section, *keys):
             yield without_effect(prefix + path, value, reason, remedy)
 
 
-def _inert_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
+def _inert_keys(config: RunConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
     """Yield prefix and section of keys without effect, their names, the reason and the remedy."""
+    yield from _inert_keys_of_roles(config)
+    if isinstance(config, PipelineConfig):
+        yield from _inert_keys_of_rollouts(config)
+
+
+def _inert_keys_of_rollouts(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
     if all(reward.model_args.model_name_or_path is not None for reward in derived.reward_models(config).values()):
         remedy = "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own"
         yield "", config, ("reward_pretrain",), "no reward loads this model", remedy
@@ -138,19 +151,6 @@ def _inert_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, .
         yield "", config, ("staleness_policy",), reason + "no group is ever late", remedy
         if config.consumption == "ready_first":
             yield "", config, ("consumption",), reason + "a step needs every group", remedy
-    for name, role in derived.trained_roles(config).items():
-        if role.use_dynamic_batching_in_train and role.training_args.gradient_accumulation_steps is None:
-            reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
-            remedy = "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`, or remove this key"
-            yield f"{name}.training_args.", role.training_args, ("per_device_train_batch_size",), reason, remedy
-    for name, section in derived.roles_and_reward_models(config).items():
-        reason, remedy = "only actor_train learns with adapters", "remove this key"
-        if isinstance(section, RewardConfig):
-            reason, remedy = "a reward model is not trained", "remove it; merge adapters into the model"
-        elif name == "actor_train":
-            reason, remedy = "no layer has adapters", "set `lora_target`, or remove this key"
-        if name != "actor_train" or section.model_args.lora_target is None:
-            yield f"{name}.model_args.", section.model_args, ADAPTER_KEYS, reason, remedy
     validation, mappings = derived.validation_settings(config), readable_mappings(config)
     engine = mappings.pop("actor_infer", [])
     if validation is not None and validation.mode == "overlap":
@@ -186,6 +186,23 @@ def _rewardless_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[s
     yield "", config, tuple(keys), reason, "set `distillation.reward_coef` above 0, or remove this key"
 
 
+def _inert_keys_of_roles(config: RunConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
+    for name, role in derived.trained_roles(config).items():
+        if role.use_dynamic_batching_in_train and role.training_args.gradient_accumulation_steps is None:
+            reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
+            other = "" if isinstance(config, SFTConfig) else "`gradient_accumulation_steps`, or "
+            remedy = f"set {other}`use_dynamic_batching_in_train: false`, or remove this key"
+            yield f"{name}.training_args.", role.training_args, ("per_device_train_batch_size",), reason, remedy
+    for name, section in derived.roles_and_reward_models(config).items():
+        reason, remedy = "only actor_train learns with adapters", "remove this key"
+        if isinstance(section, RewardConfig):
+            reason, remedy = "a reward model is not trained", "remove it; merge adapters into the model"
+        elif name == "actor_train":
+            reason, remedy = "no layer has adapters", "set `lora_target`, or remove this key"
+        if name != "actor_train" or section.model_args.lora_target is None:
+            yield f"{name}.model_args.", section.model_args, ADAPTER_KEYS, reason, remedy
+
+
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require that an argument under ROLL's name belongs to the chosen policy loss and is given once."""
     actor = config.actor_train
@@ -201,7 +218,7 @@ def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
 
 
-def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def names_are_known(config: RunConfig) -> Iterator[ConfigProblem]:
     """Require a model for each role, known strategies, and import paths for custom classes, which are looked up
     later."""
     if not all(derived.model_path(config, role) for role in derived.present_roles(config).values()):
@@ -230,7 +247,7 @@ def is_worker_of_roll(name: str | None) -> bool:
     return name is not None and name.startswith("roll.") and ":" not in name
 
 
-def workers_of_roll_have_a_place(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def workers_of_roll_have_a_place(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject ROLL's worker classes, with what takes their place."""
     rewards = config.rewards if isinstance(config, RLVRConfig) else {}
     workers = {name: section.worker_cls for name, section in derived.present_roles(config).items()}
@@ -258,7 +275,7 @@ def algorithms_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     yield from problems_of(partial(ADVANTAGE_ESTIMATORS.find, config.adv_estimator, "adv_estimator"))
 
 
-def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def output_can_be_written(config: RunConfig) -> Iterator[ConfigProblem]:
     """Require that the run's folder can be created."""
     if config.output_dir is None:
         if not re.fullmatch(r"[^/\\\0]+", config.exp_name) or config.exp_name in (".", ".."):
@@ -282,7 +299,7 @@ def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("output_dir", message, "choose a folder that you may write to")
 
 
-def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def options_are_usable(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject values that `OPTIONS` does not allow."""
     for name, role in derived.present_roles(config).items():
         strategy = strategy_of(name, role)
@@ -294,14 +311,38 @@ def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {fields.describe(kind)}")
 
 
-def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require a checkpoint to restart from, and an asynchronous run if it may fall back to ratio 0."""
+def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:
+    """Reject a number of steps beside a number of passes over the examples."""
+    if config.epochs is not None:
+        for path, value in fields.changes(config, "max_steps"):
+            yield without_effect(path, value, f"epochs is {config.epochs}", "keep one of the two")
+
+
+def nothing_falls_back(config: SFTConfig) -> Iterator[ConfigProblem]:
+    """Reject the mode to which only rollouts can fall back."""
+    after = config.restarts.synchronous_after
+    if after is not None:
+        reason = "supervised fine-tuning generates nothing ahead"
+        yield without_effect("restarts.synchronous_after", after, reason, "remove this key")
+
+
+def restarts_have_a_checkpoint(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Require a checkpoint to restart from."""
     restarts = config.restarts
     if restarts.max_in_a_row == 0:
         return
-    if not 0 < config.save_steps < config.max_steps:
+    steps = math.inf if isinstance(config, SFTConfig) and config.epochs else config.max_steps
+    if not 0 < config.save_steps < steps:
         message = f"{restarts.max_in_a_row} would each begin at step 0: the run writes no checkpoints on its way"
         yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps` below `max_steps`, or remove this key")
+
+
+def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require a fault that ends with the attempt it happens in, and an asynchronous run if it may fall back to ratio
+    0."""
+    restarts = config.restarts
+    if restarts.max_in_a_row == 0:
+        return
     for index, event in enumerate(config.chaos.events):
         if (event.kind, event.role) == ("fill_disk", "driver"):
             message = "fill_disk of the driver would last through its restarts, which are made by the same process"
@@ -425,7 +466,7 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
             yield ConfigProblem(path, f"{obstacle.message}, and {room}", remedy)
 
 
-def chosen_trackers(config: PipelineConfig) -> list[tuple[str, type[TrackerPlugIn], Any]]:
+def chosen_trackers(config: RunConfig) -> list[tuple[str, type[TrackerPlugIn], Any]]:
     """Return name, class and options of each plug-in tracker of a run, without those whose options are wrong."""
     chosen = []
     for name in derived.tracker_list(config):
@@ -443,13 +484,13 @@ def _plug_in(name: str) -> type[TrackerPlugIn] | None:
     return found
 
 
-def tracker_words(config: PipelineConfig) -> list[str]:
+def tracker_words(config: RunConfig) -> list[str]:
     """Describe where metrics go besides `metrics.jsonl`."""
     words = [f"{name} ({plug_in.mode(options)})" for name, plug_in, options in chosen_trackers(config)]
     return ["TensorBoard", *words] if derived.tracker_list(config) else words
 
 
-def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def trackers_are_known(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject unknown and repeated trackers, options of trackers that are unknown or unused, and unknown options."""
     names = derived.tracker_list(config)
     as_list = not isinstance(config.track_with, str)
@@ -488,7 +529,7 @@ def _strict(kind: type) -> type:
     return make_dataclass(kind.__name__, [], bases=(kind,), namespace={"__pydantic_config__": {"extra": "forbid"}})
 
 
-def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def trackers_are_here(config: RunConfig) -> Iterator[ConfigProblem]:
     """Require the package of each tracker, and its key in the environment."""
     for name, plug_in, options in chosen_trackers(config):
         if plug_in.package is not None and not is_installed(plug_in.package):

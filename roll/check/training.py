@@ -10,11 +10,11 @@ from roll.configs import derived
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.roles import TRAINED_ROLES, UNREAD_KEYS
-from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.configs.run import AgenticConfig, PipelineConfig, RunConfig, SFTConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, Options, Trainer, strategy_of
 
 
-def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject what a trainer cannot do: samples in one row that it cannot separate, adapters, and bfloat16 with
     DeepSpeed's stage 0, which keeps no float32 gradients or master weights. Reject adapters that name no layer."""
     for name, role in derived.present_roles(config).items():
@@ -53,8 +53,8 @@ def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
 
 
 def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject a bound below what the ratio generates ahead, an update interval longer than the run, two ways to set the
-    warm-up, and a run in which the policy never learns."""
+    """Reject a bound below what the ratio generates ahead, an update interval longer than the run, and a run in which
+    the policy never learns."""
     interval, least = config.weight_update.interval_steps, derived.least_staleness(config)
     if config.max_staleness is not None and config.max_staleness < least:
         ahead = math.ceil(config.async_generation_ratio)
@@ -69,32 +69,43 @@ def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
         steps = count(config.max_steps, "step")
         message = f"{interval} is more than the {steps} of the run: no weights would be published"
         yield ConfigProblem("weight_update.interval_steps", message, f"set at most {config.max_steps}")
-    for name, role in derived.trained_roles(config).items():
-        arguments = role.training_args
-        if arguments.warmup_steps and arguments.warmup_ratio:
-            path, reason = f"{name}.training_args.warmup_ratio", f"warmup_steps is {arguments.warmup_steps}"
-            yield without_effect(path, arguments.warmup_ratio, reason, "keep one of the two")
     if config.critic_warmup >= config.max_steps:
         message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
         yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
 
 
-def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def warmup_is_set_once(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Reject two ways to set the warm-up."""
+    for name, role in derived.trained_roles(config).items():
+        arguments = role.training_args
+        if arguments.warmup_steps and arguments.warmup_ratio:
+            path, reason = f"{name}.training_args.warmup_ratio", f"warmup_steps is {arguments.warmup_steps}"
+            yield without_effect(path, arguments.warmup_ratio, reason, "keep one of the two")
+
+
+def batches_divide(config: RunConfig) -> Iterator[ConfigProblem]:
     """Require a sample for every rank, and a batch that splits evenly into optimizer steps."""
     samples, mappings = derived.samples_per_step(config), readable_mappings(config)
-    batch = f"{config.rollout_batch_size} x {derived.group_size(config)} = {count(samples, 'sample')}"
+    key, batch = "train_batch_size", count(samples, "sample")
+    if isinstance(config, PipelineConfig):
+        key, batch = "rollout_batch_size", f"{config.rollout_batch_size} x {derived.group_size(config)} = {batch}"
     for role, section in derived.present_roles(config).items():
         if role == "actor_infer" or role not in mappings:
             continue
         ranks = derived.data_parallel_ranks(section)
         if samples < ranks:
             message = f"a step has {batch}, fewer than the {ranks} ranks of {role} that share it"
-            yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
+            yield ConfigProblem(key, message, f"raise it, or give {role} fewer devices")
     for name, section in derived.trained_roles(config).items():
         accumulation = section.training_args.gradient_accumulation_steps
         if accumulation is None or name not in mappings:
             continue
         path = f"{name}.training_args.gradient_accumulation_steps"
+        if isinstance(config, SFTConfig):
+            reason = "an optimizer step takes `train_batch_size` examples, in as many micro-batches as they need"
+            remedy = "remove it, and write the examples of an optimizer step as `train_batch_size`"
+            yield without_effect(path, accumulation, reason, remedy)
+            continue
         if isinstance(config, AgenticConfig) and any(
             env.env_manager_cls != "trajectory" for env in config.custom_envs.values()
         ):

@@ -28,7 +28,7 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
 from roll.configs.loader import load_config
 from roll.configs.plugins import problem
-from roll.configs.run import AgenticConfig
+from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.tracking.logs import give_away_output
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
@@ -108,7 +108,11 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
     """
     from roll.pipeline.exact import compared_with_plain_loop, exact_config
 
-    config = exact_config(read_config(file, overrides, print), steps)
+    config = read_config(file, overrides, print)
+    if not isinstance(config, PipelineConfig):
+        remedy = "compare a run of `pipeline: rlvr` or `agentic`, or leave `--exact` out"
+        raise problem("pipeline", f"{config.pipeline} has no rollouts that a plain loop could repeat", remedy)
+    config = exact_config(config, steps)
     ended = attempt_run(file, lambda: config, time.monotonic())
     run = RunDirectory.latest(config.exp_name)
     if ended.exit_code != 0 or run is None:

@@ -18,7 +18,7 @@ from roll.check.config import check_elsewhere
 from roll.check.plan import missing_packages
 from roll.configs.errors import ConfigError, problems_of
 from roll.configs.loader import load_config
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 
 WRITTEN, FAILED, BAD_ANSWERS = 0, 1, 2
 
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
     return WRITTEN
 
 
-def _look_up(config: PipelineConfig) -> None:
+def _look_up(config: RunConfig) -> None:
     """Raise `ConfigError` for names that cannot be found here, such as a module of the user's own."""
     from roll.pipeline.preflight import look_up
 

@@ -26,7 +26,7 @@ from roll.check.config import check_config, loaded, read_config
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
 from roll.configs.loader import dump_config
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 from roll.distribution import version
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
@@ -34,7 +34,7 @@ from roll.tracking.status import DriverWatch, StatusFile
 from roll.tracking.summary import describe_error, fail_unfinished
 
 if TYPE_CHECKING:
-    from roll.pipeline.preflight import Prepared
+    from roll.pipeline.preflight import Prepared, PreparedSFT
     from roll.pipeline.recorder import FinalStatus, RunRecorder
     from roll.pipeline.resume import Restarts, ResumePoint
 
@@ -115,7 +115,7 @@ class Ended:
     """The outcome of an attempt to run."""
 
     exit_code: int
-    failed: tuple[PipelineConfig, RunDirectory] | None = None
+    failed: tuple[RunConfig, RunDirectory] | None = None
     """Configuration and folder of a run that failed after it had begun and was not interrupted."""
     restarts: Restarts | None = None
     """The counter of its failures, if it has failed."""
@@ -127,7 +127,7 @@ class Ended:
     """Reasons why the configuration was refused."""
 
 
-def run_to_its_end(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
+def run_to_its_end(path: str, load: Callable[[], RunConfig], started: float) -> Ended:
     """Run what ``load`` returns, with the restarts it allows; ``path`` is the user's name for it.
 
     Return how the first attempt ended, with the exit code of the last one.
@@ -136,7 +136,7 @@ def run_to_its_end(path: str, load: Callable[[], PipelineConfig], started: float
     if ended.failed is None:
         return ended
 
-    def attempt(config: PipelineConfig) -> Ended:
+    def attempt(config: RunConfig) -> Ended:
         return attempt_run(path, lambda: config, time.monotonic(), ended.restarts)
 
     again = begin_again(*ended.failed, attempt, ended.restarts)
@@ -144,9 +144,9 @@ def run_to_its_end(path: str, load: Callable[[], PipelineConfig], started: float
 
 
 def begin_again(
-    config: PipelineConfig,
+    config: RunConfig,
     run: RunDirectory,
-    attempt: Callable[[PipelineConfig], Ended],
+    attempt: Callable[[RunConfig], Ended],
     restarts: Restarts | None = None,
 ) -> int:
     """Retry a failed run from its newest checkpoint, as often as `restarts` allows; return the exit code.
@@ -174,9 +174,7 @@ def begin_again(
     return FAILURE
 
 
-def attempt_run(
-    path: str, load: Callable[[], PipelineConfig], started: float, restarts: Restarts | None = None
-) -> Ended:
+def attempt_run(path: str, load: Callable[[], RunConfig], started: float, restarts: Restarts | None = None) -> Ended:
     """Check the configuration that ``load`` returns and run it to its end.
 
     ``path``: the user's name for it; ``restarts``: the failures of earlier attempts.
@@ -236,7 +234,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="roll",
         usage="roll train FILE [key=value ...]" if trains else "roll COMMAND ... | roll --config FILE [key=value ...]",
-        description="Train a language model by reinforcement learning, as a YAML file describes it.",
+        description="Train a language model, by reinforcement learning or supervised, as a YAML file describes it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -251,7 +249,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
+def _check(load: Callable[[], RunConfig]) -> tuple[Prepared | PreparedSFT, RunDirectory, ResumePoint | None]:
     """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     gc.disable()  # scanning the objects of imports again and again takes a fifth of the time
     try:
@@ -261,8 +259,8 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
         from roll.pipeline.resume import find_resume_point
 
         prepared = prepare(config)
-        point = find_resume_point(config, prepared.source)
-        return prepared, _create_run_directory(config) if point is None else point.run, point
+        point = find_resume_point(prepared.config, prepared.source)
+        return prepared, _create_run_directory(prepared.config) if point is None else point.run, point
     finally:
         gc.enable()
 
@@ -273,7 +271,7 @@ def refusal(path: str, error: ConfigError, effect: str = "") -> str:
     return "\n\n".join([f"{path} cannot run ({problems}){effect}", *map(str, error.problems)])
 
 
-def _create_run_directory(config: PipelineConfig) -> RunDirectory:
+def _create_run_directory(config: RunConfig) -> RunDirectory:
     try:
         run = RunDirectory.create(config.output_dir, config.exp_name)
     except (OSError, ValueError) as error:
@@ -285,7 +283,7 @@ def _create_run_directory(config: PipelineConfig) -> RunDirectory:
     return run
 
 
-def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
+def _has_ended(point: ResumePoint, config: RunConfig) -> bool:
     """Return True, and say so, if nothing is left to do."""
     if not point.has_ended(config.max_steps):
         return False
@@ -294,7 +292,7 @@ def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
 
 
 def _run(
-    prepared: Prepared,
+    prepared: Prepared | PreparedSFT,
     run: RunDirectory,
     status_file: StatusFile,
     point: ResumePoint | None,
@@ -308,7 +306,9 @@ def _run(
         try:
             stack.enter_context(native_output_kept(run.logs, DRIVER))
             from roll.pipeline.main import run_pipeline
+            from roll.pipeline.preflight import Prepared
             from roll.pipeline.recorder import RunRecorder
+            from roll.pipeline.sft import run_sft
             from roll.runtime.placement import ray_session
 
             configure_logging(run.logs, DRIVER, console=True)
@@ -321,7 +321,10 @@ def _run(
         try:
             with ray_session(config.cluster, link=run.logs / "ray"):
                 _end_in_order_on_signals()
-                running = run_pipeline(prepared, recorder, status_file, point, restarts)
+                if isinstance(prepared, Prepared):
+                    running = run_pipeline(prepared, recorder, status_file, point, restarts)
+                else:
+                    running = run_sft(prepared, recorder, status_file, point)
                 outcome = asyncio.run(to_its_end(running, recorder, status_file))
         except (KeyboardInterrupt, Exception) as error:
             outcome = _outcome(error, status_file)

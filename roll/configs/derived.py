@@ -23,7 +23,16 @@ from roll.configs.roles import (
     ValidationSettings,
     WorkerConfig,
 )
-from roll.configs.run import TENSORBOARD, TRACKERS, AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import (
+    TENSORBOARD,
+    TRACKERS,
+    AgenticConfig,
+    EnvManagerConfig,
+    PipelineConfig,
+    RLVRConfig,
+    RunConfig,
+    SFTConfig,
+)
 from roll.configs.strategies import Options
 
 SYNCHRONOUS_KEYS = (
@@ -41,7 +50,14 @@ LONGEST_CANARY = 64
 """Maximum length of a parity-check sequence in tokens: enough for attention to matter, and cheap to compute."""
 
 
-def rlvr(config: PipelineConfig) -> RLVRConfig:
+def reinforcement(config: RunConfig) -> PipelineConfig:
+    """Return the configuration typed as one of reinforcement learning. `TypeError` if it is of another pipeline."""
+    if not isinstance(config, PipelineConfig):
+        raise TypeError(f"a configuration of reinforcement learning is needed here, not a {type(config).__name__}")
+    return config
+
+
+def rlvr(config: RunConfig) -> RLVRConfig:
     """Return the configuration typed as that of `pipeline: rlvr`. `TypeError` if it belongs to another pipeline."""
     if not isinstance(config, RLVRConfig):
         raise TypeError(f"a configuration of `pipeline: rlvr` is needed here, not a {type(config).__name__}")
@@ -55,36 +71,39 @@ def agentic(config: PipelineConfig) -> AgenticConfig:
     return config
 
 
-def role_sections(config: PipelineConfig) -> dict[str, WorkerConfig]:
+def role_sections(config: RunConfig) -> dict[str, WorkerConfig]:
     """Return the sections of the roles that are written, by name."""
+    if not isinstance(config, PipelineConfig):
+        return {"actor_train": config.actor_train}
     logp, compared = config.actor_logp, (config.reference, config.teacher)
     sections = (config.actor_train, config.actor_infer, logp, *compared, config.critic)
     return {name: role for name, role in zip(ROLES, sections, strict=True) if role is not None}
 
 
-def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
+def present_roles(config: RunConfig) -> dict[str, WorkerConfig]:
     """Return the roles of this run that own devices, by name."""
     return {name: role for name, role in role_sections(config).items() if not is_trainer(config, name)}
 
 
-def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
+def trained_roles(config: RunConfig) -> dict[str, WorkerConfig]:
     """Return the roles of this run that are trained, by name."""
     return {name: role for name, role in present_roles(config).items() if name in TRAINED_ROLES}
 
 
-def is_trainer(config: PipelineConfig, role: str) -> bool:
+def is_trainer(config: RunConfig, role: str) -> bool:
     """Return True if a role is written, and `actor_train` does its work."""
     if role == "actor_logp":
         return logp_is_trainer(config)
     return role in COMPARED_ROLES and (is_base(config, role) or is_policy(config, role))
 
 
-def is_policy(config: PipelineConfig, role: str) -> bool:
+def is_policy(config: RunConfig, role: str) -> bool:
     """Return True if a role is the teacher, and the policy with its present weights."""
-    return role == "teacher" and config.teacher is not None and config.teacher.weights == "policy"
+    teacher = config.teacher if isinstance(config, PipelineConfig) else None
+    return role == "teacher" and teacher is not None and teacher.weights == "policy"
 
 
-def is_base(config: PipelineConfig, role: str) -> bool:
+def is_base(config: RunConfig, role: str) -> bool:
     """Return True if the reference or the teacher is the trainer without its adapters (LoRA).
 
     That is so if it has the same model, and the same devices or none of its own: a second copy of the model would
@@ -98,13 +117,13 @@ def is_base(config: PipelineConfig, role: str) -> bool:
     return _names_devices_of_trainer(config, section)
 
 
-def logp_is_trainer(config: PipelineConfig) -> bool:
+def logp_is_trainer(config: RunConfig) -> bool:
     """Return True if `actor_logp` names the devices of the trainer or none, so the trainer does its work."""
-    role = config.actor_logp
+    role = config.actor_logp if isinstance(config, PipelineConfig) else None
     return role is not None and (role.device_mapping is None or _names_devices_of_trainer(config, role))
 
 
-def _names_devices_of_trainer(config: PipelineConfig, role: WorkerConfig) -> bool:
+def _names_devices_of_trainer(config: RunConfig, role: WorkerConfig) -> bool:
     try:
         return set(parse_device_mapping(role.device_mapping)) == set(
             parse_device_mapping(config.actor_train.device_mapping)
@@ -113,18 +132,18 @@ def _names_devices_of_trainer(config: PipelineConfig, role: WorkerConfig) -> boo
         return False
 
 
-def roles_and_reward_models(config: PipelineConfig) -> dict[str, WorkerConfig | RewardConfig]:
+def roles_and_reward_models(config: RunConfig) -> dict[str, WorkerConfig | RewardConfig]:
     """Return every section that runs a model on devices, by the name of its role."""
     return {**present_roles(config), **reward_models(config)}
 
 
-def reward_models(config: PipelineConfig) -> dict[str, RewardConfig]:
+def reward_models(config: RunConfig) -> dict[str, RewardConfig]:
     """Return the rewards that run a model on devices, by the name of their role."""
     rewards = config.rewards if isinstance(config, RLVRConfig) else {}
     return {f"rewards.{name}": reward for name, reward in rewards.items() if reward.verifier == "reward_model"}
 
 
-def device_mappings(config: PipelineConfig) -> dict[str, DeviceMapping]:
+def device_mappings(config: RunConfig) -> dict[str, DeviceMapping]:
     """Return the `device_mapping` of each role, reward models included."""
     return {name: role.device_mapping for name, role in roles_and_reward_models(config).items()}
 
@@ -170,13 +189,15 @@ def may_be_stale(config: PipelineConfig) -> bool:
     return least_staleness(config) > 0
 
 
-def model_path(config: PipelineConfig, role: WorkerConfig | RewardConfig) -> str:
+def model_path(config: RunConfig, role: WorkerConfig | RewardConfig) -> str:
     """Return the folder or hub name of the model of a role or reward."""
-    shared = config.reward_pretrain or "" if isinstance(role, RewardConfig) else config.pretrain
+    shared = config.pretrain
+    if isinstance(role, RewardConfig):
+        shared = reinforcement(config).reward_pretrain or ""
     return role.model_args.model_name_or_path or shared
 
 
-def total_devices(config: PipelineConfig) -> int:
+def total_devices(config: RunConfig) -> int:
     """Return the number of devices of the cluster; they are numbered from 0."""
     return config.cluster.num_nodes * config.cluster.num_devices_per_node
 
@@ -198,7 +219,7 @@ def engine_replicas(config: PipelineConfig) -> int:
     return len(parse_device_mapping(config.actor_infer.device_mapping)) // config.actor_infer.num_gpus_per_engine
 
 
-def shares_devices(config: PipelineConfig, role: str) -> bool:
+def shares_devices(config: RunConfig, role: str) -> bool:
     """Return True if another role uses a device of this one."""
     mappings = {name: set(parse_device_mapping(mapping)) for name, mapping in device_mappings(config).items()}
     own = mappings.pop(role)
@@ -221,12 +242,12 @@ def publication_nodes(config: PipelineConfig) -> set[int]:
     return {device // config.cluster.num_devices_per_node for device in devices}
 
 
-def tracker_list(config: PipelineConfig) -> list[str]:
+def tracker_list(config: RunConfig) -> list[str]:
     """Return the configured trackers as a list."""
     return [config.track_with] if isinstance(config.track_with, str) else config.track_with
 
 
-def tracker_classes(config: PipelineConfig) -> dict[str, str]:
+def tracker_classes(config: RunConfig) -> dict[str, str]:
     """Return the import path of each configured plug-in tracker, by its name."""
     return {name: TRACKERS.find(name, "track_with").path for name in tracker_list(config) if name != TENSORBOARD}
 
@@ -255,9 +276,12 @@ def group_size_key(config: PipelineConfig) -> str:
     return "train_env_manager.group_size" if isinstance(config, AgenticConfig) else "num_return_sequences_in_group"
 
 
-def samples_per_step(config: PipelineConfig) -> int:
-    """Return the samples (or episodes) of one training step: groups times samples per group."""
-    return config.rollout_batch_size * group_size(config)
+def samples_per_step(config: RunConfig) -> int:
+    """Return the samples (or episodes) of one training step: groups times samples per group, or examples."""
+    if isinstance(config, SFTConfig):
+        return config.train_batch_size
+    rollouts = reinforcement(config)
+    return rollouts.rollout_batch_size * group_size(rollouts)
 
 
 def used_tags(config: AgenticConfig, manager: EnvManagerConfig) -> dict[str, int]:
@@ -302,7 +326,7 @@ def reward_weights(config: PipelineConfig, counted_in_turns: bool) -> tuple[floa
     return (defaults[0] if episode is None else episode, defaults[1] if step is None else step)
 
 
-def optimizer_batch_size(config: PipelineConfig, role: WorkerConfig, samples: int | None = None) -> int:
+def optimizer_batch_size(config: RunConfig, role: WorkerConfig, samples: int | None = None) -> int:
     """Return the samples of one optimizer step of a trained role over all ranks.
 
     Without configured accumulation these are the samples of a training step; give ``samples`` if their number is not
@@ -314,21 +338,22 @@ def optimizer_batch_size(config: PipelineConfig, role: WorkerConfig, samples: in
     return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * data_parallel_ranks(role)
 
 
-def optimizer_steps_per_step(config: PipelineConfig, role: WorkerConfig) -> int:
+def optimizer_steps_per_step(config: RunConfig, role: WorkerConfig) -> int:
     """Return the optimizer steps of one training step, all epochs together."""
-    return samples_per_step(config) // optimizer_batch_size(config, role) * config.ppo_epochs
+    epochs = config.ppo_epochs if isinstance(config, PipelineConfig) else 1
+    return samples_per_step(config) // optimizer_batch_size(config, role) * epochs
 
 
-def total_optimizer_steps(config: PipelineConfig, role: WorkerConfig) -> int:
+def total_optimizer_steps(config: RunConfig, role: WorkerConfig) -> int:
     """Return the optimizer steps of the run, the length of the role's learning rate schedule.
 
     The policy takes no steps while only the critic learns.
     """
-    learning = config.max_steps - (config.critic_warmup if role is config.actor_train else 0)
-    return learning * optimizer_steps_per_step(config, role)
+    waiting = config.critic_warmup if isinstance(config, PipelineConfig) and role is config.actor_train else 0
+    return (config.max_steps - waiting) * optimizer_steps_per_step(config, role)
 
 
-def warmup_steps(config: PipelineConfig, role: WorkerConfig) -> int:
+def warmup_steps(config: RunConfig, role: WorkerConfig) -> int:
     """Return the optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
     return warmup_steps_of(role.training_args, total_optimizer_steps(config, role))
 
@@ -338,10 +363,13 @@ def warmup_steps_of(arguments: TrainingArguments, total_steps: int) -> int:
     return arguments.warmup_steps or math.ceil(round(arguments.warmup_ratio * total_steps, 6))
 
 
-def sequence_length(config: PipelineConfig) -> int:
+def sequence_length(config: RunConfig) -> int:
     """Return the maximum length of prompt plus response in tokens."""
-    longest = config.prompt_length + config.response_length
-    return longest if config.sequence_length is None else min(config.sequence_length, longest)
+    if isinstance(config, SFTConfig):
+        return config.sequence_length
+    rollouts = reinforcement(config)
+    longest = rollouts.prompt_length + rollouts.response_length
+    return longest if rollouts.sequence_length is None else min(rollouts.sequence_length, longest)
 
 
 def max_new_tokens(config: PipelineConfig) -> int:
@@ -415,7 +443,7 @@ def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
     return (1e-3, 1e-3) if dtypes == {"float32"} else (0.1, 0.5)
 
 
-def validation_count(config: PipelineConfig) -> int:
+def validation_count(config: RunConfig) -> int:
     """Return how often validation runs: before the first step, every `eval_steps`, and after the last."""
     if config.eval_steps == 0:
         return 0

@@ -43,7 +43,7 @@ from roll.configs.fields import (
 )
 from roll.configs.plugins import problem
 from roll.configs.roles import UNREAD_PATHS
-from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, RLVRConfig, RunConfig, SFTConfig
 from roll.configs.shares import place_shares
 from roll.tracking.logs import redact
 
@@ -139,7 +139,24 @@ def _unknown_key(parts: tuple[PathPart, ...], root: type, tree: dict[str, Any]) 
     level = dataclass_of(kind_at(root, parts[:-1]))
     known = list(field_types(level)) if level is not None else []
     message = f"unknown key (its value: {shown(_value_at(parts, tree), name)})"
-    return ConfigProblem(join(parts), message, _name_remedy(name, known, root))
+    remedy = _remedy_in_sft(parts) if root is SFTConfig else None
+    return ConfigProblem(join(parts), message, remedy or _name_remedy(name, known, root))
+
+
+_NAMES_IN_SFT = dict(
+    rollout_batch_size="train_batch_size", prompt_length="sequence_length", response_length="sequence_length"
+)
+
+
+def _remedy_in_sft(parts: tuple[PathPart, ...]) -> str | None:
+    """Return what to do about a key of the other pipelines in a file of supervised fine-tuning; None for others."""
+    name = str(parts[-1])
+    owners = [f"`{pipeline}`" for pipeline, cls in PIPELINES.items() if kind_at(cls, parts) is not None]
+    if not owners:
+        return None
+    if name in _NAMES_IN_SFT:
+        return f"write `{_NAMES_IN_SFT[name]}` in place of it in `pipeline: sft`"
+    return f"remove it: it is a key of {' and '.join(owners)}, and nothing in `pipeline: sft` reads it"
 
 
 def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
@@ -177,7 +194,7 @@ def _under(sections: Iterable[str]) -> str:
     return " or ".join(f"`{section}`" if section else "the top level" for section in list(sections)[:3])
 
 
-PIPELINES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
+PIPELINES: dict[str, type[RunConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig, "sft": SFTConfig}
 """Value of the key `pipeline` -> its configuration class."""
 
 _UNRESOLVED = object()
@@ -185,7 +202,7 @@ _UNRESOLVED = object()
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
-) -> PipelineConfig:
+) -> RunConfig:
     """Read, merge, resolve and validate a configuration. Raises `ConfigError` with every problem found.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; list entries are ``key[0]`` or ``key.0``. A mapping
@@ -208,17 +225,17 @@ def _tell_dialect(path: str, tell: Callable[[str], None] | None, lines: Sequence
 
 def config_from_tree(
     tree: dict[str, Any], overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
-) -> PipelineConfig:
+) -> RunConfig:
     """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`."""
     return _typed(tree, overrides, partial(_tell_dialect, "the configuration", tell))
 
 
-def dump_config(config: PipelineConfig) -> str:
+def dump_config(config: RunConfig) -> str:
     """Return the resolved configuration as YAML that loads to an equal configuration. Secrets are masked."""
     return dump_yaml(_with_texts(masked(asdict(config)), _escaped))
 
 
-def redacted_config(config: PipelineConfig) -> dict[str, Any]:
+def redacted_config(config: RunConfig) -> dict[str, Any]:
     """Return the resolved configuration as a plain tree, with secrets masked by key name and inside strings."""
     redacted: dict[str, Any] = _with_texts(masked(asdict(config)), redact)
     return redacted
@@ -235,7 +252,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 def _typed(
     written: dict[str, Any], overrides: Sequence[str], tell_dialect: Callable[[Sequence[str]], None]
-) -> PipelineConfig:
+) -> RunConfig:
     references = _References()
     if rolls_dialect.is_roll(written):
         tree, problems = _resolved(written, overrides, references)
@@ -259,7 +276,7 @@ def _typed(
     problems += [each for each in wrong if each.path not in reported]
     if problems:
         raise ConfigError(problems, valid or _without(cls, tree, problems))
-    config: PipelineConfig = valid
+    config: RunConfig = valid
     problems = place_shares(config)
     if problems:
         raise ConfigError(problems)
@@ -275,7 +292,7 @@ def _resolved(
     return references.resolved(merged, ()), problems
 
 
-def _without(cls: type[PipelineConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
+def _without(cls: type[RunConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
     """Return the configuration without the reported keys; None if what is left does not fit either."""
     reported = {each.path for each in problems}
 
@@ -292,7 +309,7 @@ def _without(cls: type[PipelineConfig], tree: dict[str, Any], problems: Sequence
     return validated(cls, kept(tree, ()))[0]
 
 
-def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:
+def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunConfig]:
     """Return the class of the pipeline; for an unknown name the most likely one, so that its keys are checked."""
     overridden = [text.partition("=")[2].strip() for text in overrides if text.startswith("pipeline=")]
     name = overridden[-1] if overridden else tree.get("pipeline", "rlvr")

@@ -96,18 +96,31 @@ class HubSource:
 
 
 @dataclass
-class PromptColumns:
-    """The columns that the fields of a prompt are read from; `extra_info.answer` is a field of a structured column."""
+class RowColumns:
+    """The columns that the fields of a row are read from; `extra_info.answer` is a field of a structured column."""
 
     prompt: str | None = option(None, "Column of the text.")
     messages: str | None = option(None, "Column of the chat messages.")
-    ground_truth: str | None = option(None, "Column of the right answer.")
     domain: str | None = option(None, "Column of the domain tag.")
 
 
 @dataclass
-class DataArguments:
-    """The sources of prompts, and how to render them."""
+class PromptColumns(RowColumns):
+    """Columns of prompts."""
+
+    ground_truth: str | None = option(None, "Column of the right answer.")
+
+
+@dataclass
+class ExampleColumns(RowColumns):
+    """Columns of examples."""
+
+    response: str | None = option(None, "Column of the response.")
+
+
+@dataclass
+class RowArguments:
+    """Files and data sets, and how to render their rows."""
 
     file_name: list[str] | str = option(
         list,
@@ -115,8 +128,7 @@ class DataArguments:
         "`ground_truth` (or `answer`), `domain` (or `tag`), and anything else, which is kept as metadata.",
     )
     hub: list[HubSource] = option(list, "Data sets of the Hugging Face hub, beside or without files.")
-    columns: PromptColumns = option(PromptColumns, "Columns of files and data sets that have other names for these.")
-    reasoning_gym: list[ReasoningGymSource] = option(list, "Procedural task sets, beside or without files.")
+    columns: RowColumns = option(RowColumns, "Columns of files and data sets that have other names for these.")
     template: Literal["raw", "chat"] = option(
         "raw",
         "`raw`: the prompt's text is tokenised as it is; `chat`: the tokenizer's chat template with a generation "
@@ -132,6 +144,43 @@ class DataArguments:
     shuffle: bool = option(True, "Shuffle the prompts at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
         "error", "What to do with prompts longer than `prompt_length` tokens."
+    )
+
+
+@dataclass
+class DataArguments(RowArguments):
+    """The sources of prompts."""
+
+    columns: PromptColumns = option(PromptColumns, "Columns of files and data sets that have other names for these.")
+    reasoning_gym: list[ReasoningGymSource] = option(list, "Procedural task sets, beside or without files.")
+
+
+@dataclass
+class ExampleArguments(RowArguments):
+    """The sources of examples for supervised fine-tuning."""
+
+    file_name: list[str] | str = option(
+        list,
+        "JSONL or Parquet files (`.parquet`). A row has a `prompt` (text) or `messages` (chat) and the `response` to "
+        "it (text), or `messages` alone, whose assistant turns are learned; optionally `domain` (or `tag`).",
+    )
+    columns: ExampleColumns = option(ExampleColumns, "Columns of files and data sets that have other names for these.")
+    template: Literal["raw", "chat"] = option(
+        "raw",
+        "`raw`: `prompt` and `response` are tokenised as they are, and the response ends with the tokenizer's end "
+        "token; `chat`: the tokenizer's chat template (a text prompt becomes one user message).",
+    )
+    system_prompt: str | None = option(
+        None, "System message put before each conversation (`template: chat` only).", needs="template: chat"
+    )
+    domain_interleave_probs: dict[str, float] | None = option(
+        None, "Share of each domain in the stream of examples. Default: in proportion to the examples of each domain."
+    )
+    max_samples: Count | None = option(None, "Use at most this many examples (after shuffling).")
+    shuffle: bool = option(True, "Shuffle the examples at each epoch with the run's seed.")
+    overlong_prompts: Literal["error", "drop"] = option(
+        "error",
+        "What to do with examples longer than `sequence_length` tokens. Those left out are counted in `data/overlong`.",
     )
 
 
@@ -200,7 +249,7 @@ class WorkerConfig:
 
     model_args: ModelArguments = option(ModelArguments, "How the model is loaded.")
     training_args: TrainingArguments = option(TrainingArguments, "Optimizer and batch arithmetic.")
-    data_args: DataArguments = option(DataArguments, "Prompts (under `actor_train`: the training prompts).")
+    data_args: RowArguments = option(RowArguments, "Prompts (under `actor_train`: the training prompts).")
     generating_args: GeneratingArguments = option(GeneratingArguments, "Sampling (under `actor_infer`).")
     strategy_args: StrategyArguments = option(StrategyArguments, "Engine of the role.")
     device_mapping: DeviceMapping = option(
@@ -243,6 +292,7 @@ def _roll_name(argument: str, loss: str) -> Any:
 class ActorTrainConfig(WorkerConfig):
     """The trained policy."""
 
+    data_args: DataArguments = option(DataArguments, "Prompts (under `actor_train`: the training prompts).")
     pg_variant: str = option("ppo", "Policy loss: a name from `docs/algorithms/policy_losses.md`.")
     pg_variant_args: dict[str, Any] = option(
         dict, "Arguments of the policy loss, listed on the same page; those of another loss are an error."
@@ -268,6 +318,13 @@ ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {
 }
 """Arguments of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss,
 argument)."""
+
+
+@dataclass
+class SupervisedTrainConfig(WorkerConfig):
+    """The model that is fine-tuned."""
+
+    data_args: ExampleArguments = option(ExampleArguments, "The examples that are learned.")
 
 
 @dataclass
@@ -358,6 +415,13 @@ class ValidationSettings:
         needs="mode: overlap",
     )
     timeout_seconds: Positive = option(1800.0, "Longest time for one validation before the run fails.")
+
+
+@dataclass
+class SupervisedValidationConfig:
+    """Examples whose loss is measured."""
+
+    data_args: ExampleArguments = option(ExampleArguments, "Validation examples.")
 
 
 @dataclass

@@ -24,6 +24,8 @@ from roll.configs.roles import (
     ActorLogpConfig,
     ActorTrainConfig,
     ReferenceConfig,
+    SupervisedTrainConfig,
+    SupervisedValidationConfig,
     TeacherConfig,
     ValidationConfig,
     ValidationSettings,
@@ -228,19 +230,18 @@ class InsertedStage:
 
 
 @dataclass
-class PipelineConfig:
+class RunConfig:
     """Keys that every pipeline has."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    pipeline: Literal["rlvr", "agentic"] = option("rlvr", "Which pipeline runs: `rlvr` or `agentic`.")
+    pipeline: Literal["rlvr", "agentic", "sft"] = option("rlvr", "Which pipeline runs: `rlvr`, `agentic` or `sft`.")
     exp_name: str = option("run", "Name of the experiment.")
     seed: Seed = option(42, "Every random choice derives from it.")
     output_dir: str | None = option(
         None, "Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
     )
     pretrain: str = option("", "Folder or hub name of the model that is trained.")
-    reward_pretrain: str | None = option(None, "Model of learned rewards.")
     cluster: ClusterConfig = option(ClusterConfig, "Devices and nodes.")
 
     max_steps: Count = option(100, "Training steps.")
@@ -275,6 +276,19 @@ class PipelineConfig:
     tracker_timeout_seconds: Annotated[float, Range(above=0, at_most=180)] = option(
         60.0, "Longest wait for `wandb`, `swanlab`, `trackio` at the end of a run. Before it they cost no time."
     )
+    stall_timeout_seconds: Positive = option(
+        900.0, "A run in which no stage makes progress for this long fails with a report of who waits for whom."
+    )
+    loss_agg_mode: LossAggregation = option("token-mean", "How per-token losses become one number.")
+    actor_train: WorkerConfig = option(WorkerConfig, "The trained model.")
+
+
+@dataclass
+class PipelineConfig(RunConfig):
+    """Keys of every pipeline of reinforcement learning."""
+
+    pipeline: Literal["rlvr", "agentic"] = option("rlvr", "Which pipeline runs: `rlvr` or `agentic`.")
+    reward_pretrain: str | None = option(None, "Model of learned rewards.")
     num_logged_samples: Natural = option(4, "Readable rollouts written to `samples.jsonl` per step and per validation.")
 
     rollout_batch_size: Count = option(64, "Groups (prompts, or environment seeds) per training step.")
@@ -302,9 +316,6 @@ class PipelineConfig:
         "none", "`zero_variance` drops groups whose scores are all equal; each gives its slot back."
     )
     weight_update: WeightUpdateConfig = option(WeightUpdateConfig, "Weight publication.")
-    stall_timeout_seconds: Positive = option(
-        900.0, "A run in which no stage makes progress for this long fails with a report of who waits for whom."
-    )
     chaos: ChaosConfig = option(ChaosConfig, "Faults injected on purpose, for tests of recovery only.")
     stages: dict[str, str | InsertedStage] = option(
         dict,
@@ -402,7 +413,6 @@ class PipelineConfig:
         "Name of the number that multiplies the loss of a sample: a number that its verifier or environment returns "
         "beside the score, or else a field of the prompt's row. Default: all samples weigh 1.",
     )
-    loss_agg_mode: LossAggregation = option("token-mean", "How per-token losses become one number.")
     use_kl_loss: bool = option(False, "Add the KL divergence to the reference to the loss.")
     kl_loss_coef: NotNegative = option(0.001, "Weight of the KL loss.", needs="use_kl_loss: true")
     add_token_level_kl: bool = option(False, "Subtract the KL divergence to the reference from the token rewards.")
@@ -554,4 +564,20 @@ class AgenticConfig(PipelineConfig):
         None,
         "Weight of each turn's own reward, given at the turn's last token. Default: 0, or 1 for estimators that count "
         "in turns.",
+    )
+
+
+@dataclass
+class SFTConfig(RunConfig):
+    """Supervised fine-tuning: the responses of examples are learned token by token. See `docs/sft.md`."""
+
+    pipeline: Literal["sft"] = option("sft", "Which pipeline runs.")
+    epochs: Count | None = option(
+        None, "Passes over the examples, in place of `max_steps`; a last batch is filled up from the next pass."
+    )
+    train_batch_size: Count = option(64, "Examples per training step, which is one optimizer step.")
+    sequence_length: Count = option(1024, "Longest example in tokens, prompt and response together.")
+    actor_train: SupervisedTrainConfig = option(SupervisedTrainConfig, "The model that is fine-tuned.")
+    validation: SupervisedValidationConfig | None = option(
+        None, "Examples whose loss is measured. Needed with `eval_steps`."
     )

@@ -15,7 +15,7 @@ from roll.configs.devices import MAX_DEVICES, compact
 from roll.configs.errors import ConfigProblem, choose_among, count, shown
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import WorkerConfig
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 
 TAKING_TURNS = ("actor_train", "critic", "reference", "teacher")
 """Roles of the share `train`."""
@@ -23,7 +23,7 @@ _ROUNDING = 0.02
 """Part of a device by which a share may miss a whole number: 0.33 is a third."""
 
 
-def place_shares(config: PipelineConfig) -> list[ConfigProblem]:
+def place_shares(config: RunConfig) -> list[ConfigProblem]:
     """Replace `cluster.shares` by the device mappings that they come to; return the reasons why that is impossible."""
     cluster, shares = config.cluster, config.cluster.shares
     if not shares or not 0 < total_devices(config) <= MAX_DEVICES or cluster.num_nodes < 1:
@@ -44,19 +44,20 @@ def place_shares(config: PipelineConfig) -> list[ConfigProblem]:
     return []
 
 
-def _sections(config: PipelineConfig) -> dict[str, WorkerConfig | RewardConfig]:
+def _sections(config: RunConfig) -> dict[str, WorkerConfig | RewardConfig]:
     return {**role_sections(config), **reward_models(config)}
 
 
-def _roles_of_shares(config: PipelineConfig) -> dict[str, list[str]]:
+def _roles_of_shares(config: RunConfig) -> dict[str, list[str]]:
     """Return the roles of each share that this run can have, by its name."""
     names = list(_sections(config))
     turns = [role for role in TAKING_TURNS if role in names and role not in config.cluster.shares]
     others = {name: [name] for name in names if name not in ("actor_train", "actor_infer")}
-    return {"train": turns, "infer": ["actor_infer"], **others}
+    engine = {"infer": ["actor_infer"]} if "actor_infer" in names else {}
+    return {"train": turns, **engine, **others}
 
 
-def _problems(config: PipelineConfig, roles: dict[str, list[str]]) -> Iterator[ConfigProblem]:
+def _problems(config: RunConfig, roles: dict[str, list[str]]) -> Iterator[ConfigProblem]:
     shares, devices = config.cluster.shares, config.cluster.num_devices_per_node
     sections = _sections(config)
     for name, share in shares.items():

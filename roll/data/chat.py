@@ -114,6 +114,16 @@ class ChatTurns(TurnTemplate):
         return Conversation(self, self.encode(text.read), text.tail)
 
     @cached_property
+    def leading(self) -> str:
+        """Whitespace that the template writes before an assistant's content; a policy that knows it writes it, too."""
+        word = PLACEHOLDER.format(number=0)
+        asked = [{"role": "user", "content": "hello"}]
+        answered = [*asked, {"role": "assistant", "content": word}]
+        head, _ = _split_at(self.render(answered, (), generation_prompt=False), word)
+        more = head.removeprefix(self.render(asked, ()))
+        return more if more.isspace() else ""
+
+    @cached_property
     def closing(self) -> np.ndarray:
         """Token ids that the template writes after the content of an assistant's last message."""
         word = PLACEHOLDER.format(number=0)

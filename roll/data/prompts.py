@@ -23,7 +23,15 @@ import numpy as np
 
 from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
 from roll.configs.plugins import problem, require
-from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
+from roll.configs.roles import (
+    DataArguments,
+    ExampleColumns,
+    HubSource,
+    PromptColumns,
+    ReasoningGymSource,
+    RowArguments,
+    RowColumns,
+)
 from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
 from roll.data.records import Prompt, derive_seed
 from roll.distribution import install_command
@@ -47,23 +55,25 @@ def load_prompts(
     in the order of the data. Raises `ConfigError`.
     """
     problems = Problems()
-    rows = _read_sources(data_args, path, problems)
+    rows = read_rows(data_args, path, problems)
     if data_args.template == "chat" and not tokenizer.chat_template:
         remedy = "use `template: raw`, or a model with a chat template"
         problems.add(f"{path}.template", "the tokenizer has no chat template", remedy)
     problems.raise_any()
-    rows = _select(rows, data_args.max_samples, data_args.shuffle, seed)
+    rows = select_rows(rows, data_args.max_samples, data_args.shuffle, seed)
     prompts = _render(rows, data_args, tokenizer, path, problems)
     prompts = _fitting(prompts, data_args, prompt_length, path, problems)
     if not prompts and not problems.found:
         problems.add(path, f"all {len(rows)} prompts are longer than {prompt_length} tokens", "raise `prompt_length`")
     problems.raise_any()
-    _check_shares(data_args.domain_interleave_probs, prompts, f"{path}.domain_interleave_probs", problems)
+    domains = {prompt.domain for prompt in prompts}
+    check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
     problems.raise_any()
     return prompts
 
 
-def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> list[PromptRow]:
+def read_rows(data_args: RowArguments, path: str, problems: Problems) -> list[PromptRow]:
+    """Return the rows of all sources, and note what is wrong with others. Columns without a use here are metadata."""
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
     columns = _columns(data_args.columns)
     rows = []
@@ -72,9 +82,10 @@ def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> li
         rows += read(name, f"{path}.file_name", problems, columns)
     for index, hub in enumerate(data_args.hub):
         rows += read_hub(hub, f"{path}.hub.{index}", problems, columns)
-    for position, source in enumerate(data_args.reasoning_gym):
+    task_sets = data_args.reasoning_gym if isinstance(data_args, DataArguments) else []
+    for position, source in enumerate(task_sets):
         rows += read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}", problems)
-    if not (file_names or data_args.hub or data_args.reasoning_gym):
+    if not (file_names or data_args.hub or task_sets):
         problems.add(path, "names no prompts", f"set `{path}.file_name`, `{path}.hub` or `{path}.reasoning_gym`")
     origins: dict[str, str] = {}
     for row in rows:
@@ -86,18 +97,18 @@ def _read_sources(data_args: DataArguments, path: str, problems: Problems) -> li
     return rows
 
 
-def _columns(columns: PromptColumns) -> dict[str, str]:
+def _columns(columns: RowColumns) -> dict[str, str]:
     """Return our fields that have columns of other names."""
-    named = {
-        "prompt": columns.prompt,
-        "messages": columns.messages,
-        "ground_truth": columns.ground_truth,
-        "domain": columns.domain,
-    }
+    named = {"prompt": columns.prompt, "messages": columns.messages, "domain": columns.domain}
+    if isinstance(columns, PromptColumns):
+        named["ground_truth"] = columns.ground_truth
+    if isinstance(columns, ExampleColumns):
+        named["response"] = columns.response
     return {field: column for field, column in named.items() if column is not None}
 
 
-def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
+def select_rows(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
+    """Return at most ``max_samples`` rows: a random choice by the seed (the first ones without ``shuffle``)."""
     if max_samples is None or not shuffle:
         return rows[:max_samples]
     chosen = np.random.default_rng(derive_seed(seed, "max_samples")).permutation(len(rows))[:max_samples]
@@ -115,7 +126,7 @@ def _render(
     spelled: dict[int, np.ndarray] = {}
     contents, bad = ContentEncoder(tokenizer), 0
     for row in rows:
-        messages = _conversation(row, data_args.system_prompt)
+        messages = conversation(row, data_args.system_prompt)
         try:
             text = _text(row, contents.shielded(messages), data_args.template, tokenizer)
             if data_args.template == "chat" and contents.is_shielded(text):
@@ -136,7 +147,7 @@ def _render(
     empty = [prompt.prompt_id for prompt in prompts if len(prompt.token_ids) == 0]
     if empty:
         remedy = "correct these prompts, or use the tokenizer they were made for"
-        problems.add(path, f"no token is left of {_named(empty)}", remedy)
+        problems.add(path, f"no token is left of {named(empty)}", remedy)
     return prompts
 
 
@@ -167,7 +178,7 @@ def rewritten_prompts(
     problems.raise_any()
     empty = [prompt_id for prompt_id, ids in found.items() if len(ids) == 0]
     if empty:
-        raise problem(path, f"no token is left of {_named(empty)}", "write a text")
+        raise problem(path, f"no token is left of {named(empty)}", "write a text")
     return found
 
 
@@ -201,7 +212,7 @@ def _with_fields(text: str, prompt: Prompt, own: str) -> str:
     return _FIELD.sub(written, text)
 
 
-def _conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
+def conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
     """Return a prompt as messages: a text is a user's, and ``system_prompt`` comes first unless the row has its own."""
     messages = row.messages or [{"role": "user", "content": row.text or ""}]
     if system_prompt is not None and messages[0]["role"] != "system":
@@ -234,25 +245,25 @@ def _fitting(
     overlong = [prompt for prompt in prompts if len(prompt.token_ids) > prompt_length]
     if overlong and data_args.overlong_prompts != "drop":
         longest = max(len(prompt.token_ids) for prompt in overlong)
-        named = _named([f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in overlong])
+        names = named([f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in overlong])
         problems.add(
             f"{path}.overlong_prompts",
-            f"{len(overlong)} of {len(prompts)} prompts are longer than `prompt_length: {prompt_length}`: {named}",
+            f"{len(overlong)} of {len(prompts)} prompts are longer than `prompt_length: {prompt_length}`: {names}",
             f"set `overlong_prompts: drop` to leave them out, or `prompt_length` to at least {longest}",
         )
     return [prompt for prompt in prompts if len(prompt.token_ids) <= prompt_length]
 
 
-def _named(names: Sequence[str]) -> str:
+def named(names: Sequence[str]) -> str:
+    """Return the first of many names as text, and how many more there are."""
     rest = len(names) - SHOWN_OFFENDERS
     return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _check_shares(shares: dict[str, float] | None, prompts: Sequence[Prompt], path: str, problems: Problems) -> None:
+def check_shares(shares: dict[str, float] | None, domains: set[str], path: str, problems: Problems) -> None:
     """Require a share for each domain that has prompts, and for no other."""
     if shares is None:
         return
-    domains = {prompt.domain for prompt in prompts}
     for domain in shares:
         if domain not in domains:
             hint = nearest_name_hint(domain, domains)

@@ -1,4 +1,4 @@
-"""The endless stream of training prompts.
+"""The endless stream of training prompts, or examples.
 
 Two promises hold for any number of prompts drawn: within a domain each prompt comes exactly once per epoch, and no
 domain is ever a whole prompt away from its share. The stream is a pure function of prompts and seed, so a resumed run
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from roll.data.records import Prompt, derive_seed
+from roll.data.records import derive_seed
 
 
 class DomainSchedule:
@@ -54,12 +55,23 @@ class DomainSchedule:
         return chosen
 
 
-class PromptStream:
+class HasDomain(Protocol):
+    """A prompt, or an example."""
+
+    @property
+    def domain(self) -> str:
+        """Its domain tag."""
+
+
+Item = TypeVar("Item", bound=HasDomain)
+
+
+class PromptStream(Generic[Item]):
     """An endless iterator of prompts by domain shares; each domain has epochs of its own."""
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Item],
         *,
         seed: int,
         shuffle: bool = True,
@@ -72,7 +84,7 @@ class PromptStream:
         """
         if not prompts:
             raise ValueError("a stream needs at least one prompt")
-        self._by_domain: dict[str, list[Prompt]] = {}
+        self._by_domain: dict[str, list[Item]] = {}
         for prompt in prompts:
             self._by_domain.setdefault(prompt.domain, []).append(prompt)
         if domain_interleave_probs is None:
@@ -85,10 +97,10 @@ class PromptStream:
         self._shuffle = shuffle
         self._orders: dict[str, tuple[int, np.ndarray]] = {}
 
-    def __iter__(self) -> Iterator[Prompt]:
+    def __iter__(self) -> Iterator[Item]:
         return self
 
-    def __next__(self) -> Prompt:
+    def __next__(self) -> Item:
         domain = self._schedule.next()
         members = self._by_domain[domain]
         epoch, position = divmod(self._schedule.turns[domain] - 1, len(members))

@@ -29,7 +29,7 @@ from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.context import RunContext
 from roll.pipeline.distillation import on_samples, seen_by_teacher, teacher_prompts
-from roll.pipeline.preflight import Prepared, prepare
+from roll.pipeline.preflight import Prepared, prepare_rollouts
 from roll.pipeline.roles import build_side, engine_spec, role_locks, trainer_setup
 from roll.pipeline.rollouts import Generator, has_score_variance
 from roll.pipeline.stages import publication_due, train_plan
@@ -135,7 +135,7 @@ def contents(batch: TrainingBatch) -> dict[str, np.ndarray]:
 def compared_with_plain_loop(config: PipelineConfig, run: RunDirectory) -> Difference | None:
     """Connect to the cluster of a finished run of `exact_config`, and return its `first_difference`."""
     with ray_session(config.cluster):
-        return asyncio.run(first_difference(prepare(config), run))
+        return asyncio.run(first_difference(prepare_rollouts(config), run))
 
 
 async def first_difference(prepared: Prepared, run: RunDirectory) -> Difference | None:

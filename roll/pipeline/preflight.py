@@ -36,9 +36,18 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.plugins import import_object, load_subclass, problem
 from roll.configs.roles import FORWARD_ROLES
-from roll.configs.run import AgenticConfig, ClusterConfig, CustomEnvConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import (
+    AgenticConfig,
+    ClusterConfig,
+    CustomEnvConfig,
+    PipelineConfig,
+    RLVRConfig,
+    RunConfig,
+    SFTConfig,
+)
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
+from roll.data.examples import Examples, load_examples
 from roll.data.prompts import load_prompts, load_tokenizer, rewritten_prompts
 from roll.data.records import Prompt
 from roll.rewards.model import check_reward_model
@@ -48,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.algorithms.correction import Correction
-    from roll.algorithms.objective import PolicyObjective, ValueObjective
+    from roll.algorithms.objective import PolicyObjective, SupervisedObjective, ValueObjective
     from roll.pipeline.algorithm import AdvantageSettings
     from roll.pipeline.stages import ChainedStage
     from roll.runtime.workers import Worker
@@ -83,12 +92,74 @@ class Prepared:
     """See `Algorithms`."""
 
 
-def prepare(config: PipelineConfig) -> Prepared:
+@dataclass
+class PreparedSFT:
+    """A checked configuration of supervised fine-tuning with everything it names."""
+
+    config: SFTConfig
+    """Its `max_steps` is that of the run; passes over the examples have been turned into steps."""
+    tokenizer: PreTrainedTokenizerBase
+    examples: Examples
+    validation: Examples | None
+    source: str
+    """Fingerprint of the examples in order, and of what decides the order in which they are learned."""
+    objective: SupervisedObjective
+    worker_classes: dict[str, type[Worker]]
+
+
+def prepare(config: RunConfig) -> Prepared | PreparedSFT:
     """Look up everything that a (checked) configuration names.
 
-    Raises `ConfigError` with all problems of cluster, rollouts and algorithms. If there are none, raises it with all
-    problems of engines, stages and worker classes, whose libraries take long to import.
+    Raises `ConfigError` with all problems of cluster, rollouts (or examples) and algorithms. If there are none, raises
+    it with all problems of engines, stages and worker classes, whose libraries take long to import.
     """
+    if isinstance(config, SFTConfig):
+        return _prepare_sft(config)
+    return prepare_rollouts(derived.reinforcement(config))
+
+
+def _prepare_sft(config: SFTConfig) -> PreparedSFT:
+    problems = Problems()
+    problems.attempt(_check_cluster, config.cluster)
+    tokenizer = problems.attempt(_tokenizer, config)
+    examples, validation = _load_all_examples(config, tokenizer, problems)
+    problems.raise_any()
+    problems.attempt(_check_strategies, config, problems)
+    worker_classes = _worker_classes(config, problems)
+    problems.raise_any()
+    if tokenizer is None or examples is None:
+        raise RuntimeError("the preflight has not found everything, and no problem either")
+    from roll.algorithms.objective import SupervisedObjective
+
+    if config.epochs is not None:
+        steps = math.ceil(config.epochs * len(examples.examples) / config.train_batch_size)
+        config = replace(config, epochs=None, max_steps=steps)
+    return PreparedSFT(
+        config,
+        tokenizer,
+        examples,
+        validation,
+        examples.fingerprint(config.actor_train.data_args),
+        SupervisedObjective(config.sequence_length, config.loss_agg_mode),
+        worker_classes,
+    )
+
+
+def _load_all_examples(
+    config: SFTConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> tuple[Examples | None, Examples | None]:
+    """Return the examples of training and of validation; what is wrong goes into ``problems``."""
+    if tokenizer is None:
+        return None, None
+    load = partial(load_examples, tokenizer=tokenizer, sequence_length=config.sequence_length, seed=config.seed)
+    examples = problems.attempt(load, config.actor_train.data_args, path=TRAINING_PROMPTS)
+    if config.validation is None:
+        return examples, None
+    return examples, problems.attempt(load, config.validation.data_args, path=VALIDATION_PROMPTS)
+
+
+def prepare_rollouts(config: PipelineConfig) -> Prepared:
+    """Do the work of `prepare` for a run of reinforcement learning."""
     problems = Problems()
     problems.attempt(_check_cluster, config.cluster)
     tokenizer = problems.attempt(_tokenizer, config)
@@ -120,30 +191,40 @@ def prepare(config: PipelineConfig) -> Prepared:
     )
 
 
-def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str]) -> None:
+def look_up(config: RunConfig, *, with_model: bool, without: Collection[str]) -> None:
     """Look up the same names as `prepare`, on a machine that need not be the run's.
 
     No cluster is contacted. Prompts and templates are read, and judges contacted, only ``with_model``. Roles in
     ``without`` need not have their engine installed. Raises `ConfigError`.
     """
-    from roll.pipeline.algorithm import build_algorithms
-
     problems = Problems()
     tokenizer = problems.attempt(_tokenizer, config) if with_model else None
-    problems.attempt(_check_teacher, config, tokenizer)
-    _plan_rollouts(config, tokenizer, problems, contacts_models=with_model)
-    if problems.attempt(build_algorithms, config) is not None:
-        _check_fallback(config, problems)
+    if isinstance(config, SFTConfig):
+        _load_all_examples(config, tokenizer, problems)
+    else:
+        rollouts = derived.reinforcement(config)
+        _look_up_rollouts(rollouts, tokenizer, problems, contacts_models=with_model)
     problems.attempt(_check_strategies, config, problems, without, with_model)
     _worker_classes(config, problems)
-    if config.stages:
+    if isinstance(config, PipelineConfig) and config.stages:
         from roll.pipeline.stages import stage_chain
 
         problems.attempt(stage_chain, config.stages)
     problems.raise_any()
 
 
-def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
+def _look_up_rollouts(
+    config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, contacts_models: bool
+) -> None:
+    from roll.pipeline.algorithm import build_algorithms
+
+    problems.attempt(_check_teacher, config, tokenizer)
+    _plan_rollouts(config, tokenizer, problems, contacts_models=contacts_models)
+    if problems.attempt(build_algorithms, config) is not None:
+        _check_fallback(config, problems)
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the trained policy."""
     arguments = config.actor_train.model_args
     return load_tokenizer(
@@ -205,7 +286,7 @@ def _check_fallback(config: PipelineConfig, problems: Problems) -> None:
 
 
 def _check_strategies(
-    config: PipelineConfig, problems: Problems, without: Collection[str] = (), with_model: bool = True
+    config: RunConfig, problems: Problems, without: Collection[str] = (), with_model: bool = True
 ) -> None:
     """Check that engines are installed and that their options are known and fit the model, before a worker starts.
 
@@ -240,7 +321,7 @@ def _check_strategies(
         problems.found += check_adapters(derived.model_path(config, policy), policy.model_args, path)
 
 
-def _worker_classes(config: PipelineConfig, problems: Problems) -> dict[str, type[Worker]]:
+def _worker_classes(config: RunConfig, problems: Problems) -> dict[str, type[Worker]]:
     """Return the user's own worker classes by role."""
     roles = derived.roles_and_reward_models(config)
     paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}

@@ -25,7 +25,7 @@ from roll.agentic.frames import frames_to_gif, text_to_png
 from roll.configs.derived import present_roles, tracker_classes, tracker_list
 from roll.configs.loader import redacted_config
 from roll.configs.roles import COMPARED_ROLES, ROLES
-from roll.configs.run import PipelineConfig
+from roll.configs.run import PipelineConfig, RunConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
@@ -222,7 +222,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        config: PipelineConfig,
+        config: RunConfig,
         run: RunDirectory,
         *,
         started: float,
@@ -248,7 +248,7 @@ class RunRecorder:
         )
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
-        self._samples_per_step = config.num_logged_samples
+        self._samples_per_step = config.num_logged_samples if isinstance(config, PipelineConfig) else 0
         self._decoder = decoder
         self._step_ended = time.time()
         self._beside = [LOGP] if LOGP in present_roles(config) else []
@@ -418,6 +418,20 @@ class RunRecorder:
                 if end > known_until:
                     self.timeline.busy(role or name, start, end, worker if role else "all")
                     self._drawn_until[name] = end
+
+    def supervised_step(self, metrics: dict[str, float], step: int) -> None:
+        """Measure a finished step of a run without rollouts, add its rates to its metrics, and show and log them."""
+        window = (self._step_ended, time.time())
+        self._step_ended = window[1]
+        seconds = max(window[1] - window[0], 1e-9)
+        counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
+        metrics |= {
+            "tokens_per_second/actor_train": counted["actor_train"] / seconds,
+            "idle/actor_train": self.timeline.idle_share("actor_train", window),
+            "time/step": seconds,
+        }
+        self.show(metrics, step)
+        self.log(metrics, step)
 
     def _rates(
         self, engines: Sequence[dict[str, Any]], window: tuple[float, float], others: Sequence[str]

@@ -33,7 +33,7 @@ from roll.configs.errors import ConfigProblem, Problems, count, masked, shown
 from roll.configs.loader import load_config
 from roll.configs.plugins import problem
 from roll.configs.roles import ADAPTER_KEYS
-from roll.configs.run import PipelineConfig
+from roll.configs.run import PipelineConfig, RunConfig
 from roll.pipeline.checkpoints import (
     STATE,
     Checkpoint,
@@ -63,6 +63,7 @@ IMPOSSIBLE = {
     "pipeline": "a checkpoint is of one pipeline",
     "seed": "it decides which group is made of what",
     "rollout_batch_size": "checkpoints count groups in batches of this size",
+    "train_batch_size": "checkpoints count examples in batches of this size",
     **{f"actor_train.model_args.{key}": "adapters in a checkpoint are of this shape and scale" for key in ADAPTER_KEYS},
 }
 """Key -> why it cannot change. Changes of prompts or environments are judged elsewhere."""
@@ -131,7 +132,7 @@ class Change:
         return f"{self.path}: {shown(self.before)} -> {shown(self.after)} ({self.judgement}{reason})"
 
 
-def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """List the keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
     old, new = _everything(before), _everything(after)
     falls_back = _falls_back(before, after) or _falls_back(after, before)
@@ -149,12 +150,12 @@ def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
     return found
 
 
-def _falls_back(config: PipelineConfig, other: PipelineConfig) -> bool:
+def _falls_back(config: RunConfig, other: RunConfig) -> bool:
     """Return True if ``other`` is the fallback of ``config`` after failures (`restarts.synchronous_after`)."""
-    if config.restarts.synchronous_after is None:
+    if not isinstance(config, PipelineConfig) or config.restarts.synchronous_after is None:
         return False
     fallback = derived.synchronous(config)
-    return all(vars(fallback)[key] == vars(other)[key] for key in derived.SYNCHRONOUS_KEYS)
+    return all(vars(fallback)[key] == vars(other).get(key) for key in derived.SYNCHRONOUS_KEYS)
 
 
 def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
     return plain
 
 
-def _everything(config: PipelineConfig) -> dict[str, Any]:
+def _everything(config: RunConfig) -> dict[str, Any]:
     """Return all keys, plus values that follow from several of them.
 
     Devices and batch limits may change freely, but not the number of samples that one optimizer step trains on.
@@ -199,7 +200,7 @@ class Restarts:
         self._in_a_row = 0
         self._newest_checkpoint = 0
 
-    def after_failure(self, config: PipelineConfig, run: RunDirectory) -> tuple[PipelineConfig, str] | None:
+    def after_failure(self, config: RunConfig, run: RunDirectory) -> tuple[RunConfig, str] | None:
         """Return the next attempt after ``config`` failed in ``run``, and a message to the user; None: no more."""
         newest = self._count(run)
         settings = config.restarts
@@ -210,14 +211,15 @@ class Restarts:
         again = replace(config, resume_from_checkpoint=str(run.root))
         after = settings.synchronous_after
         if after is not None and self._in_a_row >= after:
-            again = derived.synchronous(again)
+            rollouts = derived.reinforcement(again)
+            again = derived.synchronous(rollouts)
             words += (
                 f"; after {count(after, 'failure')} in a row it goes on in synchronous mode: async_generation_ratio "
-                f"{config.async_generation_ratio:g} -> 0 for its remaining steps"
+                f"{rollouts.async_generation_ratio:g} -> 0 for its remaining steps"
             )
         return again, words
 
-    def in_place(self, config: PipelineConfig, run: RunDirectory) -> str | None:
+    def in_place(self, config: RunConfig, run: RunDirectory) -> str | None:
         """Count a failure after which the trainers alone are started again, and return a message to the user.
 
         Return None, and leave the counting to `after_failure`, if everything is to be started again: at the second
@@ -246,7 +248,7 @@ class Restarts:
         self._in_a_row += 1
         return newest
 
-    def _words(self, config: PipelineConfig) -> str:
+    def _words(self, config: RunConfig) -> str:
         settings = config.restarts
         return (
             f"in {settings.delay_seconds:g} s (restart {self._in_a_row} of {settings.max_in_a_row} without a new "
@@ -289,7 +291,7 @@ class ResumePoint:
         return model is not None and model_damage(model) is None
 
 
-def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None:
+def find_resume_point(config: RunConfig, source: str) -> ResumePoint | None:
     """Return the point where `resume_from_checkpoint` resumes; None for a new run.
 
     ``source``: fingerprint of the items that groups are made of. Raises `ConfigError` if there is nothing to resume
@@ -305,7 +307,7 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
     return None if run is None else _point(run, wanted, config, source)
 
 
-def look_again(point: ResumePoint, config: PipelineConfig, source: str) -> ResumePoint:
+def look_again(point: ResumePoint, config: RunConfig, source: str) -> ResumePoint:
     """Find the point again once this process holds the run. Another process may have continued the run until then."""
     return _point(point.run, point.step if point.chosen else None, config, source)
 
@@ -316,7 +318,7 @@ def _model_without_state(run: RunDirectory, step: int) -> Path | None:
     return folder if folder.is_dir() and not (folder / STATE).is_dir() else None
 
 
-def _point(run: RunDirectory, wanted: int | None, config: PipelineConfig, source: str) -> ResumePoint:
+def _point(run: RunDirectory, wanted: int | None, config: RunConfig, source: str) -> ResumePoint:
     notes: list[str] = []
     checkpoint = _checkpoint(run.checkpoints, wanted, notes)
     last = _model_without_state(run, config.max_steps)
@@ -325,10 +327,10 @@ def _point(run: RunDirectory, wanted: int | None, config: PipelineConfig, source
     problems = Problems()
     _judge_changes(config, run, notes, problems)
     if checkpoint is not None and checkpoint.state.source != source:
-        message = (
-            f"the checkpoint of step {checkpoint.step} counts other prompts or environments than these: a group's "
-            "number would mean another one"
-        )
+        counted = "prompts or environments than these: a group's"
+        if not isinstance(config, PipelineConfig):
+            counted = "examples than these: an example's"
+        message = f"the checkpoint of step {checkpoint.step} counts other {counted} number would mean another one"
         remedy = "use the same data in the same order, or begin a new run from the checkpoint's model (`pretrain`)"
         problems.add(KEY, message, remedy)
     if checkpoint is not None:
@@ -384,7 +386,7 @@ def _number(aside: Path) -> int:
     return int(number) if number.isdecimal() else 1
 
 
-def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]:
+def _named_run(config: RunConfig) -> tuple[RunDirectory | None, int | None]:
     """Return the run and the step that the user wants; None, None for a run that has not begun.
 
     Raises `FileNotFoundError` if the configuration names a run that does not exist, and `ConfigError` if `output_dir`
@@ -426,7 +428,7 @@ def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoin
     return checkpoint
 
 
-def _judge_changes(config: PipelineConfig, run: RunDirectory, notes: list[str], problems: Problems) -> None:
+def _judge_changes(config: RunConfig, run: RunDirectory, notes: list[str], problems: Problems) -> None:
     if not run.config.exists():  # the run was interrupted at its very beginning
         return
     found = changes(load_config(run.config), config)
@@ -444,7 +446,7 @@ def _judge_changes(config: PipelineConfig, run: RunDirectory, notes: list[str], 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def model_problems(config: PipelineConfig, checkpoint: Checkpoint) -> list[ConfigProblem]:
+def model_problems(config: RunConfig, checkpoint: Checkpoint) -> list[ConfigProblem]:
     """Return a problem for each trained role whose model has other tensors than its state in the checkpoint."""
     problems = []
     for name, role in derived.trained_roles(config).items():

@@ -16,7 +16,7 @@ from functools import partial
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.roles import COMPARED_ROLES, FORWARD_ROLES
-from roll.configs.run import PipelineConfig
+from roll.configs.run import PipelineConfig, RunConfig
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.pipeline.agentic import AgenticSide
@@ -175,17 +175,14 @@ class Roles:
     async def _start_trainer(self, role: str) -> TrainerGroup:
         setup, checkpoint = trainer_setup(self._config, role), self._checkpoint
         state = None if checkpoint is None or setup.forward_only else checkpoint.role(role)
-        spec = TrainerSpec(setup, self._transport, state)
-        timeout = self._config.cluster.worker_start_timeout_seconds
         ranks = [[device] for device in parse_device_mapping(setup.config.device_mapping)]
         with part(role):
-            group = await start_group(partial(self._start_worker, role, TrainWorker, ranks), len(ranks), timeout)
-            self._groups.append(group)
-            trainer = TrainerGroup(
-                group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
+            trainer = await trainer_processes(
+                self._config, partial(self._start_worker, role, TrainWorker, ranks), len(ranks)
             )
+            self._groups.append(trainer.workers)
             async with self.locks[role].hold(role):
-                await trainer.start(spec)
+                await trainer.start(TrainerSpec(setup, self._transport, state))
                 self.locks[role].register(role, trainer)
             return trainer
 
@@ -202,6 +199,13 @@ class Roles:
             devices=devices[rank],
             log_dir=str(self._run.logs.absolute()),
         )
+
+
+async def trainer_processes(config: RunConfig, start: Callable[[int], WorkerHandle], ranks: int) -> TrainerGroup:
+    """Start the processes of a trainer, whose models are not loaded yet. ``start`` starts that of a rank."""
+    timeout = config.cluster.worker_start_timeout_seconds
+    group = await start_group(start, ranks, timeout)
+    return TrainerGroup(group, start_timeout_seconds=timeout, call_timeout_seconds=config.stall_timeout_seconds)
 
 
 def role_locks(config: PipelineConfig) -> dict[str, DeviceLock]:
@@ -224,7 +228,7 @@ def build_side(
     return RLVRSide(prepared, plan, build_rewards(prepared, plan.config, placement, locks, run, on_event), on_event)
 
 
-def trainer_setup(config: PipelineConfig, role: str) -> TrainerSetup:
+def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
     """Return the setup of a trainer or a forward-only role, but for its place among the ranks."""
     section = derived.present_roles(config)[role]
     return TrainerSetup(

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from roll.configs.run import PipelineConfig
+from roll.configs.run import RunConfig
 from roll.doctor.diagnosis import explain_stall
 from roll.pipeline.context import RunContext
 from roll.pipeline.recorder import RunRecorder
@@ -68,7 +68,7 @@ class StatusKeeper:
 
     def __init__(
         self,
-        config: PipelineConfig,
+        config: RunConfig,
         recorder: RunRecorder,
         handles: Callable[[], Iterable[WorkerHandle]],
         clock: Callable[[], float] = time.time,
@@ -84,11 +84,17 @@ class StatusKeeper:
         self._counts: tuple[object, ...] = ()
         self._moved_at = clock()
         self._context: RunContext | None = None
+        self._supervised: Callable[[], tuple[int, *tuple[object, ...]]] | None = None
         self._stages: Sequence[Stage] = ()
 
     def running(self, context: RunContext, stages: Sequence[Stage]) -> None:
         """Switch from the start of the roles to the running stages."""
         self._context, self._stages = context, stages
+
+    def supervised(self, moved: Callable[[], tuple[int, *tuple[object, ...]]]) -> None:
+        """Switch from the start to the steps of a run without rollouts. ``moved`` returns the steps that are over, and
+        what else changes whenever something moves."""
+        self._supervised = moved
 
     def starting(self) -> None:
         """Switch back to the start of roles, some of which begin again."""
@@ -111,13 +117,16 @@ class StatusKeeper:
     def now(self) -> RunStatus:
         """Return the status of the run at this instant."""
         context, at = self._context, self._clock()
-        counts = () if context is None else _counts(context)
+        step, counts = 0, () if context is None else _counts(context)
+        if self._supervised is not None:
+            step, *others = self._supervised()
+            counts = step, *others
         if counts != self._counts:
             self._counts, self._moved_at = counts, at
         waits, groups_by_wait = _waits(self._recorder.waits.waits())
         status = RunStatus(
             driver=self._driver,
-            phase="starting" if context is None else "running",
+            phase="starting" if context is None and self._supervised is None else "running",
             written=at,
             loop_beat=at,
             moved_at=self._moved_at,
@@ -128,6 +137,8 @@ class StatusKeeper:
             waits=waits,
             groups_by_wait=groups_by_wait,
         )
+        if self._supervised is not None:
+            return replace(status, step=step)
         if context is None:
             return status
         scheduler = context.scheduler

@@ -52,6 +52,7 @@ SECTIONS = (
         (
             Panel("Reward", r"reward/mean|reward/[^/]+/mean", "Mean score of a step's samples, all and by domain."),
             Panel("Validation accuracy", r"val/.+/accuracy", "Held-out prompts, one pinned version.", "share"),
+            Panel("Validation loss", r"val/(.+/)?loss", "Cross-entropy of held-out examples.", "nats"),
             Panel("Validation, best of its group", r"val/.+/best_of_group", unit="share"),
             Panel("Validation score", r"val/.+/score"),
             Panel("Spread of rewards", r"reward/(std|min|max)"),

@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from roll.tracking.files import say
-from roll.tracking.summary import validation_accuracy
+from roll.tracking.summary import VALIDATION_LOSS, validation_accuracy
 
 _logger = logging.getLogger(__name__)
 
@@ -112,7 +112,8 @@ class Console:
         printable = {self._printable(name): value for name, value in metrics.items()}
         self._progress = self._progress.after(printable, step, now)
         regular = step > 0 and step % self._logging_steps == 0
-        due = regular or step == self._progress.max_steps or validation_accuracy(metrics)
+        validated = bool(validation_accuracy(metrics)) or VALIDATION_LOSS in metrics
+        due = regular or step == self._progress.max_steps or validated
         if self._live is None and due:
             self._print(plain_line(self._progress, now))
 
@@ -211,7 +212,9 @@ def closing_text(summary: Mapping[str, Any]) -> str:
     first, last = summary.get("val/first") or {}, summary.get("val/last") or {}
     accuracy = [f"val {domain} {_change(first.get(domain), last[domain])}" for domain in last]
     lag = [] if summary.get("lag/max") is None else [f"lag max {summary['lag/max']:g}"]
-    facts = [f"{summary['steps']} steps in {duration(summary['seconds'])}", *accuracy, *lag]
+    losses = [summary.get(f"{VALIDATION_LOSS}/{which}") for which in ("first", "last")]
+    loss = [f"val loss {' -> '.join(f'{each:.4f}' for each in losses if each is not None)}"] if any(losses) else []
+    facts = [f"{summary['steps']} steps in {duration(summary['seconds'])}", *accuracy, *loss, *lag]
     error = f"\n{summary['error']}" if summary.get("error") else ""
     return f"{summary['status']}: {', '.join(facts)}{error}"
 
@@ -237,6 +240,9 @@ def _facts(progress: Progress) -> list[tuple[str, str]]:
     facts = [
         ("reward", f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else ""),
         ("teacher KL", f"{metrics[REVERSE_KL]:.3f}" if REVERSE_KL in metrics else ""),
+        # A loss says little where rewards are known.
+        ("loss", f"{metrics['actor/loss']:.4f}" if "actor/loss" in metrics and "reward/mean" not in metrics else ""),
+        ("val loss", f"{metrics[VALIDATION_LOSS]:.4f}" if VALIDATION_LOSS in metrics else ""),
         ("val", ", ".join(_accuracy(progress))),
         ("lag", ", ".join(lag)),
         ("tokens/s", ", ".join(f"{role} {_thousands(rate)}" for role, rate in speed.items())),

@@ -90,6 +90,10 @@ def validation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
     return {match[1]: value for name, value in metrics.items() if (match := pattern.fullmatch(name))}
 
 
+VALIDATION_LOSS = "val/loss"
+"""Metric of supervised fine-tuning; the summary of such a run has its first and its last value."""
+
+
 def describe_error(error: BaseException) -> str:
     """Return one line per root failure: type, message and cause.
 
@@ -197,6 +201,10 @@ class Summary:
         accuracy = {domain: json_number(value) for domain, value in validation_accuracy(metrics).items()}
         content["val/first"] = {**accuracy, **content["val/first"]}
         content["val/last"] = {**content["val/last"], **accuracy}
+        if VALIDATION_LOSS in metrics:
+            loss = json_number(metrics[VALIDATION_LOSS])
+            content.setdefault(f"{VALIDATION_LOSS}/first", loss)
+            content[f"{VALIDATION_LOSS}/last"] = loss
         if "lag/max" in metrics:
             content["lag/max"] = json_number(max(metrics["lag/max"], content["lag/max"] or 0))
 

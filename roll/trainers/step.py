@@ -22,7 +22,7 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import LossNormalizers
 from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, PartMetrics, combine
-from roll.algorithms.objective import PolicyObjective, ValueObjective
+from roll.algorithms.objective import PolicyObjective, SupervisedObjective, ValueObjective
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits
 
@@ -333,7 +333,7 @@ def _stand_in(batch: SampleBatch) -> SampleBatch:
     )
 
 
-Objective = PolicyObjective | ValueObjective
+Objective = PolicyObjective | ValueObjective | SupervisedObjective
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ class TrainingStep:
     @property
     def needs_entropy_gradient(self) -> bool:
         """True if the entropy is trained on, not only a metric. A value model has none."""
-        return not isinstance(self.objective, ValueObjective) and self.objective.needs_entropy_gradient
+        return isinstance(self.objective, PolicyObjective) and self.objective.needs_entropy_gradient
 
     def micro_batches(
         self, rows: Sequence[Sequence[int]], device: torch.device, packed: bool = False

@@ -53,7 +53,8 @@ class TrainerSpec:
 
     setup: TrainerSetup
     """Setup of every rank, but for its place among the others."""
-    transport: TransportSpec
+    transport: TransportSpec | None
+    """How its weights travel; None if no other role gets them."""
     restore_from: Path | None = None
     """Folder of the training state to resume from."""
 
@@ -84,8 +85,9 @@ class TrainWorker(Worker):
         self._writing = []
         me = self.identity
         host = (await self.describe())["host"]
-        self._publisher = build_publisher(spec.transport, rank=me.rank, host=host)
-        self._transport = spec.transport.name
+        if spec.transport is not None:
+            self._publisher = build_publisher(spec.transport, rank=me.rank, host=host)
+            self._transport = spec.transport.name
         self._setup = replace(
             spec.setup,
             rank=me.rank,

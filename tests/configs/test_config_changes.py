@@ -6,7 +6,7 @@ import pytest
 
 from roll.configs.fields import walk
 from roll.configs.loader import config_from_tree
-from roll.configs.run import AgenticConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, RLVRConfig, SFTConfig
 from roll.pipeline.resume import AFTER_THE_ROLLOUT, HARMLESS, IMPOSSIBLE, changes, rollout_settings
 
 
@@ -27,6 +27,11 @@ def test_equal_configurations_differ_in_nothing():
     [
         ({"seed": 1}, {"seed": 2}, {"seed": "impossible"}),
         ({}, {"rollout_batch_size": 32}, {"rollout_batch_size": "impossible"}),
+        (
+            {"pipeline": "sft"},
+            {"pipeline": "sft", "train_batch_size": 32, "sequence_length": 9, "eval_steps": 1},
+            {"train_batch_size": "impossible", "sequence_length": "needs confirmation", "eval_steps": "harmless"},
+        ),
         ({}, {"max_steps": 7, "logging_steps": 3}, {"logging_steps": "harmless", "max_steps": "harmless"}),
         ({}, {"actor_train": {"device_mapping": [0, 1]}}, {"actor_train.device_mapping": "harmless"}),
         ({}, {"actor_train": {"use_sequence_packing": True}}, {"actor_train.use_sequence_packing": "harmless"}),
@@ -95,7 +100,7 @@ def test_secrets_are_not_shown():
 
 
 def test_the_lists_name_keys_that_exist():
-    paths = {path for cls in (RLVRConfig, AgenticConfig) for path, _, _ in walk(cls)}
+    paths = {path for cls in (RLVRConfig, AgenticConfig, SFTConfig) for path, _, _ in walk(cls)}
     assert IMPOSSIBLE.keys() <= paths
     for pattern in (*HARMLESS, *AFTER_THE_ROLLOUT):
         if not pattern.startswith("critic."):  # the role is not there by default

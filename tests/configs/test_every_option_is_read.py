@@ -25,7 +25,7 @@ from roll.check.data import groups_are_enough
 from roll.configs import derived
 from roll.configs.fields import alternatives, field_types
 from roll.configs.roles import ROLL_ARGUMENTS, ActorTrainConfig
-from roll.configs.run import AgenticConfig, EnvManagerConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, EnvManagerConfig, RLVRConfig, SFTConfig
 
 pytestmark = pytest.mark.tier("all")  # mypy looks at the whole package, as in `make check`
 
@@ -146,7 +146,7 @@ KEPT_BY_REFUSAL = {("EnvManagerConfig", "max_traj_per_env")}
 more. `test_a_bound_that_a_step_exceeds_is_refused` proves that."""
 
 
-OWNERS = owners([RLVRConfig, AgenticConfig])
+OWNERS = owners([RLVRConfig, AgenticConfig, SFTConfig])
 OPTIONS = set(OWNERS.values())
 
 
@@ -157,7 +157,7 @@ def dead(options: Collection[Option], read: Collection[Option]) -> list[str]:
 
 
 def test_no_option_is_dead():
-    assert {("PipelineConfig", "max_steps"), ("ModelArguments", "dtype"), ("ChaosEvent", "kind")} <= OPTIONS
+    assert {("RunConfig", "max_steps"), ("ModelArguments", "dtype"), ("ChaosEvent", "kind")} <= OPTIONS
     assert dead(OPTIONS, read_in_the_package()) == []
 
 

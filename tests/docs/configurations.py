@@ -53,7 +53,7 @@ def configuration_of(block: Block) -> dict[str, Any]:
     tree = parse_yaml(block.text, block.where)
     if not isinstance(tree, dict):
         raise ConfigError([ConfigProblem(block.info, f"{tree!r:.60} is no configuration", "write `key: value` lines")])
-    if tree.keys() >= WHOLE:
+    if tree.keys() >= (WHOLE - {"actor_infer"} if tree.get("pipeline") == "sft" else WHOLE):
         return tree
     pipeline = "agentic" if tree.get("pipeline") == "agentic" or tree.keys() & AGENTIC_KEYS else "rlvr"
     parts = [BASES[pipeline], TRAINING_PROMPTS if pipeline == "rlvr" else {}, tree]

@@ -28,6 +28,7 @@ PROMPTS = [
 RUNS = {
     "quickstart/rlvr": ["rollout_batch_size=8", "val_batch_size=16", *PROMPTS],
     "quickstart/ppo_critic": ["rollout_batch_size=8", "val_batch_size=16", "critic_warmup=1", *PROMPTS],
+    "quickstart/sft": ["train_batch_size=8", *PROMPTS],
     "frozen_lake-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
     "sokoban-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
 }
@@ -92,7 +93,10 @@ def test_an_example_for_cpus_runs(made, name, tmp_path, ray_cluster, monkeypatch
         assert main([*arguments, f"cluster.address={ray_cluster}"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("success", 2)
-    assert summary["val/first"].keys() == summary["val/last"].keys() != set()
+    if name == "quickstart/sft":
+        assert 0 < summary["val/loss/last"] != summary["val/loss/first"]
+    else:
+        assert summary["val/first"].keys() == summary["val/last"].keys() != set()
 
 
 def start(arguments, folder):

@@ -1,0 +1,257 @@
+"""The examples of supervised fine-tuning: token ids, and which of them are learned.
+
+A row with a `response` is learned from there on: prompt and earlier turns are read, the response and its end mark are
+trained. Of a row of `messages` alone every assistant turn is trained, with its end mark. Texts are tokenised as in a
+rollout: the prompt up to where the assistant writes, then what it writes, then the template's text up to its next turn
+(`roll.data.chat`). So reinforcement learning goes on with the very tokens that were learned here. The end mark is what
+the chat template writes after an assistant's content, up to its first special token; if it writes none, or without a
+template, the tokenizer's end token. All problems of the data are raised at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from roll.configs.errors import Problems
+from roll.configs.plugins import problem
+from roll.configs.roles import ExampleArguments
+from roll.data.chat import ChatTurns, TemplateRefused
+from roll.data.encoding import tokenise
+from roll.data.prompts import (
+    MAX_PROBLEMS_PER_FILE,
+    Message,
+    PromptRow,
+    check_shares,
+    conversation,
+    named,
+    read_rows,
+    select_rows,
+)
+from roll.data.records import SampleBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+Part = tuple[str | np.ndarray, bool]
+"""A text that is yet to be tokenised, or token ids (int32), and True if they are learned."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence that is learned from."""
+
+    example_id: str
+    """Unique and stable in its data set, for example ``train.jsonl:17``."""
+    domain: str
+    token_ids: np.ndarray
+    """int32 ``[length]``."""
+    response_mask: np.ndarray
+    """bool ``[length]``: True for tokens that are learned."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a data section that fit."""
+
+    examples: list[Example]
+    overlong: int
+    """Number of rows that were left out, longer than a sequence may be."""
+
+    def fingerprint(self, data_args: ExampleArguments) -> str:
+        """Return the fingerprint of the examples and of what decides their order."""
+        digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
+        for example in self.examples:
+            digest.update(f"{example.example_id}\0{example.domain}\0".encode("utf-8", "surrogatepass"))
+            digest.update(example.token_ids.tobytes())
+            digest.update(example.response_mask.tobytes())
+        return digest.hexdigest()
+
+
+def batch_of(examples: Sequence[Example]) -> SampleBatch:
+    """Return the examples as a trainer takes them, in their order."""
+    return SampleBatch(
+        lengths=np.array([len(example.token_ids) for example in examples], dtype=np.int64),
+        tokens={
+            "token_ids": np.concatenate([example.token_ids for example in examples]),
+            "response_mask": np.concatenate([example.response_mask for example in examples]),
+        },
+    )
+
+
+def load_examples(
+    data_args: ExampleArguments, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, path: str, seed: int
+) -> Examples:
+    """Read, tokenise, check and select the examples of one `data_args`.
+
+    ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``sequence_length`` counts
+    tokens. With ``max_samples`` see `roll.data.prompts.load_prompts`. Raises `ConfigError`.
+    """
+    problems = Problems()
+    rows = read_rows(data_args, path, problems)
+    if data_args.template == "chat" and not tokenizer.chat_template:
+        remedy = "use `template: raw`, or a model with a chat template"
+        problems.add(f"{path}.template", "the tokenizer has no chat template", remedy)
+    problems.raise_any()
+    rows = select_rows(rows, data_args.max_samples, data_args.shuffle, seed)
+    make = _chat_parts(data_args, tokenizer, path) if data_args.template == "chat" else _raw_parts(tokenizer, path)
+    found: list[tuple[PromptRow, list[Part]]] = []
+    bad = 0
+    for row in rows:
+        try:
+            found.append((row, list(make(row))))
+        except (_BadRow, TemplateRefused) as cause:
+            bad += 1
+            if bad <= MAX_PROBLEMS_PER_FILE:
+                problems.add(path, f"{row.origin}: {_reason(cause)}", _remedy(cause))
+    if bad > MAX_PROBLEMS_PER_FILE:
+        message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows are wrong"
+        problems.add(path, message, "check the format of all of them")
+    problems.raise_any()
+    examples = _tokenised(found, tokenizer)
+    empty = [example.example_id for example in examples if example.response_mask[0]]
+    if empty:
+        message = f"no token is left of the prompts of {named(empty)}, and nothing predicts a first token"
+        problems.add(path, message, "correct these rows, or use the tokenizer they were made for")
+    fitting = _fitting(examples, data_args, sequence_length, path, problems)
+    domains = {example.domain for example in fitting}
+    check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
+    problems.raise_any()
+    return Examples(fitting, len(examples) - len(fitting))
+
+
+class _BadRow(ValueError):
+    """Raised for a row that is no example; the message is the reason."""
+
+
+def _reason(cause: _BadRow | TemplateRefused) -> str:
+    """Return why a row is refused, without what a template's refusal advises for environments."""
+    return re.split(r"; |\. Take ", str(cause))[0] if isinstance(cause, TemplateRefused) else str(cause)
+
+
+def _remedy(cause: _BadRow | TemplateRefused) -> str:
+    if isinstance(cause, TemplateRefused):
+        return "write messages that the template takes; if it rewrites earlier turns, give the last one as `response`"
+    return "correct or delete the row, name its columns under `columns`, or choose the other `template`"
+
+
+def _tokenised(found: Sequence[tuple[PromptRow, Sequence[Part]]], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Return the examples that rows consist of. All texts are tokenised at once, which is several times faster."""
+    texts = [part for _, parts in found for part, _ in parts if isinstance(part, str)]
+    ids = iter(tokenise(texts, tokenizer))
+    examples = []
+    for row, parts in found:
+        pieces = [(next(ids) if isinstance(part, str) else part, learned) for part, learned in parts]
+        mask = np.concatenate([np.full(len(piece), learned) for piece, learned in pieces])
+        examples.append(Example(row.prompt_id, row.domain, np.concatenate([piece for piece, _ in pieces]), mask))
+    return examples
+
+
+def _response(row: PromptRow) -> str | None:
+    """Return the response of a row, None if it has none. Raises `_BadRow` for what is no text."""
+    response = row.metadata.get("response")
+    if response is not None and not isinstance(response, str):
+        raise _BadRow(f"`response` must be text, not a {type(response).__name__}")
+    if response is not None and (not response or any("\ud800" <= character <= "\udfff" for character in response)):
+        raise _BadRow("`response` is empty" if not response else "`response` has half of a surrogate pair")
+    return response
+
+
+def _end_token(tokenizer: PreTrainedTokenizerBase, path: str) -> np.ndarray:
+    if tokenizer.eos_token_id is None:
+        message = "the tokenizer has no end token, so no response could learn to end"
+        raise problem(f"{path}.template", message, "use a tokenizer with `eos_token`, or a chat template that has one")
+    return np.array([tokenizer.eos_token_id], dtype=np.int32)
+
+
+def _raw_parts(tokenizer: PreTrainedTokenizerBase, path: str) -> Callable[[PromptRow], Iterator[Part]]:
+    end = _end_token(tokenizer, path)
+
+    def parts(row: PromptRow) -> Iterator[Part]:
+        response = _response(row)
+        if row.text is None:
+            raise _BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
+        if response is None:
+            raise _BadRow(f"no `response`; it has {', '.join(f'`{name}`' for name in ['prompt', *row.metadata])}")
+        yield row.text, False
+        yield response, True
+        yield end, True
+
+    return parts
+
+
+def _chat_parts(
+    data_args: ExampleArguments, tokenizer: PreTrainedTokenizerBase, path: str
+) -> Callable[[PromptRow], Iterator[Part]]:
+    turns = ChatTurns(tokenizer)
+    try:
+        leading, closing = turns.leading, turns.closing
+    except TemplateRefused as refused:
+        remedy = "use `template: raw`, or a model with another chat template"
+        raise problem(f"{path}.template", _reason(refused), remedy) from refused
+    special = [place for place, token_id in enumerate(closing) if int(token_id) in turns.special_ids]
+    end = closing[: special[0] + 1] if special else _end_token(tokenizer, path)
+
+    def part(text: str) -> str | np.ndarray:
+        """Return a text of shielded contents, or its token ids if they spell control tokens."""
+        return turns.encode(text) if turns.contents.is_shielded(text) else text
+
+    def parts(row: PromptRow) -> Iterator[Part]:
+        messages, response = conversation(row, data_args.system_prompt), _response(row)
+        if response is not None:
+            yield part(turns.render(turns.contents.shielded(messages), ())), False
+            yield part(leading + turns.contents.shielded(response)), True
+            yield end, True
+            return
+        places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+        _require_turns(messages, places)
+        begun = turns.begin(messages[: places[0]])
+        yield begun.prompt_token_ids, False
+        for place, following in zip(places, [*places[1:], None], strict=True):
+            yield part(leading + turns.contents.shielded(messages[place]["content"])), True
+            yield end, True
+            if following is not None:
+                yield begun.glue(end, messages[place + 1 : following]), False
+
+    return parts
+
+
+def _require_turns(messages: Sequence[Message], places: Sequence[int]) -> None:
+    """Raise `_BadRow` unless assistant turns (at ``places``) follow something and can be learned as they are."""
+    if not places:
+        raise _BadRow("no `response`, and no turn of `assistant` in `messages`")
+    if places[0] == 0:
+        raise _BadRow("`messages` begins with `assistant`, which nothing asked")
+    for place in places:
+        more = [key for key, value in messages[place].items() if key not in ("role", "content") and value]
+        if more:
+            raise _BadRow(f"`{more[0]}` of message {place} (`assistant`) would not be learned: only `content` is")
+        if not messages[place]["content"]:
+            raise _BadRow(f"message {place} (`assistant`) has no `content`")
+
+
+def _fitting(
+    examples: list[Example], data_args: ExampleArguments, sequence_length: int, path: str, problems: Problems
+) -> list[Example]:
+    """Return the examples that are short enough; the others are a problem unless they may be dropped."""
+    overlong = [example for example in examples if len(example.token_ids) > sequence_length]
+    if overlong and data_args.overlong_prompts != "drop":
+        longest = max(len(example.token_ids) for example in overlong)
+        names = named([f"{example.example_id} ({len(example.token_ids)} tokens)" for example in overlong])
+        problems.add(
+            f"{path}.overlong_prompts",
+            f"{len(overlong)} of {len(examples)} examples exceed `sequence_length: {sequence_length}`: {names}",
+            f"set `overlong_prompts: drop` to leave them out, or `sequence_length` to at least {longest}",
+        )
+    fitting = [example for example in examples if len(example.token_ids) <= sequence_length]
+    if not fitting and not problems.found:
+        message = f"all {len(examples)} examples are longer than {sequence_length} tokens"
+        problems.add(path, message, "raise `sequence_length`")
+    return fitting

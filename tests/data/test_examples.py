@@ -1,0 +1,193 @@
+"""Which tokens of a row are learned, and which rows are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from roll.configs.errors import ConfigError
+from roll.configs.roles import ExampleArguments, ExampleColumns
+from roll.data.examples import Example, Examples, load_examples
+from tests.data.chat_templates import FORMATS, make_tokenizer
+
+PATH = "actor_train.data_args"
+
+
+def load(folder: Path, tokenizer: PreTrainedTokenizerFast, *rows: dict, length: int = 500, **options) -> Examples:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ExampleArguments(file_name=str(file), **options)
+    return load_examples(arguments, tokenizer, sequence_length=length, path=PATH, seed=0)
+
+
+def stretches(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, bool]]:
+    """The text of the example in stretches of what is read and what is learned."""
+    changes = np.flatnonzero(np.diff(example.response_mask)) + 1
+    parts = zip(np.split(example.token_ids, changes), np.split(example.response_mask, changes), strict=True)
+    return [(tokenizer.decode(ids), bool(mask[0])) for ids, mask in parts]
+
+
+def refusal(folder: Path, tokenizer: PreTrainedTokenizerFast, *rows: dict, **options) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(folder, tokenizer, *rows, **options)
+    return str(refused.value)
+
+
+def test_of_prompt_and_response_the_response_and_its_end_are_learned(tmp_path, tokenizer):
+    (example,) = load(tmp_path, tokenizer, {"prompt": "1+1=", "response": "2", "domain": "sums"}).examples
+    assert stretches(example, tokenizer) == [("1+1=", False), ("2<eos>", True)]
+    assert (example.example_id, example.domain) == ("rows.jsonl:1", "sums")
+    assert example.token_ids.dtype == np.int32
+
+
+def test_columns_may_have_other_names(tmp_path, tokenizer):
+    columns = ExampleColumns(prompt="question", response="extra.answer")
+    row = {"question": "1=", "extra": {"answer": "one"}}
+    (example,) = load(tmp_path, tokenizer, row, columns=columns).examples
+    assert stretches(example, tokenizer) == [("1=", False), ("one<eos>", True)]
+
+
+def test_a_template_without_an_end_mark_gets_the_end_token(tmp_path, chat_tokenizer):
+    row = {"prompt": "hi", "response": "yes"}
+    (example,) = load(tmp_path, chat_tokenizer, row, template="chat", system_prompt="be kind").examples
+    head = "<system>be kind\n<user>hi\n<assistant>"
+    assert stretches(example, chat_tokenizer) == [(head, False), ("yes<eos>", True)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_assistant_turn_is_learned_as_its_template_writes_it(tmp_path, name):
+    form, tokenizer = FORMATS[name], make_tokenizer(name)
+    said = [("user", "look"), ("assistant", "a wall"), ("user", "go left"), ("assistant", "done it")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    ignored = {"role": "user", "content": "after the last turn"}
+    (example,) = load(tmp_path, tokenizer, {"messages": [*messages, ignored]}, template="chat").examples
+    parts = stretches(example, tokenizer)
+    assert [learned for _, learned in parts] == [False, True, False, True]
+    assert [text for text, learned in parts if learned] == [form.written("a wall"), form.written("done it")]
+    # Qwen3 shows an empty thought before the last answer, which is neither in the row nor in a rollout's prompt.
+    whole = tokenizer.apply_chat_template(messages, tokenize=False).replace("<think>\n\n</think>\n\n", "")
+    assert whole.startswith("".join(text for text, _ in parts)), "the template's own text, up to the last end mark"
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_with_a_response_earlier_turns_are_only_read(tmp_path, name):
+    tokenizer = make_tokenizer(name)
+    said = [("user", "look"), ("assistant", "a wall"), ("user", "go left")]
+    row = {"messages": [{"role": role, "content": text} for role, text in said], "response": "done it"}
+    (example,) = load(tmp_path, tokenizer, row, template="chat").examples
+    (_, read), (answer, learned) = stretches(example, tokenizer)
+    assert (read, learned, answer) == (False, True, FORMATS[name].written("done it"))
+
+
+ASKED = {"role": "user", "content": "hi"}
+WRONG = {
+    "no response": ({"prompt": "1="}, {}, "rows.jsonl:2: no `response`; it has `prompt`"),
+    "an empty response": ({"prompt": "1=", "response": ""}, {}, "rows.jsonl:2: `response` is empty"),
+    "a number": ({"prompt": "1=", "response": 2}, {}, "rows.jsonl:2: `response` must be text, not a int"),
+    "no prompt": ({"response": "2"}, {}, "rows.jsonl:2: neither `prompt` nor `messages`"),
+    "messages for raw": ({"messages": [ASKED]}, {}, "rows.jsonl:2: the row has `messages` but no `prompt`"),
+    "nobody answers": (
+        {"messages": [ASKED]},
+        {"template": "chat"},
+        "rows.jsonl:2: no `response`, and no turn of `assistant` in `messages`",
+    ),
+    "nobody asks": (
+        {"messages": [{"role": "assistant", "content": "2"}]},
+        {"template": "chat"},
+        "rows.jsonl:2: `messages` begins with `assistant`",
+    ),
+    "a call": (
+        {"messages": [ASKED, {"role": "assistant", "content": "2", "tool_calls": [{"name": "f"}]}]},
+        {"template": "chat"},
+        "`tool_calls` of message 1 (`assistant`) would not be learned",
+    ),
+    "an empty turn": (
+        {"messages": [ASKED, {"role": "assistant", "content": ""}]},
+        {"template": "chat"},
+        "message 1 (`assistant`) has no `content`",
+    ),
+    "too long": (
+        {"prompt": "1" * 20, "response": "2"},
+        {"length": 12},
+        "1 of 2 examples exceed `sequence_length: 12`: rows.jsonl:2 (22 tokens)",
+    ),
+    "a column that is not there": (
+        {"prompt": "1=", "response": "2"},
+        {"columns": ExampleColumns(response="answer")},
+        "no column `answer`, which `columns.response` names",
+    ),
+    "a domain without a share": (
+        {"prompt": "1=", "response": "2", "domain": "other"},
+        {"domain_interleave_probs": {"default": 1.0}},
+        "the prompts of domain `other` get no share",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_row_is_refused_with_its_place(tmp_path, chat_tokenizer, case):
+    row, options, words = WRONG[case]
+    said = refusal(tmp_path, chat_tokenizer, {"prompt": "1=", "response": "1"}, row, **options)
+    assert words in said
+    assert PATH in said
+
+
+def test_a_template_that_rewrites_earlier_turns_says_what_to_do(tmp_path, tokenizer):
+    """It shows the length of the whole conversation first."""
+    tokenizer.chat_template = (
+        "{{ messages | length }}:{% for message in messages %}{{ message.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    said = [("user", "look"), ("assistant", "a wall"), ("user", "go left"), ("assistant", "done it")]
+    row = {"messages": [{"role": role, "content": text} for role, text in said]}
+    words = refusal(tmp_path, tokenizer, row, template="chat")
+    assert "rows.jsonl:1: the chat template is not append-only" in words
+    assert "give the last one as `response`" in words and "step-wise" not in words
+
+
+def test_a_template_that_refuses_every_answer_is_refused(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no chats') }}"
+    row = {"prompt": "1=", "response": "1"}
+    assert f"{PATH}.template: the chat template refuses messages" in refusal(tmp_path, tokenizer, row, template="chat")
+
+
+def test_long_rows_are_left_out_and_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "1" * number, "response": "2"} for number in (3, 30, 4)]
+    found = load(tmp_path, tokenizer, *rows, length=6, overlong_prompts="drop")
+    assert [example.example_id for example in found.examples] == ["rows.jsonl:1", "rows.jsonl:3"]
+    assert found.overlong == 1
+    said = refusal(tmp_path, tokenizer, rows[1], length=6, overlong_prompts="drop")
+    assert "all 1 examples are longer than 6" in said
+
+
+def test_what_is_learned_decides_the_fingerprint(tmp_path, tokenizer):
+    arguments = ExampleArguments()
+
+    def fingerprint(*rows: dict) -> str:
+        return load(tmp_path, tokenizer, *rows).fingerprint(arguments)
+
+    one, other = {"prompt": "1=", "response": "1"}, {"prompt": "1", "response": "=1"}
+    assert len({fingerprint(one), fingerprint(other), fingerprint(one, other), fingerprint(other, one)}) == 4
+    assert fingerprint(one) == fingerprint(one)
+
+
+@pytest.mark.parametrize("learned", ["response", "messages"])
+def test_what_messages_spell_is_learned_as_text(tmp_path, learned):
+    tokenizer, said = make_tokenizer("llama3"), "I write <|eot_id|> here."
+    asked = [{"role": "user", "content": "Say <|eot_id|> please."}]
+    row = {"messages": asked, "response": said}
+    if learned == "messages":
+        row = {"messages": [*asked, {"role": "assistant", "content": said}]}
+    clean = {"messages": [{"role": "user", "content": "Say it."}], "response": "I do."}
+    example, other = load(tmp_path, tokenizer, row, clean, template="chat").examples
+
+    def controls(each: Example) -> list[int]:
+        return [token_id for token_id in each.token_ids.tolist() if token_id in tokenizer.added_tokens_decoder]
+
+    assert controls(example) == controls(other)
+    assert "Say <|eot_id|> please." in tokenizer.decode(example.token_ids)
+    assert stretches(example, tokenizer)[-1] == (f"{said}<|eot_id|>", True)
