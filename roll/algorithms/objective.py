@@ -1,12 +1,11 @@
 """The loss of one optimizer step, as a picklable description that a trainer can apply to any part of the batch.
 
 For given responses it is their cross-entropy. For a policy it is policy loss + kl_loss_coef x KL to the reference +
-distillation_coef x KL to the teacher -
-entropy_loss_coef x entropy, each aggregated the same way with the normalisers of the whole batch. For a value model it
-is the squared error. Contributions of disjoint rows add up to the whole, in value, gradient and metrics. Losses see all
-response tokens, so that a sequence ratio covers the whole sequence. The aggregates, that of the entropy bonus too,
-count the tokens of the loss mask: the response tokens that remain after rejection and masks. The metric ``entropy`` is
-over all response tokens.
+distillation_coef x KL to the teacher - entropy_loss_coef x entropy, each aggregated the same way with the normalisers
+of the whole batch. For a value model it is the squared error. Contributions of disjoint rows add up to the whole, in
+value, gradient and metrics. Losses see all response tokens, so that a sequence ratio covers the whole sequence. The
+aggregates, that of the entropy bonus too, count the tokens of the loss mask: the response tokens that remain after
+rejection and masks. The metric ``entropy`` is over all response tokens.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
         data.domain_shares_fit,
         data.validation_has_examples,
         rules.length_is_said_once,
+        rules.epochs_mean_the_same_to_all,
         rules.nothing_falls_back,
     ),
 }

@@ -259,6 +259,12 @@ def data_warnings(config: RLVRConfig | SFTConfig) -> Iterator[str]:
     if config.validation is not None:
         for name in sorted(set(files_of(train)) & set(files_of(config.validation.data_args))):
             yield f"{name} is used for training and for validation: validation will not show over-fitting"
+    if isinstance(config, SFTConfig) and config.validation is not None:
+        for key in ("template", "system_prompt", "chat_template_kwargs"):
+            own, theirs = vars(train)[key], vars(config.validation.data_args)[key]
+            if own != theirs:
+                both = f"{TRAIN_DATA}.{key} is {shown(own)}, and that of validation {shown(theirs)}"
+                yield f"{both}: what is measured is not what is learned"
     shares = train.domain_interleave_probs
     if shares is not None and not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
         yield f"{TRAIN_DATA}.domain_interleave_probs adds up to {sum(shares.values()):g}; each is divided by the sum"

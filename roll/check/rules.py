@@ -193,6 +193,8 @@ def _inert_keys_of_roles(config: RunConfig) -> Iterator[tuple[str, Any, tuple[st
             other = "" if isinstance(config, SFTConfig) else "`gradient_accumulation_steps`, or "
             remedy = f"set {other}`use_dynamic_batching_in_train: false`, or remove this key"
             yield f"{name}.training_args.", role.training_args, ("per_device_train_batch_size",), reason, remedy
+    if isinstance(config, SFTConfig):
+        yield from _inert_keys_of_examples(config)
     for name, section in derived.roles_and_reward_models(config).items():
         reason, remedy = "only actor_train learns with adapters", "remove this key"
         if isinstance(section, RewardConfig):
@@ -201,6 +203,22 @@ def _inert_keys_of_roles(config: RunConfig) -> Iterator[tuple[str, Any, tuple[st
             reason, remedy = "no layer has adapters", "set `lora_target`, or remove this key"
         if name != "actor_train" or section.model_args.lora_target is None:
             yield f"{name}.model_args.", section.model_args, ADAPTER_KEYS, reason, remedy
+
+
+def _inert_keys_of_examples(config: SFTConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
+    if config.validation is None:
+        passes = ("max_tokens_per_microbatch_in_infer", "use_dynamic_batching_in_infer", "infer_batch_size")
+        yield (
+            "actor_train.",
+            config.actor_train,
+            passes,
+            "only validation has passes without gradients",
+            "remove this key",
+        )
+        return
+    held_out = config.validation.data_args
+    keys = ["domain_interleave_probs", *(["shuffle"] if held_out.max_samples is None else [])]
+    yield "validation.data_args.", held_out, tuple(keys), "each example is measured once", "remove this key"
 
 
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -316,6 +334,15 @@ def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:
     if config.epochs is not None:
         for path, value in fields.changes(config, "max_steps"):
             yield without_effect(path, value, f"epochs is {config.epochs}", "keep one of the two")
+
+
+def epochs_mean_the_same_to_all(config: SFTConfig) -> Iterator[ConfigProblem]:
+    """Reject epochs of domains that are not learned equally often."""
+    if config.epochs is not None and config.actor_train.data_args.domain_interleave_probs is not None:
+        message = (
+            f"{config.epochs}, but with `domain_interleave_probs` some examples are learned more often than others"
+        )
+        yield ConfigProblem("epochs", message, "set `max_steps`, or leave each domain its natural share")
 
 
 def nothing_falls_back(config: SFTConfig) -> Iterator[ConfigProblem]:

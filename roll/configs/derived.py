@@ -19,6 +19,7 @@ from roll.configs.roles import (
     ROLES,
     ROLL_ARGUMENTS,
     TRAINED_ROLES,
+    TeacherConfig,
     TrainingArguments,
     ValidationSettings,
     WorkerConfig,
@@ -192,6 +193,8 @@ def may_be_stale(config: PipelineConfig) -> bool:
 def model_path(config: RunConfig, role: WorkerConfig | RewardConfig) -> str:
     """Return the folder or hub name of the model of a role or reward."""
     shared = config.pretrain
+    if isinstance(role, TeacherConfig) and role.weights == "policy":
+        return model_path(config, config.actor_train)
     if isinstance(role, RewardConfig):
         shared = reinforcement(config).reward_pretrain or ""
     return role.model_args.model_name_or_path or shared

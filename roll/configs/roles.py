@@ -173,6 +173,9 @@ class ExampleArguments(RowArguments):
     system_prompt: str | None = option(
         None, "System message put before each conversation (`template: chat` only).", needs="template: chat"
     )
+    chat_template_kwargs: dict[str, Any] = option(
+        dict, "Variables for the chat template, such as `enable_thinking: false`.", needs="template: chat"
+    )
     domain_interleave_probs: dict[str, float] | None = option(
         None, "Share of each domain in the stream of examples. Default: in proportion to the examples of each domain."
     )

@@ -124,6 +124,17 @@ class ChatTurns(TurnTemplate):
         return more if more.isspace() else ""
 
     @cached_property
+    def opening(self) -> str:
+        """Text that the template writes where the assistant answers, and that belongs to the answer, such as
+        ``<think>``; empty if there is none. A history has it within the assistant's content, or not at all."""
+        word = PLACEHOLDER.format(number=0)
+        asked = [{"role": "user", "content": "hello"}]
+        answered = [*asked, {"role": "assistant", "content": word}]
+        head, _ = _split_at(self.render(answered, (), generation_prompt=False), word)
+        more = self.render(asked, ()).removeprefix(head)
+        return more if self.render(asked, ()).startswith(head) and not more.isspace() else ""
+
+    @cached_property
     def closing(self) -> np.ndarray:
         """Token ids that the template writes after the content of an assistant's last message."""
         word = PLACEHOLDER.format(number=0)

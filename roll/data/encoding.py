@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ Value = TypeVar("Value")
 
 BEGIN, END = "\ue000", "\ue001"
 """Characters of Unicode's private use, which no template writes, on both sides of a stand-in's number."""
+WORDS = re.compile(r"</?(think|thinking|thought|reasoning|answer|tools?|tool_calls?|tool_responses?|function)>")
+"""Added tokens that a policy writes itself, wherever the template has them."""
 _STAND_IN = re.compile(f"{BEGIN}([0-9]+){END}")
 
 
@@ -48,9 +50,12 @@ class ContentEncoder:
     def shielded(self, value: Value) -> Value:
         """Return a message, or any structure of texts, with stand-ins in its texts for what they spell."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda match: f"{BEGIN}{self._numbers[match[0]]}{END}", value)  # type: ignore[return-value]
+            text = self._spelled.sub(lambda match: self._stand_ins[match[0]], value)
+            # Two contents may be joined without anything between them.
+            begun, ended = (self._stand_ins[""] * bool(cut.search(value)) for cut in self._cut)
+            return f"{ended}{text}{begun}"  # type: ignore[return-value]
         if isinstance(value, Mapping):
-            return {key: self.shielded(each) for key, each in value.items()}  # type: ignore[return-value]
+            return {self.shielded(key): self.shielded(each) for key, each in value.items()}  # type: ignore[return-value]
         if isinstance(value, list | tuple):
             return type(value)(map(self.shielded, value))
         return value
@@ -64,27 +69,33 @@ class ContentEncoder:
         """Undo `shielded` in a rendered text."""
         return _STAND_IN.sub(lambda match: self._texts[int(match[1])], text)
 
-    def encode(self, text: str) -> np.ndarray:
+    @cached_property
+    def writes_prefix(self) -> bool:
+        """True if the tokenizer begins a text with a space of its own, so that a part needs to know what it follows."""
+        return any(_prefixes(json.loads(self._copy().to_str()))) if self._backend is not None else False
+
+    def encode(self, text: str, before: np.ndarray | None = None) -> np.ndarray:
         """Return token ids (int32) of a text rendered from shielded contents, without added tokens.
 
-        Raises `ControlTokensRefused`.
+        ``before``: the token ids that the text goes on from; None: it begins a sequence. Raises `ControlTokensRefused`.
         """
         if not self.is_shielded(text):
-            return tokenise([text], self._tokenizer)[0]
-        found, place = list[int](), 0
-        whole = self._own.encode(text, add_special_tokens=False)
+            if before is None or not self.writes_prefix:
+                return tokenise([text], self._tokenizer)[0]
+            return np.array(self._encoder(before).encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        found, place, behind = list[int](), 0, before
+        whole = self._encoder(None).encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(whole.ids, whole.offsets, strict=True):
             if token_id in self._control:
-                found += [*self._plain(text[place:start], is_first=place == 0), token_id]
-                place = end
-        return np.array(found + self._plain(text[place:], is_first=place == 0), dtype=np.int32)
+                found += [*self._plain(text[place:start], behind), token_id]
+                place, behind = end, np.array([token_id])
+        return np.array(found + self._plain(text[place:], behind), dtype=np.int32)
 
-    def _plain(self, text: str, *, is_first: bool) -> list[int]:
-        """Return the ids of a text of contents only."""
+    def _plain(self, text: str, before: np.ndarray | None) -> list[int]:
+        """Return the ids of a text of contents only, behind ``before``."""
         if not text:
             return []
-        contents = self.restored(text)
-        ids = (self._plain_first if is_first else self._plain_later).encode(contents, add_special_tokens=False).ids
+        ids = self._encoder(before, plain=True).encode(self.restored(text), add_special_tokens=False).ids
         for token_id in (self._control.keys() & ids) - self._unknown:
             raise ControlTokensRefused(
                 f"a content spells {self._control[token_id]!r}, which is a control token, and the vocabulary of this "
@@ -94,9 +105,12 @@ class ContentEncoder:
 
     @cached_property
     def _control(self) -> dict[int, str]:
-        """Id of each control token -> its text."""
+        """Id of each control token -> its text: special tokens, and what else the chat template frames turns with."""
+        template = str(self._tokenizer.chat_template or "")
         added = {
-            number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+            number: token.content
+            for number, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special or (token.content in template and not WORDS.fullmatch(token.content))
         }
         named = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
         return {**dict(named), **added}
@@ -104,59 +118,94 @@ class ContentEncoder:
     @cached_property
     def _unknown(self) -> set[int | None]:
         """The id of what the vocabulary does not have, which may be a control token's."""
-        model = json.loads(self._own.to_str())["model"]
+        own = self._encoder(None)
+        model = json.loads(own.to_str())["model"]
         named = model.get("unk_token")
-        return {model.get("unk_id"), None if named is None else self._own.token_to_id(named)}
+        return {model.get("unk_id"), None if named is None else own.token_to_id(named)}
 
     @cached_property
     def _texts(self) -> list[str]:
-        """Texts with a stand-in, by its number. `BEGIN` is one of them, so that a content cannot spell a stand-in."""
-        return [BEGIN, *sorted(filter(None, self._control.values()), key=len, reverse=True)]
+        """Texts with a stand-in, by its number: nothing, what a stand-in begins with (so that no content spells one),
+        and the control tokens."""
+        return ["", BEGIN, *sorted(filter(None, self._control.values()), key=len, reverse=True)]
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {text: number for number, text in enumerate(self._texts)}
+    def _stand_ins(self) -> dict[str, str]:
+        return {text: f"{BEGIN}{number}{END}" for number, text in enumerate(self._texts)}
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._texts)))
+        return re.compile("|".join(map(re.escape, self._texts[1:])))
 
     @cached_property
-    def _own(self) -> Tokenizer:
-        return self._copy()
+    def _cut(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Patterns of texts that end with the beginning of a control token, and that begin with the end of one."""
+        cuts = [(text[:cut], text[cut:]) for text in self._control.values() for cut in range(1, len(text))]
+        begun, ended = ("|".join(sorted({re.escape(cut[side]) for cut in cuts})) or "(?!)" for side in (0, 1))
+        return re.compile(rf"(?:{begun})\Z"), re.compile(rf"\A(?:{ended})")
+
+    def _encoder(self, before: np.ndarray | None, *, plain: bool = False) -> Tokenizer:
+        """Return the encoder of what follows these token ids, which takes control tokens for text if ``plain``."""
+        place = "first" if before is None else "control" if len(before) and int(before[-1]) in self._control else "text"
+        return self._encoders[place, plain]
 
     @cached_property
-    def _plain_first(self) -> Tokenizer:
-        return _without_control_tokens(self._copy())
-
-    @cached_property
-    def _plain_later(self) -> Tokenizer:
-        """The encoder of what does not begin a text, where some tokenizers write no space in front."""
+    def _encoders(self) -> dict[tuple[str, bool], Tokenizer]:
+        """Encoders of what begins a sequence, follows a control token or follows text. Some tokenizers begin every text
+        with a space, some all but the one after a control token."""
         from tokenizers import Tokenizer
 
-        settings = json.loads(self._plain_first.to_str())
-        pre_tokenizer = settings.get("pre_tokenizer") or {}
-        for step in [pre_tokenizer, *pre_tokenizer.get("pretokenizers", [])]:
-            if step.get("prepend_scheme") == "first":
-                step["prepend_scheme"] = "never"
-        return _without_control_tokens(Tokenizer.from_str(json.dumps(settings)))
+        encoders = {}
+        for place in ("first", "control", "text"):
+            settings = json.loads(self._copy().to_str())
+            for token in settings["added_tokens"]:
+                token["special"] = token["special"] or token["id"] in self._control
+            for step in _prefixes(settings):
+                if place == "text" or (place == "control" and step.get("prepend_scheme") == "first"):
+                    _take_away(step)
+            for plain in (False, True):
+                encoders[place, plain] = Tokenizer.from_str(json.dumps(settings))
+                encoders[place, plain].encode_special_tokens = plain
+        return encoders
+
+    @cached_property
+    def _backend(self) -> Tokenizer | None:
+        from tokenizers import Tokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend if isinstance(backend, Tokenizer) else None
 
     def _copy(self) -> Tokenizer:
         """Return the tokenizer that does the work, as an object of its own: its settings are shared between threads."""
         from tokenizers import Tokenizer
 
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
+        if self._backend is None:
             raise ControlTokensRefused(
                 "a content spells a control token, and a tokenizer without `tokenizer.json` would take it for one; "
                 "take it out of the texts"
             )
-        copy = Tokenizer.from_str(backend.to_str())
+        copy = Tokenizer.from_str(self._backend.to_str())
         copy.no_truncation()
         copy.no_padding()
         return copy
 
 
-def _without_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+def _prefixes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a tokenizer (`tokenizer.json`) that begin a text with a space."""
+    for key, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        step = settings.get(key) or {}
+        for each in [step, *step.get(inner, [])]:
+            has_prefix = each.get("prepend_scheme", "never") != "never" or each.get("add_prefix_space", False)
+            if has_prefix or (each.get("type") == "Prepend" and each.get("prepend")):
+                yield each
+
+
+def _take_away(step: dict[str, Any]) -> None:
+    """Let a step begin no text with a space."""
+    if step.get("type") == "Prepend":
+        step.clear()
+        step.update({"type": "Sequence", "normalizers": []})
+    elif "prepend_scheme" in step:
+        step["prepend_scheme"] = "never"
+    else:
+        step["add_prefix_space"] = False

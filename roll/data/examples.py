@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from roll.configs.errors import Problems
 from roll.configs.plugins import problem
 from roll.configs.roles import ExampleArguments
 from roll.data.chat import ChatTurns, TemplateRefused
-from roll.data.encoding import tokenise
+from roll.data.encoding import ContentEncoder, tokenise
 from roll.data.prompts import (
     MAX_PROBLEMS_PER_FILE,
     Message,
@@ -64,6 +64,8 @@ class Examples:
     examples: list[Example]
     overlong: int
     """Number of rows that were left out, longer than a sequence may be."""
+    end: int
+    """The token that ends a response."""
 
     def fingerprint(self, data_args: ExampleArguments) -> str:
         """Return the fingerprint of the examples and of what decides their order."""
@@ -101,7 +103,9 @@ def load_examples(
         problems.add(f"{path}.template", "the tokenizer has no chat template", remedy)
     problems.raise_any()
     rows = select_rows(rows, data_args.max_samples, data_args.shuffle, seed)
-    make = _chat_parts(data_args, tokenizer, path) if data_args.template == "chat" else _raw_parts(tokenizer, path)
+    contents = ContentEncoder(tokenizer)
+    is_chat = data_args.template == "chat"
+    end, make = _chat_parts(data_args, contents, tokenizer, path) if is_chat else _raw_parts(tokenizer, path)
     found: list[tuple[PromptRow, list[Part]]] = []
     bad = 0
     for row in rows:
@@ -115,7 +119,7 @@ def load_examples(
         message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows are wrong"
         problems.add(path, message, "check the format of all of them")
     problems.raise_any()
-    examples = _tokenised(found, tokenizer)
+    examples = _tokenised(found, contents, tokenizer)
     empty = [example.example_id for example in examples if example.response_mask[0]]
     if empty:
         message = f"no token is left of the prompts of {named(empty)}, and nothing predicts a first token"
@@ -124,7 +128,7 @@ def load_examples(
     domains = {example.domain for example in fitting}
     check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
     problems.raise_any()
-    return Examples(fitting, len(examples) - len(fitting))
+    return Examples(fitting, len(examples) - len(fitting), int(end[-1]))
 
 
 class _BadRow(ValueError):
@@ -142,15 +146,23 @@ def _remedy(cause: _BadRow | TemplateRefused) -> str:
     return "correct or delete the row, name its columns under `columns`, or choose the other `template`"
 
 
-def _tokenised(found: Sequence[tuple[PromptRow, Sequence[Part]]], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Return the examples that rows consist of. All texts are tokenised at once, which is several times faster."""
-    texts = [part for _, parts in found for part, _ in parts if isinstance(part, str)]
+def _tokenised(
+    found: Sequence[tuple[PromptRow, Sequence[Part]]], contents: ContentEncoder, tokenizer: PreTrainedTokenizerBase
+) -> list[Example]:
+    """Return the examples that rows consist of, each part behind the one before it."""
+    # All at once is several times faster, and the same if what stands before a text does not matter.
+    at_once = not contents.writes_prefix
+    texts = [part for _, parts in found for part, _ in parts if isinstance(part, str) and at_once]
     ids = iter(tokenise(texts, tokenizer))
     examples = []
     for row, parts in found:
-        pieces = [(next(ids) if isinstance(part, str) else part, learned) for part, learned in parts]
-        mask = np.concatenate([np.full(len(piece), learned) for piece, learned in pieces])
-        examples.append(Example(row.prompt_id, row.domain, np.concatenate([piece for piece, _ in pieces]), mask))
+        pieces: list[np.ndarray] = []
+        for part, _ in parts:
+            if isinstance(part, str):
+                part = next(ids) if at_once else contents.encode(part, pieces[-1] if pieces else None)
+            pieces.append(part)
+        mask = np.concatenate([np.full(len(piece), part[1]) for piece, part in zip(pieces, parts, strict=True)])
+        examples.append(Example(row.prompt_id, row.domain, np.concatenate(pieces), mask))
     return examples
 
 
@@ -171,7 +183,10 @@ def _end_token(tokenizer: PreTrainedTokenizerBase, path: str) -> np.ndarray:
     return np.array([tokenizer.eos_token_id], dtype=np.int32)
 
 
-def _raw_parts(tokenizer: PreTrainedTokenizerBase, path: str) -> Callable[[PromptRow], Iterator[Part]]:
+def _raw_parts(
+    tokenizer: PreTrainedTokenizerBase, path: str
+) -> tuple[np.ndarray, Callable[[PromptRow], Iterator[Part]]]:
+    """Return the end mark (int32), and what makes a row into parts."""
     end = _end_token(tokenizer, path)
 
     def parts(row: PromptRow) -> Iterator[Part]:
@@ -184,43 +199,72 @@ def _raw_parts(tokenizer: PreTrainedTokenizerBase, path: str) -> Callable[[Promp
         yield response, True
         yield end, True
 
-    return parts
+    return end, parts
 
 
 def _chat_parts(
-    data_args: ExampleArguments, tokenizer: PreTrainedTokenizerBase, path: str
-) -> Callable[[PromptRow], Iterator[Part]]:
-    turns = ChatTurns(tokenizer)
+    data_args: ExampleArguments, contents: ContentEncoder, tokenizer: PreTrainedTokenizerBase, path: str
+) -> tuple[np.ndarray, Callable[[PromptRow], Iterator[Part]]]:
+    """Return the end mark (int32), and what makes a row into parts."""
+    turns = ChatTurns(tokenizer, data_args.chat_template_kwargs)
     try:
-        leading, closing = turns.leading, turns.closing
+        leading, opening, closing = turns.leading, turns.opening, turns.closing
     except TemplateRefused as refused:
         remedy = "use `template: raw`, or a model with another chat template"
         raise problem(f"{path}.template", _reason(refused), remedy) from refused
     special = [place for place, token_id in enumerate(closing) if int(token_id) in turns.special_ids]
     end = closing[: special[0] + 1] if special else _end_token(tokenizer, path)
 
-    def part(text: str) -> str | np.ndarray:
+    def part(text: str, before: np.ndarray | None) -> str | np.ndarray:
         """Return a text of shielded contents, or its token ids if they spell control tokens."""
-        return turns.encode(text) if turns.contents.is_shielded(text) else text
+        return contents.encode(text, before) if contents.is_shielded(text) else text
+
+    def answer(text: str) -> str | np.ndarray:
+        """Return what the policy writes of a turn, where the template may have begun it."""
+        if opening and not text.startswith(opening):
+            raise _BadRow(f"the template begins each answer with {opening!r}, and this one begins with {text[:40]!r}")
+        return part(leading + contents.shielded(text.removeprefix(opening)), np.zeros(0, np.int32))
 
     def parts(row: PromptRow) -> Iterator[Part]:
         messages, response = conversation(row, data_args.system_prompt), _response(row)
+        tools = row.metadata.get("tools") or ()
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+            raise _BadRow("`tools` must be a list of schemas")
+        shielded = contents.shielded(list(tools))
         if response is not None:
-            yield part(turns.render(turns.contents.shielded(messages), ())), False
-            yield part(leading + turns.contents.shielded(response)), True
+            if messages[-1]["role"] == ASSISTANT:
+                raise _BadRow("`messages` ends with `assistant` already, and there is a `response`")
+            yield part(turns.render(contents.shielded(messages), shielded), None), False
+            yield answer(response), True
             yield end, True
             return
         places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+        learned = [_is_learned(messages[place], place) for place in places]
         _require_turns(messages, places)
-        begun = turns.begin(messages[: places[0]])
+        if not any(learned):
+            raise _BadRow("no turn of `assistant` is learned: each has `weight: 0` or `train: false`")
+        begun = turns.begin(messages[: places[0]], tools)
         yield begun.prompt_token_ids, False
-        for place, following in zip(places, [*places[1:], None], strict=True):
-            yield part(leading + turns.contents.shielded(messages[place]["content"])), True
-            yield end, True
+        for place, is_learned, following in zip(places, learned, [*places[1:], None], strict=True):
+            yield answer(messages[place]["content"]), is_learned
+            yield end, is_learned
             if following is not None:
                 yield begun.glue(end, messages[place + 1 : following]), False
 
-    return parts
+    return end, parts
+
+
+LEARNED_KEYS = ("weight", "train")
+"""Keys of a message that say whether it is learned, as the files of other systems have them."""
+
+
+def _is_learned(message: Mapping[str, object], place: int) -> bool:
+    """Return True unless a turn says that it is only read. Raises `_BadRow` for a weight between."""
+    for key in LEARNED_KEYS:
+        value = message.get(key)
+        if value is not None and value not in (0, 1):
+            raise _BadRow(f"`{key}` of message {place} is {value!r}; write true, false, 0 or 1")
+    return all(message.get(key) in (None, 1) for key in LEARNED_KEYS)
 
 
 def _require_turns(messages: Sequence[Message], places: Sequence[int]) -> None:
@@ -230,7 +274,8 @@ def _require_turns(messages: Sequence[Message], places: Sequence[int]) -> None:
     if places[0] == 0:
         raise _BadRow("`messages` begins with `assistant`, which nothing asked")
     for place in places:
-        more = [key for key, value in messages[place].items() if key not in ("role", "content") and value]
+        known = ("role", "content", *LEARNED_KEYS)
+        more = [key for key, value in messages[place].items() if key not in known and value]
         if more:
             raise _BadRow(f"`{more[0]}` of message {place} (`assistant`) would not be learned: only `content` is")
         if not messages[place]["content"]:

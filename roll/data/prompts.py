@@ -161,6 +161,8 @@ def rewritten_prompts(
     the key of ``text``. Raises `ConfigError` that names the prompts that lack a field.
     """
     problems, contents = Problems(), ContentEncoder(tokenizer)
+    if not any(field[1] for field in _FIELD.finditer(text)):
+        raise problem(path, "no field stands in it, so every prompt would be the same", "write `{prompt}` into it")
     found: dict[str, np.ndarray] = {}
     for prompt in prompts:
         try:
@@ -182,7 +184,7 @@ def rewritten_prompts(
     return found
 
 
-_FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def _rewritten(prompt: Prompt, text: str) -> list[Message]:
@@ -200,16 +202,21 @@ def _with_fields(text: str, prompt: Prompt, own: str) -> str:
     """Return a text with the fields of a prompt's row in it; ``own`` is the field ``prompt``. Raises `_BadRow`."""
     values = {**prompt.metadata, "prompt": own, "ground_truth": prompt.ground_truth, "domain": prompt.domain}
 
+    values |= {"answer": prompt.ground_truth, "tag": prompt.domain}  # other names of these columns
+
     def written(found: re.Match[str]) -> str:
-        name = found[1]
-        if name is None:
+        if found[0] in ("{{", "}}"):
             return found[0][0]
-        if values.get(name) is None:
-            raise _BadRow(f"the row has no `{name}`")
-        value = values[name]
+        if found[1] is None:
+            raise _BadRow(f"a single `{found[0]}`; double the braces that are text")
+        value: Any = values
+        for part in [found[1]] if found[1] in values else found[1].split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            raise _BadRow(f"the row has no `{found[1]}`")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
-    return _FIELD.sub(written, text)
+    return _required_text(_FIELD.sub(written, text), "the text with its fields")
 
 
 def conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
@@ -451,8 +458,14 @@ def _take_text(row: dict[str, Any]) -> str | None:
         raise _BadRow(f"`prompt` must be text, not a {type(text).__name__} (a list of messages goes under `messages`)")
     if not text:
         raise _BadRow("`prompt` is empty")
+    _required_text(text, "`prompt`")
+    return text
+
+
+def _required_text(text: str, what: str) -> str:
+    """Return a text. Raises `_BadRow` if it cannot be encoded."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise _BadRow("`prompt` has half of a surrogate pair, which is no text")
+        raise _BadRow(f"{what} has half of a surrogate pair, which is no text")
     return text
 
 
@@ -471,6 +484,7 @@ def _take_messages(row: dict[str, Any]) -> list[Message] | None:
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
             raise _BadRow("each of `messages` must be an object with the texts `role` and `content`")
+        _required_text(message["content"], "a `content` of `messages`")
     return messages
 
 

@@ -211,6 +211,9 @@ class InferencePool:
         await self._change_each(lambda replica: self._load(replica, loaded), at_once, self._names)
         self._verified.clear()
         self.buffers.published(publication.version)
+        # Those that came back since the last call were compared, too.
+        loaded.canaries += self._pulled.canaries
+        self._pulled.canaries = []
         return loaded
 
     def expect_weights(self) -> None:
@@ -435,6 +438,8 @@ class InferencePool:
             await self._load(replica, loaded)
             if self.pulls:
                 self._pulled.add(loaded)
+            else:
+                self._pulled.canaries += loaded.canaries
         self._tell_oldest()
 
     def _is_behind(self, name: str) -> bool:

@@ -290,7 +290,7 @@ class ParityCheck:
     def judge(self, version: int, differences: Sequence[np.ndarray]) -> str | None:
         """Judge what `compare_canaries` found in each replica at ``version``. Return a warning, or None.
 
-        Raises `WeightsDiffer` at the second of two checked updates in a row with a difference above the tolerance.
+        Raises `WeightsDiffer` at the second of two comparisons in a row with a difference above the tolerance.
         """
         found = max(float(np.abs(each).mean()) for each in differences)
         if not self._calibrated:
@@ -312,6 +312,6 @@ class ParityCheck:
             "`weight_update.canary_tolerance`)"
         )
         if self._warned:
-            raise WeightsDiffer(f"{message}, as at the weight update before")
+            raise WeightsDiffer(f"{message}, as in the comparison before")
         self._warned = True
-        return f"{message}. If the next weight update shows the same, the run stops"
+        return f"{message}. If the next comparison shows the same, the run stops"

@@ -32,6 +32,7 @@ from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.memory_parts import ShapeUnknown, find_shape
 from roll.check.plan import missing_packages
+from roll.check.rules import restarts_have_a_checkpoint
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.plugins import import_object, load_subclass, problem
@@ -134,6 +135,8 @@ def _prepare_sft(config: SFTConfig) -> PreparedSFT:
     if config.epochs is not None:
         steps = math.ceil(config.epochs * len(examples.examples) / config.train_batch_size)
         config = replace(config, epochs=None, max_steps=steps)
+        problems.found += restarts_have_a_checkpoint(config)
+        problems.raise_any()
     return PreparedSFT(
         config,
         tokenizer,
@@ -239,6 +242,10 @@ def _check_teacher(config: PipelineConfig, policy: PreTrainedTokenizerBase | Non
     if policy is None or config.teacher is None:
         return
     arguments, model = config.teacher.model_args, derived.model_path(config, config.teacher)
+    longest, (positions, is_scaled) = derived.sequence_length(config), positions_of(Path(model))
+    if positions is not None and longest > positions and not is_scaled:
+        message = f"{model} has {positions:,} positions, and sequences have up to {longest:,} tokens"
+        raise problem("teacher", message, "take a teacher with more positions, or shorter responses")
     if model == derived.model_path(config, config.actor_train):
         return
     path = "teacher.model_args.model_name_or_path"

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -110,7 +111,8 @@ class SupervisedRun:
     async def learn(self) -> None:
         """Take all steps that are left, and wait for the last checkpoint."""
         config, recorder = self._config, self._recorder
-        stream = stream_from(config, self._prepared.examples, self._first_step)
+        # What a resumed run skips may take long.
+        stream = await asyncio.to_thread(stream_from, config, self._prepared.examples, self._first_step)
         if self._first_step == 0 and config.eval_steps:
             metrics = await self._validation(0)
             recorder.show(metrics, 0)
@@ -173,7 +175,9 @@ def stream_from(config: SFTConfig, examples: Examples, steps: int) -> Iterator[E
         shuffle=data_args.shuffle,
         domain_interleave_probs=data_args.domain_interleave_probs,
     )
-    return islice(stream, steps * config.train_batch_size, None)
+    for _ in range(steps * config.train_batch_size):
+        next(stream)
+    return iter(stream)
 
 
 async def _start_trainer(
@@ -205,7 +209,9 @@ async def _start_trainer(
     trainer = await trainer_processes(config, start, len(devices))
     checkpoint = None if point is None else point.checkpoint
     state = None if checkpoint is None else checkpoint.role(ROLE)
-    await trainer.start(TrainerSpec(trainer_setup(config, ROLE), None, state))
+    # An engine that samples from the exported model must stop at the end that it has learned.
+    setup = replace(trainer_setup(config, ROLE), end_tokens=(prepared.examples.end,))
+    await trainer.start(TrainerSpec(setup, None, state))
     return trainer
 
 
@@ -235,6 +241,7 @@ async def _first_failure(learn: Callable[[], Awaitable[None]], background: Backg
 def _tell_arithmetic(prepared: PreparedSFT, recorder: RunRecorder) -> None:
     """Print what the data come to."""
     config, known, overlong = prepared.config, len(prepared.examples.examples), prepared.examples.overlong
+    overlong += 0 if prepared.validation is None else prepared.validation.overlong
     passes = config.max_steps * config.train_batch_size / known
     left_out = f"; {count(overlong, 'row')} left out as too long" if overlong else ""
     words = f"{count(config.max_steps, 'step')} of {count(config.train_batch_size, 'example')}"

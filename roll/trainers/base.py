@@ -41,6 +41,8 @@ class TrainerSetup:
     """Output of the model for each token: log-probabilities, or a value."""
     forward_only: bool = False
     """True if the role has no optimizer, and weights in the precision of `model_args`."""
+    end_tokens: tuple[int, ...] = ()
+    """Further tokens that end a response, which the generation settings of the exported model are to name."""
     rank: int = 0
     world_size: int = 1
     master_address: str = "127.0.0.1"

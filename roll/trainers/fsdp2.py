@@ -53,7 +53,8 @@ class Fsdp2TrainStrategy(TrainStrategy):
     def initialize(self) -> None:
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
-        model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=True)
+        # What adapters are drawn for is the base in its own precision.
+        model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
         self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
         self.model = self._shard(model)

@@ -14,10 +14,11 @@ returned? If not, full logits are used.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ from roll.trainers.state import CheckpointFiles, checkpoint_folder
 from roll.trainers.step import MicroBatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from roll.trainers.trainer import TrainStrategy
 
@@ -324,8 +325,24 @@ def build_export(like: PreTrainedModel, weights: Mapping[str, Tensor], setup: Tr
     if missing:
         raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
     if kind == "policy":
-        skeleton.generation_config = like.generation_config
+        skeleton.generation_config = _ended_by(like, setup.end_tokens)
     return ModelExport(skeleton, setup.model_path, trusted)
+
+
+def _ended_by(model: PreTrainedModel, end_tokens: Sequence[int]) -> GenerationConfig | None:
+    """Return a model's generation settings, with these end tokens beside its own."""
+    from transformers import GenerationConfig
+
+    settings = model.generation_config
+    if not end_tokens:
+        return settings
+    settings = GenerationConfig() if settings is None else copy.deepcopy(settings)
+    known = settings.eos_token_id
+    if known is None:
+        known = model.config.get_text_config(decoder=True).eos_token_id
+    own = [] if known is None else [known] if isinstance(known, int) else list(known)
+    settings.eos_token_id = [*own, *(token_id for token_id in end_tokens if token_id not in own)]
+    return settings
 
 
 def stored_dtype(setup: TrainerSetup) -> torch.dtype:
@@ -348,9 +365,15 @@ def mapped_dtype(setup: TrainerSetup) -> torch.dtype:
         return dtype
     try:
         (found,) = CheckpointFiles(checkpoint_folder(setup.model_path)).precisions()
-    except (ValueError, OSError):  # several, or no files that could be read: `load_model` says what is wrong
+    except (ValueError, OSError, SafetensorError):  # several, or files that `load_model` will say what is wrong with
         return dtype
     return SHORT.get(found, dtype)
+
+
+def _has_constants(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Return True if a model made in this precision has rounded constants, which are in no file (Gemma's scale)."""
+    stored = model.state_dict().keys()
+    return any(name not in stored and buffer.dtype == dtype for name, buffer in model.named_buffers())
 
 
 def prepare_model(
@@ -358,11 +381,14 @@ def prepare_model(
 ) -> tuple[PreTrainedModel, OutputHead | None]:
     """Return a rank's model, whole, on the CPU and without dropout, and the result of `install_output_head` for it.
 
-    With ``mapped`` its precision is `mapped_dtype`, and the caller converts what it keeps; else it is `stored_dtype`.
+    With ``mapped`` its precision is `mapped_dtype` if no constant suffers, and the caller converts what it keeps; else
+    it is `stored_dtype`.
     Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
     """
     dtype = mapped_dtype(setup) if mapped else stored_dtype(setup)
     model = load_model(setup.model_path, setup.model_args, dtype, setup.kind)
+    if dtype != stored_dtype(setup) and _has_constants(model, dtype):
+        model = load_model(setup.model_path, setup.model_args, stored_dtype(setup), setup.kind)
     if setup.device == "cpu":
         keep_blocks_of(model.num_parameters())
     head = install_output_head(model) if setup.kind == "policy" else None

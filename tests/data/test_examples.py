@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from roll.configs.errors import ConfigError
@@ -191,3 +192,81 @@ def test_what_messages_spell_is_learned_as_text(tmp_path, learned):
     assert controls(example) == controls(other)
     assert "Say <|eot_id|> please." in tokenizer.decode(example.token_ids)
     assert stretches(example, tokenizer)[-1] == (f"{said}<|eot_id|>", True)
+
+
+def test_a_turn_that_its_row_says_not_to_learn_is_only_read(tmp_path):
+    tokenizer = make_tokenizer("llama3")
+    said = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "five", "weight": 0},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "four", "weight": 1, "train": True},
+    ]
+    (example,) = load(tmp_path, tokenizer, {"messages": said}, template="chat").examples
+    assert [text for text, learned in stretches(example, tokenizer) if learned] == ["four<|eot_id|>"]
+    assert "five<|eot_id|>" in tokenizer.decode(example.token_ids[~example.response_mask])
+    unlearned = [*said[:1], {"role": "assistant", "content": "five", "train": False}]
+    assert "no turn of `assistant` is learned" in refusal(tmp_path, tokenizer, {"messages": unlearned}, template="chat")
+    odd = [*said[:1], {"role": "assistant", "content": "five", "weight": 0.5}]
+    assert "`weight` of message 1 is 0.5" in refusal(tmp_path, tokenizer, {"messages": odd}, template="chat")
+
+
+def test_a_response_after_the_answer_would_teach_to_copy(tmp_path):
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
+    text = refusal(tmp_path, make_tokenizer("llama3"), {"messages": said, "response": "four"}, template="chat")
+    assert "ends with `assistant` already" in text
+
+
+THINKS = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+def test_what_the_template_begins_of_an_answer_is_not_learned_twice(tmp_path, tokenizer):
+    tokenizer.chat_template = THINKS
+    row = {"prompt": "hi", "response": "<think>hm yes"}
+    (example,) = load(tmp_path, tokenizer, row, template="chat").examples
+    assert stretches(example, tokenizer) == [("<user>hi<eos><assistant><think>", False), ("hm yes<eos>", True)]
+    assert "begins each answer with '<think>'" in refusal(
+        tmp_path, tokenizer, {"prompt": "hi", "response": "yes"}, template="chat"
+    )
+
+
+@pytest.mark.parametrize("prepends", ["normalizer", "pre_tokenizer"])
+def test_a_response_gets_no_space_that_its_text_does_not_have(tmp_path, prepends):
+    pieces = ["\u2581", *"0123456789+= yeshi"]
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -1.0) for piece in dict.fromkeys(pieces))], unk_id=0))
+    if prepends == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    (example,) = load(tmp_path, tokenizer, {"prompt": "1+1=", "response": "2"}).examples
+    whole = tokenizer("1+1=2", add_special_tokens=False)["input_ids"]
+    assert example.token_ids.tolist() == [*whole, tokenizer.eos_token_id]
+    assert example.response_mask.tolist() == [False] * (len(whole) - 1) + [True, True]
+
+
+def test_variables_of_the_template_and_tools_of_the_row_are_read(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    row = {"prompt": "hi", "response": "yes"}
+    (plain,) = load(tmp_path, tokenizer, row, template="chat").examples
+    quiet = {"enable_thinking": False}
+    (example,) = load(tmp_path, tokenizer, row, template="chat", chat_template_kwargs=quiet).examples
+    assert (
+        tokenizer.decode(example.token_ids).count("<think>") == tokenizer.decode(plain.token_ids).count("<think>") + 1
+    )
+    tokenizer = make_tokenizer("chatml")
+    tool = {"type": "function", "function": {"name": "calculator"}}
+    (example,) = load(tmp_path, tokenizer, row | {"tools": [tool]}, template="chat").examples
+    assert "calculator" in stretches(example, tokenizer)[0][0]
+    assert "`tools` must be" in refusal(tmp_path, tokenizer, row | {"tools": "calculator"}, template="chat")
+
+
+def test_the_token_that_ends_a_response_is_known(tmp_path, tokenizer):
+    assert load(tmp_path, tokenizer, {"prompt": "1", "response": "2"}).end == tokenizer.eos_token_id
+    chat = make_tokenizer("chatml")
+    found = load(tmp_path, chat, {"prompt": "1", "response": "2"}, template="chat")
+    assert found.end == chat.convert_tokens_to_ids("<|im_end|>") != chat.eos_token_id

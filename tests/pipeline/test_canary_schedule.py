@@ -81,7 +81,7 @@ def test_one_difference_is_a_warning_and_two_in_a_row_stop_the_run(tmp_path):
     found = judged(check, 0.01, 0.2, 0.05, 0.2)
     assert [each is not None for each in found] == [False, True, False, True]
     assert "version 3" in found[3] and "0.2 nats" in found[3] and "at most 0.1" in found[3]
-    with pytest.raises(WeightsDiffer, match="version 4: .* as at the weight update before"):
+    with pytest.raises(WeightsDiffer, match="version 4: .* as in the comparison before"):
         check.judge(4, [np.full(3, 0.11)])
 
 

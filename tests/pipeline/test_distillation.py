@@ -245,6 +245,9 @@ def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(task, 
     look_up(config_from_tree(tree), with_model=True, without=())
     file = teacher / "config.json"
     facts = json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"max_position_embeddings": 7}))
+    (problem,) = found_problems(tree, look=True)
+    assert problem[0] == "teacher" and "has 7 positions, and sequences have up to 8 tokens" in problem[1]
     file.write_text(json.dumps(facts | {"vocab_size": 12}))
     path = "teacher.model_args.model_name_or_path"
     (problem,) = found_problems(tree, look=True)

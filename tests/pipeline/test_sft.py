@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from runs import command, go_on_from, run_pipeline, start_command, start_process
 from safetensors.torch import load_file
 from tiny import make_task, make_tokenizer, tiny_config, write_config
 from torch.nn.functional import cross_entropy
-from transformers import Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
 import roll
 from roll.data.prompts import tokenise
@@ -27,6 +28,7 @@ from roll.doctor.diagnosis import diagnose, gather_evidence
 from roll.report.files import read_run
 from roll.report.page import render_page
 from roll.tracking.run_directory import RunDirectory
+from tests.tiers import need
 
 LEARNING_RATE = 3e-3
 EPSILON = 1e-4
@@ -238,6 +240,41 @@ def test_reinforcement_learning_starts_from_a_checkpoint(task):
     assert run.metrics[0]["mismatch/abs_mean"] < 1e-4, "engine and trainer have the tuned weights"
 
 
+def test_an_engine_stops_where_the_tuned_model_ends_its_turns(task):
+    """The template ends a turn with another token than the one that the model's settings name."""
+    model = task / "chat"
+    shutil.copytree(task / "model", model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }}"
+        "{% if message['role'] == 'assistant' %}{{ pad_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    data = {"file_name": str(task / "copies.jsonl"), "template": "chat"}
+    run = run_pipeline(task, IN_THIS_PROCESS, supervised(task, pretrain=str(model), actor_train__data_args=data))
+    tuned = GenerationConfig.from_pretrained(run.folder / "checkpoints" / "step-3")
+    assert tuned.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+
+
+def test_adapters_learn_too_and_are_merged_into_the_model(task):
+    adapters = {"lora_target": "all-linear", "lora_rank": 4}
+    changes = {"actor_train__model_args": adapters, "max_steps": 8, "actor_train__training_args__learning_rate": 2e-2}
+    run = run_pipeline(task, IN_THIS_PROCESS, supervised(task, **changes))
+    losses = [step["actor/loss"] for step in run.metrics]
+    assert losses[-1] < losses[0] - 0.1
+    assert (run.folder / "checkpoints" / "step-8" / "model.safetensors").exists()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("strategy", ["deepspeed_train", "megatron_train"])
+def test_other_trainers_learn_what_a_plain_loop_learns(task, ray_cluster, strategy):
+    need({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}[strategy])
+    changes: dict[str, Any] = {"actor_train__strategy_args": {"strategy_name": strategy}}
+    if strategy == "megatron_train":
+        changes["actor_train__worker_cls"] = "tests.trainers.megatron_worker:CpuTrainWorker"
+    assert_equals_plain_loop(task, run_pipeline(task, ray_cluster, supervised(task, **changes)), 3)
+
+
 def test_from_python_a_dataclass_says_the_same(task):
     tree = supervised(task, train_batch_size=4)
     assert roll.load_config(roll.SFTConfig(pretrain="model", train_batch_size=4)).train_batch_size == 4
@@ -257,6 +294,21 @@ WRONG = {
         {"actor_train__generating_args": {"top_p": 0.5}},
         "actor_train.generating_args.top_p: ",
         "nothing is generated",
+    ),
+    "epochs of unequal domains": (
+        {"epochs": 1, "max_steps": 100, "actor_train__data_args__domain_interleave_probs": {"default": 1.0}},
+        "epochs: ",
+        "set `max_steps`",
+    ),
+    "passes of a validation": (
+        {"actor_train__max_tokens_per_microbatch_in_infer": 64},
+        "actor_train.max_tokens_per_microbatch_in_infer: ",
+        "remove this key",
+    ),
+    "restarts that all begin anew": (
+        {"epochs": 1, "max_steps": 100, "save_steps": 500, "restarts": {"max_in_a_row": 2}},
+        "restarts.max_in_a_row: ",
+        "set `save_steps` below `max_steps`",
     ),
     "accumulation": (
         {"actor_train__training_args__gradient_accumulation_steps": 2},

@@ -160,8 +160,8 @@ def asked(text, template="raw", messages=None, **row):
 
 def test_fields_of_the_row_stand_in_the_text_and_what_they_hold_is_not_read_again():
     assert asked("{ground_truth}|{prompt}|{level}", ground_truth="{prompt}", level=3) == "{prompt}|1+2=|3"
-    assert asked("{{prompt}} \\boxed{{{ground_truth}}} {", ground_truth=["a", 1]) == '{prompt} \\boxed{["a", 1]} {'
-    assert asked("{domain}{prompt.x}") == "sums{prompt.x}"
+    assert asked("{{prompt}} \\boxed{{{ground_truth}}} {{", ground_truth=["a", 1]) == '{prompt} \\boxed{["a", 1]} {'
+    assert asked("{domain}{tag}{extra.answer}{answer}", extra={"answer": 4}, ground_truth="5") == "sumssums45"
 
 
 def test_of_a_chat_the_last_user_message_is_replaced():
@@ -182,7 +182,11 @@ def test_of_a_chat_the_last_user_message_is_replaced():
         ({"text": "{hint}"}, "x:1: the row has no `hint`"),
         ({"text": "{ground_truth}"}, "x:1: the row has no `ground_truth`"),
         ({"text": "{prompt}", "template": "chat", "messages": [{"role": "system", "content": "x"}]}, "no user message"),
-        ({"text": ""}, "no token is left"),
+        ({"text": "{prompt.x}"}, "x:1: the row has no `prompt.x`"),
+        ({"text": "{ prompt }"}, "x:1: the row has no ` prompt `"),
+        ({"text": "{prompt} {"}, "x:1: a single `{`"),
+        ({"text": "{hint}", "hint": "\ud800"}, "x:1: the text with its fields has half of a surrogate pair"),
+        ({"text": "a hint"}, "no field stands in it"),
     ],
 )
 def test_rows_that_cannot_be_told_to_the_teacher_are_named(arguments, words):
@@ -203,7 +207,7 @@ def test_rows_that_cannot_be_told_to_the_teacher_are_named(arguments, words):
             "actor_train itself",
         ),
         ({"device_mapping": [0], "prompt": "{truth}"}, "teacher.prompt", "no `truth`"),
-        ({"device_mapping": [0], "prompt": "1" * 61}, "teacher.prompt", "and the teacher has 64 positions"),
+        ({"device_mapping": [0], "prompt": "{prompt}" + "1" * 61}, "teacher.prompt", "the teacher has 64 positions"),
     ],
 )
 def test_what_such_a_teacher_cannot_be_is_refused(task, teacher, path, words):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from roll.configs.roles import ModelArguments
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
@@ -64,6 +64,37 @@ def test_masters_are_float32_and_the_steps_those_of_a_float32_file(models, ranks
         assert all(np.array_equal(before[name], weight.numpy()) for name, weight in whole.items())
         assert metrics == long_metrics
         assert all(np.array_equal(after[name], weight) for name, weight in long_after.items())
+
+
+def test_a_model_with_constants_of_its_own_is_loaded_in_its_own_precision(tmp_path):
+    """Gemma multiplies embeddings by a constant that is in no file, and that bfloat16 would round."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=23, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    setup = trainer_setup(str(tmp_path), model_args=ModelArguments(attn_implementation="eager"))
+    assert mapped_dtype(setup) == torch.bfloat16
+    model, _ = prepare_model(setup, gradient_checkpointing=False, mapped=True)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    buffers = dict(whole.named_buffers())
+    assert any("embed_scale" in name for name in buffers)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+def test_adapters_are_drawn_for_the_base_in_its_own_precision(models):
+    setup = {"model_args": ModelArguments(dtype="float32", lora_target="all-linear", lora_rank=2)}
+    short, long = (run_here(Job(adapters, "fsdp2_train", path, setup=setup, ranks=1))[0] for path in models)
+    assert short.keys() == long.keys() and all(np.array_equal(short[name], long[name]) for name in short)
+
+
+def adapters(trainer, _) -> dict[str, np.ndarray]:
+    return {
+        name: parameter.full_tensor().detach().numpy().copy()
+        for name, parameter in trainer.model.named_parameters()
+        if "lora" in name
+    }
 
 
 def test_a_precision_is_taken_over_only_if_all_tensors_have_it(tmp_path):

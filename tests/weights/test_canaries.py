@@ -84,6 +84,21 @@ def test_each_replica_is_compared_after_its_load_and_the_figures_are_over_all(mo
     run_virtual(scenario())
 
 
+def test_a_replica_that_catches_up_later_is_compared_and_the_next_update_tells(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2, pinned_replicas=1) as local:
+            await local.publish(1)
+            local.pool.pin()
+            assert len((await local.publish(2, canaries(2, tolerance=0.3))).canaries) == 1
+            for handle in local.handles:
+                handle.engine.shift = 0.25
+            await local.pool.unpin()
+            (late,) = (await local.publish(3)).canaries
+            assert late == pytest.approx(-0.25) and (await local.publish(4)).canaries == []
+
+    run_virtual(scenario())
+
+
 def test_an_engine_that_computes_something_else_ends_the_publication_and_gets_no_request_for_it(monkeypatch):
     async def scenario():
         async with LocalPool(monkeypatch) as local:
