@@ -17,9 +17,10 @@ from tests.pipeline.test_agentic_runs import agentic_config
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.tier("all"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.tier("soak")  # tests/api/test_training.py has a run of the same kind that is short
 def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path):
     script = ROOT / "examples" / "quickstart" / "make_model.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
@@ -45,6 +46,7 @@ def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path):
     assert run.status == "success" and last > first + 0.2
 
 
+@pytest.mark.tier("all")
 def test_a_local_environment_is_learned(tmp_path):
     make_task(tmp_path)
 

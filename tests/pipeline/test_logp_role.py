@@ -105,7 +105,17 @@ VARIANTS = {
 COMPARED = ("actor/", "advantage/", "critic/", "correction/", "reward/addition", "response/")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK = ("several optimizer steps", "decoupled, one optimizer step, groups of a batch as they finish")
+SOAKED = ("normalised weights", "the second moment of the whole batch", "whole models on each device", "adapters")
+
+
+def tiered(name):
+    if name in QUICK:
+        return name
+    return pytest.param(name, marks=pytest.mark.tier("soak" if name in SOAKED else "all"))
+
+
+@pytest.mark.parametrize("name", map(tiered, VARIANTS))
 def test_steps_are_those_of_a_run_without_the_role(task, name):
     assert_same_steps(task, IN_THIS_PROCESS, VARIANTS[name])
 

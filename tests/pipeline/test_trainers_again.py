@@ -97,9 +97,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+SOAKED = ("drained", "one buffer", "by the object store", "by files", "far ahead")
+
+
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
-    """The names as parameters: those that are chosen are for each change, and all are for `make test-all`."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.tier("all")) for name in names]
+    """The names as parameters: those that are chosen are for each change, the others for `make test-all` or `make
+    soak`."""
+    tiers = {name: pytest.mark.tier("soak" if name in SOAKED else "all") for name in names if name not in chosen}
+    return [pytest.param(name, marks=tiers.get(name, ())) for name in names]
 
 
 @pytest.mark.parametrize("settings", quick(SETTINGS, "split", "colocated"))
