@@ -50,15 +50,23 @@ class ContentEncoder:
     def shielded(self, value: Value) -> Value:
         """Return a message, or any structure of texts, with stand-ins in its texts for what they spell."""
         if isinstance(value, str):
-            text = self._spelled.sub(lambda match: self._stand_ins[match[0]], value)
-            # Two contents may be joined without anything between them.
-            begun, ended = (self._stand_ins[""] * bool(cut.search(value)) for cut in self._cut)
-            return f"{ended}{text}{begun}"  # type: ignore[return-value]
+            return self._shielded_text(value)  # type: ignore[return-value]
         if isinstance(value, Mapping):
             return {self.shielded(key): self.shielded(each) for key, each in value.items()}  # type: ignore[return-value]
         if isinstance(value, list | tuple):
             return type(value)(map(self.shielded, value))
         return value
+
+    def _shielded_text(self, text: str) -> str:
+        if self._begins.isdisjoint(text) and self._ends.isdisjoint(text[:1]):
+            return text
+        # Two contents may be joined without anything between them.
+        begun, ended = self._cut
+        lengths = range(1, max(map(len, self._texts)))
+        before = any(text[:length] in ended for length in lengths)
+        behind = any(text[-length:] in begun for length in lengths)
+        spelled = self._spelled.sub(lambda match: self._stand_ins[match[0]], text)
+        return self._stand_ins[""] * before + spelled + self._stand_ins[""] * behind
 
     @staticmethod
     def is_shielded(text: str) -> bool:
@@ -138,11 +146,20 @@ class ContentEncoder:
         return re.compile("|".join(map(re.escape, self._texts[1:])))
 
     @cached_property
-    def _cut(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Patterns of texts that end with the beginning of a control token, and that begin with the end of one."""
+    def _cut(self) -> tuple[set[str], set[str]]:
+        """Proper beginnings and proper ends of control tokens."""
         cuts = [(text[:cut], text[cut:]) for text in self._control.values() for cut in range(1, len(text))]
-        begun, ended = ("|".join(sorted({re.escape(cut[side]) for cut in cuts})) or "(?!)" for side in (0, 1))
-        return re.compile(rf"(?:{begun})\Z"), re.compile(rf"\A(?:{ended})")
+        return {begun for begun, _ in cuts}, {ended for _, ended in cuts}
+
+    @cached_property
+    def _begins(self) -> set[str]:
+        """First characters of what has a stand-in."""
+        return {text[0] for text in self._texts if text}
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """First characters of ends of control tokens."""
+        return {text[0] for text in self._cut[1]}
 
     def _encoder(self, before: np.ndarray | None, *, plain: bool = False) -> Tokenizer:
         """Return the encoder of what follows these token ids, which takes control tokens for text if ``plain``."""
