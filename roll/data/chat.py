@@ -10,6 +10,7 @@ is rejected. `docs/agentic_tokens.md` has a worked example.
 from __future__ import annotations
 
 import os.path
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ Message = Mapping[str, Any]
 PLACEHOLDER = "AssistantWrites{number}Qz"
 """A stand-in for the assistant's content while a chat template renders the text around it. It is one word of letters
 and digits, so that no template trims, splits or escapes it."""
+
+
+_OPENED = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 
 
 class TemplateRefused(ValueError):
@@ -125,14 +129,10 @@ class ChatTurns(TurnTemplate):
 
     @cached_property
     def opening(self) -> str:
-        """Text that the template writes where the assistant answers, and that belongs to the answer, such as
-        ``<think>``; empty if there is none. A history has it within the assistant's content, or not at all."""
-        word = PLACEHOLDER.format(number=0)
-        asked = [{"role": "user", "content": "hello"}]
-        answered = [*asked, {"role": "assistant", "content": word}]
-        head, _ = _split_at(self.render(answered, (), generation_prompt=False), word)
-        more = self.render(asked, ()).removeprefix(head)
-        return more if self.render(asked, ()).startswith(head) and not more.isspace() else ""
+        """Thought that the template opens where the assistant writes, such as ``<think>`` with what follows it; empty
+        if there is none, or if the template closes it, too."""
+        found = _OPENED.search(self.render([{"role": "user", "content": "hello"}], ()))
+        return "" if found is None else found[0]
 
     @cached_property
     def closing(self) -> np.ndarray:

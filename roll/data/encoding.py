@@ -24,8 +24,8 @@ Value = TypeVar("Value")
 
 BEGIN, END = "\ue000", "\ue001"
 """Characters of Unicode's private use, which no template writes, on both sides of a stand-in's number."""
-WORDS = re.compile(r"</?(think|thinking|thought|reasoning|answer|tools?|tool_calls?|tool_responses?|function)>")
-"""Added tokens that a policy writes itself, wherever the template has them."""
+FRAMES = re.compile(r"(?!</?(think|thinking|thought|reasoning|answer)>)(?=.*\w)(?=.*[^\w\s])\S+")
+"""Added tokens that may frame turns without being special: marks around a word. A policy writes thoughts itself."""
 _STAND_IN = re.compile(f"{BEGIN}([0-9]+){END}")
 
 
@@ -87,7 +87,8 @@ class ContentEncoder:
 
         ``before``: the token ids that the text goes on from; None: it begins a sequence. Raises `ControlTokensRefused`.
         """
-        if not self.is_shielded(text):
+        if self._is_harmless(text):
+            text = self.restored(text)
             if before is None or not self.writes_prefix:
                 return tokenise([text], self._tokenizer)[0]
             return np.array(self._encoder(before).encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -98,6 +99,15 @@ class ContentEncoder:
                 found += [*self._plain(text[place:start], behind), token_id]
                 place, behind = end, np.array([token_id])
         return np.array(found + self._plain(text[place:], behind), dtype=np.int32)
+
+    def _is_harmless(self, text: str) -> bool:
+        """Return True if the contents in a rendered text bring no control token into it, also where they meet."""
+        if not self.is_shielded(text):
+            return True
+        restored = self.restored(text)
+        return len(self._spelled.findall(restored)) == len(self._spelled.findall(_STAND_IN.sub(BEGIN, text))) - len(
+            _STAND_IN.findall(text)
+        )
 
     def _plain(self, text: str, before: np.ndarray | None) -> list[int]:
         """Return the ids of a text of contents only, behind ``before``."""
@@ -114,14 +124,24 @@ class ContentEncoder:
     @cached_property
     def _control(self) -> dict[int, str]:
         """Id of each control token -> its text: special tokens, and what else the chat template frames turns with."""
-        template = str(self._tokenizer.chat_template or "")
         added = {
             number: token.content
             for number, token in self._tokenizer.added_tokens_decoder.items()
-            if token.special or (token.content in template and not WORDS.fullmatch(token.content))
+            if token.special or (token.content in self._frame and FRAMES.fullmatch(token.content))
         }
         named = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
         return {**dict(named), **added}
+
+    @cached_property
+    def _frame(self) -> str:
+        """What the chat template writes around plain contents; empty if it refuses them, or if there is none."""
+        asked, answered = ({"role": role, "content": "word"} for role in ("user", "assistant"))
+        try:
+            return self._tokenizer.apply_chat_template(
+                [asked, answered, asked], tokenize=False, add_generation_prompt=True
+            )
+        except Exception:  # a template is a program and may raise anything
+            return ""
 
     @cached_property
     def _unknown(self) -> set[int | None]:

@@ -23,7 +23,7 @@ from roll.configs.errors import Problems
 from roll.configs.plugins import problem
 from roll.configs.roles import ExampleArguments
 from roll.data.chat import ChatTurns, TemplateRefused
-from roll.data.encoding import ContentEncoder, tokenise
+from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
 from roll.data.prompts import (
     MAX_PROBLEMS_PER_FILE,
     Message,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 Part = tuple[str | np.ndarray, bool]
-"""A text that is yet to be tokenised, or token ids (int32), and True if they are learned."""
+"""A text to tokenise (of chats: rendered from shielded contents) or token ids (int32), and True if it is learned."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,19 @@ def load_examples(
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
                 problems.add(path, f"{row.origin}: {_reason(cause)}", _remedy(cause))
+    problems.raise_any()
+    examples = list[Example]()
+    for (row, _), example in zip(found, _tokenised(found, contents, tokenizer), strict=True):
+        if isinstance(example, Example):
+            examples.append(example)
+            continue
+        bad += 1
+        if bad <= MAX_PROBLEMS_PER_FILE:
+            problems.add(path, f"{row.origin}: {example}", "take these characters out of the row")
     if bad > MAX_PROBLEMS_PER_FILE:
         message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows are wrong"
         problems.add(path, message, "check the format of all of them")
     problems.raise_any()
-    examples = _tokenised(found, contents, tokenizer)
     empty = [example.example_id for example in examples if example.response_mask[0]]
     if empty:
         message = f"no token is left of the prompts of {named(empty)}, and nothing predicts a first token"
@@ -148,22 +156,28 @@ def _remedy(cause: _BadRow | TemplateRefused) -> str:
 
 def _tokenised(
     found: Sequence[tuple[PromptRow, Sequence[Part]]], contents: ContentEncoder, tokenizer: PreTrainedTokenizerBase
-) -> list[Example]:
-    """Return the examples that rows consist of, each part behind the one before it."""
+) -> Iterator[Example | ControlTokensRefused]:
+    """Yield the examples that rows consist of, each part behind the one before it, or why one cannot be encoded."""
+
     # All at once is several times faster, and the same if what stands before a text does not matter.
-    at_once = not contents.writes_prefix
-    texts = [part for _, parts in found for part, _ in parts if isinstance(part, str) and at_once]
-    ids = iter(tokenise(texts, tokenizer))
-    examples = []
+    def is_plain(part: str | np.ndarray) -> bool:
+        return isinstance(part, str) and not contents.writes_prefix and not contents.is_shielded(part)
+
+    ids = iter(tokenise([str(part) for _, parts in found for part, _ in parts if is_plain(part)], tokenizer))
     for row, parts in found:
-        pieces: list[np.ndarray] = []
-        for part, _ in parts:
-            if isinstance(part, str):
-                part = next(ids) if at_once else contents.encode(part, pieces[-1] if pieces else None)
-            pieces.append(part)
-        mask = np.concatenate([np.full(len(piece), part[1]) for piece, part in zip(pieces, parts, strict=True)])
-        examples.append(Example(row.prompt_id, row.domain, np.concatenate(pieces), mask))
-    return examples
+        pieces = [next(ids) if is_plain(part) else part for part, _ in parts]
+        before: np.ndarray | None = None
+        try:
+            for place, piece in enumerate(pieces):
+                if isinstance(piece, str):
+                    pieces[place] = piece = contents.encode(piece, before)
+                before = piece if before is None or len(piece) else before
+        except ControlTokensRefused as cause:
+            yield cause
+            continue
+        encoded = [np.asarray(piece, dtype=np.int32) for piece in pieces]
+        mask = np.concatenate([np.full(len(piece), part[1]) for piece, part in zip(encoded, parts, strict=True)])
+        yield Example(row.prompt_id, row.domain, np.concatenate(encoded), mask)
 
 
 def _response(row: PromptRow) -> str | None:
@@ -215,26 +229,23 @@ def _chat_parts(
     special = [place for place, token_id in enumerate(closing) if int(token_id) in turns.special_ids]
     end = closing[: special[0] + 1] if special else _end_token(tokenizer, path)
 
-    def part(text: str, before: np.ndarray | None) -> str | np.ndarray:
-        """Return a text of shielded contents, or its token ids if they spell control tokens."""
-        return contents.encode(text, before) if contents.is_shielded(text) else text
-
-    def answer(text: str) -> str | np.ndarray:
-        """Return what the policy writes of a turn, where the template may have begun it."""
-        if opening and not text.startswith(opening):
-            raise _BadRow(f"the template begins each answer with {opening!r}, and this one begins with {text[:40]!r}")
-        return part(leading + contents.shielded(text.removeprefix(opening)), np.zeros(0, np.int32))
+    def answer(text: str, is_learned: bool = True) -> str:
+        """Return what the policy writes of a turn, in which the template may have opened a thought. Raises `_BadRow` if
+        the text has none."""
+        tag = opening.strip()
+        if tag and text.startswith(tag):
+            text = text.removeprefix(opening) if text.startswith(opening) else text.removeprefix(tag).lstrip()
+        elif tag and is_learned and f"</{tag[1:]}" not in text:
+            raise _BadRow(f"the template opens {tag!r} before each answer, and this one has no thought: {text[:40]!r}")
+        return leading + contents.shielded(text)
 
     def parts(row: PromptRow) -> Iterator[Part]:
         messages, response = conversation(row, data_args.system_prompt), _response(row)
-        tools = row.metadata.get("tools") or ()
-        if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-            raise _BadRow("`tools` must be a list of schemas")
-        shielded = contents.shielded(list(tools))
+        tools = _tools(row)
         if response is not None:
             if messages[-1]["role"] == ASSISTANT:
                 raise _BadRow("`messages` ends with `assistant` already, and there is a `response`")
-            yield part(turns.render(contents.shielded(messages), shielded), None), False
+            yield turns.render(contents.shielded(messages), contents.shielded(tools)), False
             yield answer(response), True
             yield end, True
             return
@@ -246,12 +257,25 @@ def _chat_parts(
         begun = turns.begin(messages[: places[0]], tools)
         yield begun.prompt_token_ids, False
         for place, is_learned, following in zip(places, learned, [*places[1:], None], strict=True):
-            yield answer(messages[place]["content"]), is_learned
+            yield answer(messages[place]["content"], is_learned), is_learned
             yield end, is_learned
             if following is not None:
                 yield begun.glue(end, messages[place + 1 : following]), False
 
     return end, parts
+
+
+def _tools(row: PromptRow) -> list[dict[str, object]]:
+    """Return the schemas of a row's tools, which may be JSON text. Raises `_BadRow` for anything else."""
+    tools = row.metadata.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as cause:
+            raise _BadRow(f"`tools` is text, but not JSON ({cause.msg})") from cause
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _BadRow("`tools` must be a list of schemas")
+    return tools
 
 
 LEARNED_KEYS = ("weight", "train")

@@ -200,9 +200,14 @@ def _rewritten(prompt: Prompt, text: str) -> list[Message]:
 
 def _with_fields(text: str, prompt: Prompt, own: str) -> str:
     """Return a text with the fields of a prompt's row in it; ``own`` is the field ``prompt``. Raises `_BadRow`."""
-    values = {**prompt.metadata, "prompt": own, "ground_truth": prompt.ground_truth, "domain": prompt.domain}
-
-    values |= {"answer": prompt.ground_truth, "tag": prompt.domain}  # other names of these columns
+    values = {
+        "answer": prompt.ground_truth,  # a column may be called so, and the next one, too
+        "tag": prompt.domain,
+        **prompt.metadata,
+        "prompt": own,
+        "ground_truth": prompt.ground_truth,
+        "domain": prompt.domain,
+    }
 
     def written(found: re.Match[str]) -> str:
         if found[0] in ("{{", "}}"):

@@ -14,6 +14,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.roles import ExampleArguments, ExampleColumns
 from roll.data.examples import Example, Examples, load_examples
 from tests.data.chat_templates import FORMATS, make_tokenizer
+from tests.data.test_control_tokens import LETTERS, unigram
 
 PATH = "actor_train.data_args"
 
@@ -228,9 +229,25 @@ def test_what_the_template_begins_of_an_answer_is_not_learned_twice(tmp_path, to
     row = {"prompt": "hi", "response": "<think>hm yes"}
     (example,) = load(tmp_path, tokenizer, row, template="chat").examples
     assert stretches(example, tokenizer) == [("<user>hi<eos><assistant><think>", False), ("hm yes<eos>", True)]
-    assert "begins each answer with '<think>'" in refusal(
-        tmp_path, tokenizer, {"prompt": "hi", "response": "yes"}, template="chat"
+    sampled = {"prompt": "hi", "response": "hm </think>yes"}
+    (example,) = load(tmp_path, make_thinking("<think>\n"), sampled, template="chat").examples
+    assert example.response_mask.any(), "as a policy writes it after this prompt"
+    text = refusal(tmp_path, tokenizer, {"prompt": "hi", "response": "yes"}, template="chat")
+    assert "opens '<think>' before each answer, and this one has no thought" in text
+    (example,) = load(
+        tmp_path, make_thinking("<think>\n\n</think>\n\n"), sampled | {"response": "yes"}, template="chat"
+    ).examples
+    assert example.response_mask.any(), "the thought is closed"
+
+
+def make_thinking(opening: str) -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer("chatml")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    made.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + opening + "{% endif %}"
     )
+    return made
 
 
 @pytest.mark.parametrize("prepends", ["normalizer", "pre_tokenizer"])
@@ -262,7 +279,18 @@ def test_variables_of_the_template_and_tools_of_the_row_are_read(tmp_path):
     tool = {"type": "function", "function": {"name": "calculator"}}
     (example,) = load(tmp_path, tokenizer, row | {"tools": [tool]}, template="chat").examples
     assert "calculator" in stretches(example, tokenizer)[0][0]
-    assert "`tools` must be" in refusal(tmp_path, tokenizer, row | {"tools": "calculator"}, template="chat")
+    (same,) = load(tmp_path, tokenizer, row | {"tools": json.dumps([tool])}, template="chat").examples
+    assert same.token_ids.tolist() == example.token_ids.tolist()
+    assert "`tools` is text, but" in refusal(tmp_path, tokenizer, row | {"tools": "calculator"}, template="chat")
+    assert "`tools` must be" in refusal(tmp_path, tokenizer, row | {"tools": [1]}, template="chat")
+
+
+@pytest.mark.parametrize("where", ["prompt", "response"])
+def test_a_text_that_cannot_be_written_is_refused_with_its_place(tmp_path, where):
+    row = {"prompt": "hi", "response": "yes"}
+    odd = row | {where: f"{row[where]}</s>"}
+    text = refusal(tmp_path, unigram([*LETTERS, "</s>"]), row, odd, template="chat")
+    assert "rows.jsonl:2" in text and "'</s>'" in text
 
 
 def test_the_token_that_ends_a_response_is_known(tmp_path, tokenizer):

@@ -164,6 +164,10 @@ def test_fields_of_the_row_stand_in_the_text_and_what_they_hold_is_not_read_agai
     assert asked("{domain}{tag}{extra.answer}{answer}", extra={"answer": 4}, ground_truth="5") == "sumssums45"
 
 
+def test_a_column_of_the_row_comes_before_another_name_of_the_answer():
+    assert asked("{answer}", answer="a long way to 5", ground_truth="5") == "a long way to 5"
+
+
 def test_of_a_chat_the_last_user_message_is_replaced():
     messages = [
         {"role": "system", "content": "be brief"},
