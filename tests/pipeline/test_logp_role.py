@@ -115,7 +115,7 @@ def tiered(name):
     return pytest.param(name, marks=pytest.mark.tier("soak" if name in SOAKED else "all"))
 
 
-@pytest.mark.parametrize("name", map(tiered, VARIANTS))
+@pytest.mark.parametrize("name", [tiered(name) for name in VARIANTS])
 def test_steps_are_those_of_a_run_without_the_role(task, name):
     assert_same_steps(task, IN_THIS_PROCESS, VARIANTS[name])
 

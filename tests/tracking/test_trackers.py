@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,6 +61,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
         for step in steps:
             tracker.log({"a": value}, step)
         tracker.close()
+        time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second
     assert [(step, value) for step, value, _ in scalars(tmp_path)["a"]] == [
         (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0),
     ]  # fmt: skip
