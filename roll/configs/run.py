@@ -204,7 +204,7 @@ class WeightUpdateConfig:
 
 @dataclass
 class DistillationConfig:
-    """What the policy learns from `teacher`: the reverse KL divergence, at the tokens that the policy sampled."""
+    """Learning from `teacher` by the reverse KL divergence, at the tokens that the policy sampled."""
 
     use: Literal["advantages", "rewards", "loss"] = option(
         "advantages",

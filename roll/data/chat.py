@@ -3,8 +3,8 @@
 A context only ever grows: first prompt, sampled tokens as they were sampled, *glue*, sampled tokens, glue, and so on.
 The glue is what the template writes from the end of the assistant's content to where the assistant writes next. Sampled
 tokens are never decoded and encoded again. Contents are shielded before they are rendered, so that they never become
-control tokens. A chat template that rewrites earlier text cannot be continued like that and
-is rejected. `docs/agentic_tokens.md` has a worked example.
+control tokens. A chat template that rewrites earlier text cannot be continued like that and is rejected.
+`docs/agentic_tokens.md` has a worked example.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Message = Mapping[str, Any]
 PLACEHOLDER = "AssistantWrites{number}Qz"
 """A stand-in for the assistant's content while a chat template renders the text around it. It is one word of letters
 and digits, so that no template trims, splits or escapes it."""
-
-
+ASKED: Message = {"role": "user", "content": "hello"}
+"""A message with which a template is tried."""
 _OPENED = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 
 
@@ -120,26 +120,27 @@ class ChatTurns(TurnTemplate):
     @cached_property
     def leading(self) -> str:
         """Whitespace that the template writes before an assistant's content; a policy that knows it writes it, too."""
-        word = PLACEHOLDER.format(number=0)
-        asked = [{"role": "user", "content": "hello"}]
-        answered = [*asked, {"role": "assistant", "content": word}]
-        head, _ = _split_at(self.render(answered, (), generation_prompt=False), word)
-        more = head.removeprefix(self.render(asked, ()))
+        more = self._around[0].removeprefix(self.render([ASKED], ()))
         return more if more.isspace() else ""
 
     @cached_property
     def opening(self) -> str:
         """Thought that the template opens where the assistant writes, such as ``<think>`` with what follows it; empty
         if there is none, or if the template closes it, too."""
-        found = _OPENED.search(self.render([{"role": "user", "content": "hello"}], ()))
+        found = _OPENED.search(self.render([ASKED], ()))
         return "" if found is None else found[0]
 
     @cached_property
     def closing(self) -> np.ndarray:
         """Token ids that the template writes after the content of an assistant's last message."""
+        return self.encode(self._around[1])
+
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """Text before and behind the content of an assistant's answer to `ASKED`."""
         word = PLACEHOLDER.format(number=0)
-        pair = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": word}]
-        return self.encode(_split_at(self.render(pair, (), generation_prompt=False), word)[1])
+        answered = [ASKED, {"role": "assistant", "content": word}]
+        return _split_at(self.render(answered, (), generation_prompt=False), word)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True

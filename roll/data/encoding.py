@@ -134,7 +134,7 @@ class ContentEncoder:
 
     @cached_property
     def _frame(self) -> str:
-        """What the chat template writes around plain contents; empty if it refuses them, or if there is none."""
+        """Text of the chat template around plain contents; empty if it refuses them, or if there is none."""
         asked, answered = ({"role": role, "content": "word"} for role in ("user", "assistant"))
         try:
             return self._tokenizer.apply_chat_template(

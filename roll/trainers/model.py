@@ -382,8 +382,7 @@ def prepare_model(
     """Return a rank's model, whole, on the CPU and without dropout, and the result of `install_output_head` for it.
 
     With ``mapped`` its precision is `mapped_dtype` if no constant suffers, and the caller converts what it keeps; else
-    it is `stored_dtype`.
-    Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
+    it is `stored_dtype`. Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
     """
     dtype = mapped_dtype(setup) if mapped else stored_dtype(setup)
     model = load_model(setup.model_path, setup.model_args, dtype, setup.kind)

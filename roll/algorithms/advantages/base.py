@@ -195,7 +195,8 @@ def shape_advantages(
     """
     if whitened:
         advantages = whiten(advantages, response_mask)
-    advantages = weight * advantages
+    if weight != 1:
+        advantages = weight * advantages
     if others is not None:
         advantages = advantages + others
     if clip is None:
