@@ -93,9 +93,7 @@ def test_vllm_shares_the_device_of_the_trainer(vllm_task, ray_cluster):
     assert len(run.metrics) == 3 and run.summary["status"] == "success"
     assert_balanced(run)
     assert run.summary["lag/max"] == 1
-    # An engine whose load the death of the trainer interrupts is replaced, and misses a comparison or two.
-    compared = [step["mismatch/canary_abs_mean"] for step in run.metrics if "mismatch/canary_abs_mean" in step]
-    assert len(compared) >= 5 and max(compared) < 1e-5
+    assert all(step["mismatch/canary_abs_mean"] < 1e-5 for step in run.metrics)
 
 
 @pytest.mark.timeout(400)
@@ -112,7 +110,9 @@ def test_vllm_lives_on_when_the_trainer_is_killed_and_computes_with_the_weights_
     run = run_pipeline(vllm_task, ray_cluster, config)
     assert len(run.metrics) == 8 and run.summary["status"] == "success" and len(run.summary["resumed_at"]) == 1
     assert_balanced(run)
-    assert all(step["mismatch/canary_abs_mean"] < 1e-5 for step in run.metrics)
+    # An engine whose load the death of the trainer interrupts is replaced, and misses a comparison or two.
+    compared = [step["mismatch/canary_abs_mean"] for step in run.metrics if "mismatch/canary_abs_mean" in step]
+    assert len(compared) >= 5 and max(compared) < 1e-5
     started = (run.folder / "logs" / "driver.log").read_text().count
     engines = started("worker actor_infer/0 runs as process")
     assert engines == 1 or (engines == 2 and run.metrics[-1]["engine/restarts"] == 1)
