@@ -14,7 +14,7 @@ from roll.configs.given import is_given, with_tokens
 from roll.configs.loader import read_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import RunConfig
-from roll.data.prompts import DEFAULT_DOMAIN
+from roll.data.sources import DEFAULT_DOMAIN
 from roll.tracking.files import say
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig

@@ -24,17 +24,18 @@ from roll.configs.plugins import problem
 from roll.configs.roles import ExampleArguments
 from roll.data.chat import ChatTurns, TemplateRefused
 from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
-from roll.data.prompts import (
+from roll.data.records import SampleBatch
+from roll.data.sources import (
     MAX_PROBLEMS_PER_FILE,
+    BadRow,
     Message,
     PromptRow,
     check_shares,
     conversation,
     named,
-    read_rows,
-    select_rows,
+    required_text,
+    usable_rows,
 )
-from roll.data.records import SampleBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,12 +98,7 @@ def load_examples(
     tokens. With ``max_samples`` see `roll.data.prompts.load_prompts`. Raises `ConfigError`.
     """
     problems = Problems()
-    rows = read_rows(data_args, path, problems)
-    if data_args.template == "chat" and not tokenizer.chat_template:
-        remedy = "use `template: raw`, or a model with a chat template"
-        problems.add(f"{path}.template", "the tokenizer has no chat template", remedy)
-    problems.raise_any()
-    rows = select_rows(rows, data_args.max_samples, data_args.shuffle, seed)
+    rows = usable_rows(data_args, tokenizer, path, problems, seed)
     contents = ContentEncoder(tokenizer)
     is_chat = data_args.template == "chat"
     end, make = _chat_parts(data_args, contents, tokenizer, path) if is_chat else _raw_parts(tokenizer, path)
@@ -111,7 +107,7 @@ def load_examples(
     for row in rows:
         try:
             found.append((row, list(make(row))))
-        except (_BadRow, TemplateRefused) as cause:
+        except (BadRow, TemplateRefused) as cause:
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
                 problems.add(path, f"{row.origin}: {_reason(cause)}", _remedy(cause))
@@ -139,16 +135,12 @@ def load_examples(
     return Examples(fitting, len(examples) - len(fitting), int(end[-1]))
 
 
-class _BadRow(ValueError):
-    """Raised for a row that is no example; the message is the reason."""
-
-
-def _reason(cause: _BadRow | TemplateRefused) -> str:
+def _reason(cause: BadRow | TemplateRefused) -> str:
     """Return why a row is refused, without what a template's refusal advises for environments."""
     return re.split(r"; |\. Take ", str(cause))[0] if isinstance(cause, TemplateRefused) else str(cause)
 
 
-def _remedy(cause: _BadRow | TemplateRefused) -> str:
+def _remedy(cause: BadRow | TemplateRefused) -> str:
     if isinstance(cause, TemplateRefused):
         return "write messages that the template takes; if it rewrites earlier turns, give the last one as `response`"
     return "correct or delete the row, name its columns under `columns`, or choose the other `template`"
@@ -181,13 +173,13 @@ def _tokenised(
 
 
 def _response(row: PromptRow) -> str | None:
-    """Return the response of a row, None if it has none. Raises `_BadRow` for what is no text."""
+    """Return the response of a row, None if it has none. Raises `BadRow` for what is no text."""
     response = row.metadata.get("response")
     if response is not None and not isinstance(response, str):
-        raise _BadRow(f"`response` must be text, not a {type(response).__name__}")
-    if response is not None and (not response or any("\ud800" <= character <= "\udfff" for character in response)):
-        raise _BadRow("`response` is empty" if not response else "`response` has half of a surrogate pair")
-    return response
+        raise BadRow(f"`response` must be text, not a {type(response).__name__}")
+    if response == "":
+        raise BadRow("`response` is empty")
+    return response if response is None else required_text(response, "`response`")
 
 
 def _end_token(tokenizer: PreTrainedTokenizerBase, path: str) -> np.ndarray:
@@ -206,9 +198,9 @@ def _raw_parts(
     def parts(row: PromptRow) -> Iterator[Part]:
         response = _response(row)
         if row.text is None:
-            raise _BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
+            raise BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
         if response is None:
-            raise _BadRow(f"no `response`; it has {', '.join(f'`{name}`' for name in ['prompt', *row.metadata])}")
+            raise BadRow(f"no `response`; it has {', '.join(f'`{name}`' for name in ['prompt', *row.metadata])}")
         yield row.text, False
         yield response, True
         yield end, True
@@ -230,13 +222,13 @@ def _chat_parts(
     end = closing[: special[0] + 1] if special else _end_token(tokenizer, path)
 
     def answer(text: str, is_learned: bool = True) -> str:
-        """Return what the policy writes of a turn, in which the template may have opened a thought. Raises `_BadRow` if
+        """Return what the policy writes of a turn, in which the template may have opened a thought. Raises `BadRow` if
         the text has none."""
         tag = opening.strip()
         if tag and text.startswith(tag):
             text = text.removeprefix(opening) if text.startswith(opening) else text.removeprefix(tag).lstrip()
         elif tag and is_learned and f"</{tag[1:]}" not in text:
-            raise _BadRow(f"the template opens {tag!r} before each answer, and this one has no thought: {text[:40]!r}")
+            raise BadRow(f"the template opens {tag!r} before each answer, and this one has no thought: {text[:40]!r}")
         return leading + contents.shielded(text)
 
     def parts(row: PromptRow) -> Iterator[Part]:
@@ -244,7 +236,7 @@ def _chat_parts(
         tools = _tools(row)
         if response is not None:
             if messages[-1]["role"] == ASSISTANT:
-                raise _BadRow("`messages` ends with `assistant` already, and there is a `response`")
+                raise BadRow("`messages` ends with `assistant` already, and there is a `response`")
             yield turns.render(contents.shielded(messages), contents.shielded(tools)), False
             yield answer(response), True
             yield end, True
@@ -253,7 +245,7 @@ def _chat_parts(
         learned = [_is_learned(messages[place], place) for place in places]
         _require_turns(messages, places)
         if not any(learned):
-            raise _BadRow("no turn of `assistant` is learned: each has `weight: 0` or `train: false`")
+            raise BadRow("no turn of `assistant` is learned: each has `weight: 0` or `train: false`")
         begun = turns.begin(messages[: places[0]], tools)
         yield begun.prompt_token_ids, False
         for place, is_learned, following in zip(places, learned, [*places[1:], None], strict=True):
@@ -266,15 +258,15 @@ def _chat_parts(
 
 
 def _tools(row: PromptRow) -> list[dict[str, object]]:
-    """Return the schemas of a row's tools, which may be JSON text. Raises `_BadRow` for anything else."""
+    """Return the schemas of a row's tools, which may be JSON text. Raises `BadRow` for anything else."""
     tools = row.metadata.get("tools") or []
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as cause:
-            raise _BadRow(f"`tools` is text, but not JSON ({cause.msg})") from cause
+            raise BadRow(f"`tools` is text, but not JSON ({cause.msg})") from cause
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _BadRow("`tools` must be a list of schemas")
+        raise BadRow("`tools` must be a list of schemas")
     return tools
 
 
@@ -283,27 +275,27 @@ LEARNED_KEYS = ("weight", "train")
 
 
 def _is_learned(message: Mapping[str, object], place: int) -> bool:
-    """Return True unless a turn says that it is only read. Raises `_BadRow` for a weight between."""
+    """Return True unless a turn says that it is only read. Raises `BadRow` for a weight between."""
     for key in LEARNED_KEYS:
         value = message.get(key)
         if value is not None and value not in (0, 1):
-            raise _BadRow(f"`{key}` of message {place} is {value!r}; write true, false, 0 or 1")
+            raise BadRow(f"`{key}` of message {place} is {value!r}; write true, false, 0 or 1")
     return all(message.get(key) in (None, 1) for key in LEARNED_KEYS)
 
 
 def _require_turns(messages: Sequence[Message], places: Sequence[int]) -> None:
-    """Raise `_BadRow` unless assistant turns (at ``places``) follow something and can be learned as they are."""
+    """Raise `BadRow` unless assistant turns (at ``places``) follow something and can be learned as they are."""
     if not places:
-        raise _BadRow("no `response`, and no turn of `assistant` in `messages`")
+        raise BadRow("no `response`, and no turn of `assistant` in `messages`")
     if places[0] == 0:
-        raise _BadRow("`messages` begins with `assistant`, which nothing asked")
+        raise BadRow("`messages` begins with `assistant`, which nothing asked")
     for place in places:
         known = ("role", "content", *LEARNED_KEYS)
         more = [key for key, value in messages[place].items() if key not in known and value]
         if more:
-            raise _BadRow(f"`{more[0]}` of message {place} (`assistant`) would not be learned: only `content` is")
+            raise BadRow(f"`{more[0]}` of message {place} (`assistant`) would not be learned: only `content` is")
         if not messages[place]["content"]:
-            raise _BadRow(f"message {place} (`assistant`) has no `content`")
+            raise BadRow(f"message {place} (`assistant`) has no `content`")
 
 
 def _fitting(

@@ -1,48 +1,39 @@
 """The prompts of a run: read, rendered and checked before anything else starts.
 
 `load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
-its result depends only on the files, the configuration and the seed. Files are untrusted: a line that is not UTF-8,
-JSON or a prompt is reported with its file and number, and a column that does not fit with its name. Parquet files and
-data sets of the hub are read by the package `datasets`, which runs no loading scripts. The text that is tokenised is
-exactly the text in the logs. No special token is added to the data: a raw prompt that needs a leading token spells it,
-and a chat template writes its own, while what messages spell stays text. A folder whose tokenizer needs no class of its
-own is read without importing torch (under a second); every other tokenizer goes through `AutoTokenizer`.
+its result depends only on the files, the configuration and the seed. The text that is tokenised is exactly the text in
+the logs. No special token is added to the data: a raw prompt that needs a leading token spells it, and a chat template
+writes its own, while what messages spell stays text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll.configs.errors import ConfigError, ConfigProblem, Problems, nearest_name_hint
-from roll.configs.plugins import problem, require
-from roll.configs.roles import (
-    DataArguments,
-    ExampleColumns,
-    HubSource,
-    PromptColumns,
-    ReasoningGymSource,
-    RowArguments,
-    RowColumns,
-)
+from roll.configs.errors import Problems
+from roll.configs.plugins import problem
+from roll.configs.roles import DataArguments
 from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
-from roll.data.records import Prompt, derive_seed
-from roll.distribution import install_command
+from roll.data.records import Prompt
+from roll.data.sources import (
+    SHOWN_OFFENDERS,
+    BadRow,
+    Message,
+    PromptRow,
+    check_shares,
+    conversation,
+    named,
+    required_text,
+    usable_rows,
+)
 
 if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, str]
-SHOWN_OFFENDERS = 5
-"""Number of prompts named in a message about many."""
 
 
 def load_prompts(
@@ -55,12 +46,7 @@ def load_prompts(
     in the order of the data. Raises `ConfigError`.
     """
     problems = Problems()
-    rows = read_rows(data_args, path, problems)
-    if data_args.template == "chat" and not tokenizer.chat_template:
-        remedy = "use `template: raw`, or a model with a chat template"
-        problems.add(f"{path}.template", "the tokenizer has no chat template", remedy)
-    problems.raise_any()
-    rows = select_rows(rows, data_args.max_samples, data_args.shuffle, seed)
+    rows = usable_rows(data_args, tokenizer, path, problems, seed)
     prompts = _render(rows, data_args, tokenizer, path, problems)
     prompts = _fitting(prompts, data_args, prompt_length, path, problems)
     if not prompts and not problems.found:
@@ -70,49 +56,6 @@ def load_prompts(
     check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
     problems.raise_any()
     return prompts
-
-
-def read_rows(data_args: RowArguments, path: str, problems: Problems) -> list[PromptRow]:
-    """Return the rows of all sources, and note what is wrong with others. Columns without a use here are metadata."""
-    file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
-    columns = _columns(data_args.columns)
-    rows = []
-    for name in file_names:
-        read = read_parquet if name.endswith(".parquet") else read_jsonl
-        rows += read(name, f"{path}.file_name", problems, columns)
-    for index, hub in enumerate(data_args.hub):
-        rows += read_hub(hub, f"{path}.hub.{index}", problems, columns)
-    task_sets = data_args.reasoning_gym if isinstance(data_args, DataArguments) else []
-    for position, source in enumerate(task_sets):
-        rows += read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}", problems)
-    if not (file_names or data_args.hub or task_sets):
-        problems.add(path, "names no prompts", f"set `{path}.file_name`, `{path}.hub` or `{path}.reasoning_gym`")
-    origins: dict[str, str] = {}
-    for row in rows:
-        if row.prompt_id in origins:
-            message = f"two prompts would be called `{row.prompt_id}` ({origins[row.prompt_id]} and {row.origin})"
-            problems.add(f"{path}.file_name", message, "name each file once, and give files different names")
-            break
-        origins[row.prompt_id] = row.origin
-    return rows
-
-
-def _columns(columns: RowColumns) -> dict[str, str]:
-    """Return our fields that have columns of other names."""
-    named = {"prompt": columns.prompt, "messages": columns.messages, "domain": columns.domain}
-    if isinstance(columns, PromptColumns):
-        named["ground_truth"] = columns.ground_truth
-    if isinstance(columns, ExampleColumns):
-        named["response"] = columns.response
-    return {field: column for field, column in named.items() if column is not None}
-
-
-def select_rows(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
-    """Return at most ``max_samples`` rows: a random choice by the seed (the first ones without ``shuffle``)."""
-    if max_samples is None or not shuffle:
-        return rows[:max_samples]
-    chosen = np.random.default_rng(derive_seed(seed, "max_samples")).permutation(len(rows))[:max_samples]
-    return [rows[index] for index in np.sort(chosen)]
 
 
 def _render(
@@ -133,7 +76,7 @@ def _render(
                 spelled[len(rendered)] = contents.encode(text)
                 text = contents.restored(text)
             rendered.append((row, messages, text))
-        except (_BadRow, ControlTokensRefused) as cause:
+        except (BadRow, ControlTokensRefused) as cause:
             remedy = "correct the row, or choose the other `template`"
             problems.add(f"{path}.template", f"{row.origin}: {cause}", remedy)
             bad += 1
@@ -171,7 +114,7 @@ def rewritten_prompts(
             else:
                 messages = contents.shielded(_rewritten(prompt, text))
                 found[prompt.prompt_id] = contents.encode(_from_template(messages, tokenizer))
-        except (_BadRow, ControlTokensRefused) as cause:
+        except (BadRow, ControlTokensRefused) as cause:
             problems.add(
                 path, f"{prompt.prompt_id}: {cause}", "correct the text or the row; double the braces of others"
             )
@@ -188,10 +131,10 @@ _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def _rewritten(prompt: Prompt, text: str) -> list[Message]:
-    """Return a prompt's messages, of which the user's last one is in other words. Raises `_BadRow`."""
+    """Return a prompt's messages, of which the user's last one is in other words. Raises `BadRow`."""
     asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
     if not asked:
-        raise _BadRow("there is no user message to replace")
+        raise BadRow("there is no user message to replace")
     messages = list(prompt.messages)
     last = messages[asked[-1]]
     messages[asked[-1]] = {**last, "content": _with_fields(text, prompt, last["content"])}
@@ -199,7 +142,7 @@ def _rewritten(prompt: Prompt, text: str) -> list[Message]:
 
 
 def _with_fields(text: str, prompt: Prompt, own: str) -> str:
-    """Return a text with the fields of a prompt's row in it; ``own`` is the field ``prompt``. Raises `_BadRow`."""
+    """Return a text with the fields of a prompt's row in it; ``own`` is the field ``prompt``. Raises `BadRow`."""
     values = {
         "answer": prompt.ground_truth,  # a column may be called so, and the next one, too
         "tag": prompt.domain,
@@ -213,23 +156,15 @@ def _with_fields(text: str, prompt: Prompt, own: str) -> str:
         if found[0] in ("{{", "}}"):
             return found[0][0]
         if found[1] is None:
-            raise _BadRow(f"a single `{found[0]}`; double the braces that are text")
+            raise BadRow(f"a single `{found[0]}`; double the braces that are text")
         value: Any = values
         for part in [found[1]] if found[1] in values else found[1].split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            raise _BadRow(f"the row has no `{found[1]}`")
+            raise BadRow(f"the row has no `{found[1]}`")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
-    return _required_text(_FIELD.sub(written, text), "the text with its fields")
-
-
-def conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
-    """Return a prompt as messages: a text is a user's, and ``system_prompt`` comes first unless the row has its own."""
-    messages = row.messages or [{"role": "user", "content": row.text or ""}]
-    if system_prompt is not None and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system_prompt}, *messages]
-    return messages
+    return required_text(_FIELD.sub(written, text), "the text with its fields")
 
 
 def _text(
@@ -238,7 +173,7 @@ def _text(
     """Return the text of a prompt: that of the row, or what the tokenizer's chat template makes of the messages."""
     if template == "raw":
         if row.text is None:
-            raise _BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
+            raise BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
         return row.text
     return _from_template(messages, tokenizer)
 
@@ -247,7 +182,7 @@ def _from_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as cause:  # a template is a program and may raise anything
-        raise _BadRow(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
+        raise BadRow(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
 
 
 def _fitting(
@@ -264,353 +199,3 @@ def _fitting(
             f"set `overlong_prompts: drop` to leave them out, or `prompt_length` to at least {longest}",
         )
     return [prompt for prompt in prompts if len(prompt.token_ids) <= prompt_length]
-
-
-def named(names: Sequence[str]) -> str:
-    """Return the first of many names as text, and how many more there are."""
-    rest = len(names) - SHOWN_OFFENDERS
-    return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def check_shares(shares: dict[str, float] | None, domains: set[str], path: str, problems: Problems) -> None:
-    """Require a share for each domain that has prompts, and for no other."""
-    if shares is None:
-        return
-    for domain in shares:
-        if domain not in domains:
-            hint = nearest_name_hint(domain, domains)
-            problems.add(f"{path}.{domain}", f"no prompt has the domain `{domain}`", hint)
-    for domain in sorted(domains - set(shares)):
-        problems.add(path, f"the prompts of domain `{domain}` get no share", f"add `{domain}`; 0 leaves them out")
-
-
-DEFAULT_DOMAIN = "default"
-MAX_PROBLEMS_PER_FILE = 8
-
-REASONING_GYM_KEY = "reasoning_gym"
-"""Metadata key of a procedural task: ``{"dataset": name, "config": arguments}``, which the verifier needs to score."""
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One prompt as its source has it: as text, as chat messages, or as both."""
-
-    prompt_id: str
-    origin: str
-    """Place it was read from, for error messages: ``data/train.jsonl:17``."""
-    text: str | None
-    messages: list[Message] | None
-    ground_truth: Any
-    domain: str
-    metadata: dict[str, Any]
-
-
-class _BadRow(ValueError):
-    """Raised for a line that is no prompt, or that the template cannot render; the message is the reason."""
-
-
-def read_jsonl(
-    file_name: str, path: str, problems: Problems, columns: Mapping[str, str] | None = None
-) -> list[PromptRow]:
-    """Return all prompts of a JSONL file, and note the problems of the other lines at ``path``. ``columns``: our field
-    -> its column."""
-    file = Path(file_name)
-    try:
-        content = file.read_bytes()
-    except OSError as cause:
-        reason = cause.strerror or type(cause).__name__
-        problems.add(path, f"cannot read `{file_name}` ({reason})", "give the path of an existing JSONL file")
-        return []
-    numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
-    return _rows((numbered, _parse_line), (file.name, file_name), path, problems, columns or {})
-
-
-def read_parquet(file_name: str, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
-    """Return all prompts of a Parquet file, and note the problems of the other rows; see `read_jsonl`."""
-    if not Path(file_name).is_file():
-        problems.add(path, f"cannot read `{file_name}` (no such file)", "give the path of an existing Parquet file")
-        return []
-    table = problems.attempt(_data_set, path, file_name, "parquet", data_files=file_name, split="train")
-    if table is None:
-        return []
-    return _rows((enumerate(table, start=1), _plain), (Path(file_name).name, file_name), path, problems, columns)
-
-
-def read_hub(source: HubSource, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
-    """Return all prompts of a data set of the hub, and note the problems of the other rows; see `read_jsonl`."""
-    options = {"name": source.subset, "split": source.split, "revision": source.revision}
-    given = {key: value for key, value in options.items() if value is not None}
-    table = problems.attempt(_data_set, path, source.dataset, source.dataset, **given)
-    if table is None:
-        return []
-    name = ":".join(filter(None, (source.dataset, source.subset, source.split)))
-    rows = _rows((enumerate(table, start=1), _plain), (name, name), path, problems, columns)
-    if source.domain is None:
-        return rows
-    own = {DEFAULT_DOMAIN: source.domain}
-    return [dataclasses.replace(row, domain=own.get(row.domain, row.domain)) for row in rows]
-
-
-def _data_set(path: str, name: str, builder: str, **options: Any) -> Iterable[Any]:
-    """Return the rows of a data set that `datasets` reads. Raises `ConfigError`."""
-    require(("datasets",), name, path)
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(builder, **options)
-    except Exception as cause:  # its readers, its servers and its caches raise errors of many libraries
-        first_line = str(cause).strip().split("\n")[0]
-        remedy = "check name, subset and split, and that this machine reaches the hub or has the data set in its cache"
-        raise problem(path, f"`{name}` cannot be read ({type(cause).__name__}: {first_line})", remedy) from cause
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    """Return a row of a data set with what JSON can hold: dates and the like as text."""
-    for column, value in row.items():
-        if isinstance(value, bytes):
-            raise _BadRow(f"column `{column}` has bytes, and a prompt is text")
-    plain: dict[str, Any] = json.loads(json.dumps(row, default=str))
-    return plain
-
-
-def _rows(
-    source: tuple[Iterable[tuple[int, Any]], Callable[[Any], dict[str, Any]]],
-    names: tuple[str, str],
-    path: str,
-    problems: Problems,
-    columns: Mapping[str, str],
-) -> list[PromptRow]:
-    """Return the prompts of numbered raw rows, which a function makes into mappings, and note what is wrong. ``names``:
-    the source in ids of prompts, and in messages."""
-    numbered, parse = source
-    rows: list[PromptRow] = []
-    bad = 0
-    for number, raw in numbered:
-        try:
-            row = _renamed(parse(raw), columns)
-            rows.append(_prompt_row(row, f"{names[0]}:{number}", f"{names[1]}:{number}"))
-        except _BadRow as cause:
-            bad += 1
-            if bad <= MAX_PROBLEMS_PER_FILE:
-                remedy = "correct or delete the line, or name its columns under `columns`"
-                problems.add(path, f"{names[1]}:{number}: {cause}", remedy)
-    if not rows and not bad:
-        problems.add(path, f"`{names[1]}` has no prompts", "give a file with one JSON object per line")
-    if bad > MAX_PROBLEMS_PER_FILE:
-        message = f"{bad - MAX_PROBLEMS_PER_FILE} more lines of `{names[1]}` are wrong"
-        problems.add(path, message, "check the format of the whole file")
-    return rows
-
-
-def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row whose fields have our names; a column that is one of them is not kept as metadata, too."""
-    found: dict[str, Any] = {}
-    for field, column in columns.items():
-        value: Any = row
-        for part in [column] if column in row else column.split("."):
-            if not isinstance(value, dict) or part not in value:
-                known = ", ".join(f"`{name}`" for name in row)
-                raise _BadRow(f"no column `{column}`, which `columns.{field}` names; it has {known}")
-            value = value[part]
-        found[field] = value
-    return {key: value for key, value in row.items() if key not in columns.values()} | found
-
-
-def _parse_line(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as cause:
-        raise _BadRow(f"not UTF-8 (byte {cause.start} of the line)") from cause
-    except json.JSONDecodeError as cause:
-        raise _BadRow(f"not JSON ({cause.msg} at column {cause.colno})") from cause
-    except (RecursionError, ValueError) as cause:  # nested too deeply, or a number of thousands of digits
-        raise _BadRow(f"not JSON that can be read ({cause})") from cause
-    if not isinstance(row, dict):
-        raise _BadRow(f"a line must be a JSON object, this one is a {type(row).__name__}")
-    return row
-
-
-def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str) -> PromptRow:
-    text, messages = _take_text(row), _take_messages(row)
-    if text is None and messages is None:
-        raise _BadRow(
-            "neither `prompt` nor `messages`" + (f"; it has {', '.join(f'`{key}`' for key in row)}" if row else "")
-        )
-    return PromptRow(
-        prompt_id=prompt_id,
-        origin=origin,
-        text=text,
-        messages=messages,
-        ground_truth=_take_first(row, "ground_truth", "answer"),
-        domain=_take_domain(row),
-        metadata=row,
-    )
-
-
-def _take_first(row: dict[str, Any], *keys: str) -> Any:
-    """Remove and return the first key that has a value in the row; later keys stay in the row."""
-    for key in keys:
-        if row.get(key) is not None:
-            return row.pop(key)
-    return None
-
-
-def _take_text(row: dict[str, Any]) -> str | None:
-    text = row.pop("prompt", None)
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise _BadRow(f"`prompt` must be text, not a {type(text).__name__} (a list of messages goes under `messages`)")
-    if not text:
-        raise _BadRow("`prompt` is empty")
-    _required_text(text, "`prompt`")
-    return text
-
-
-def _required_text(text: str, what: str) -> str:
-    """Return a text. Raises `_BadRow` if it cannot be encoded."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise _BadRow(f"{what} has half of a surrogate pair, which is no text")
-    return text
-
-
-def _take_messages(row: dict[str, Any]) -> list[Message] | None:
-    messages = row.pop("messages", None)
-    if isinstance(messages, str):  # some data sets keep the list as JSON text
-        try:
-            messages = json.loads(messages)
-        except json.JSONDecodeError as cause:
-            raise _BadRow(f"`messages` is text, but not JSON ({cause.msg})") from cause
-    if messages is None:
-        return None
-    if not isinstance(messages, list) or not messages:
-        raise _BadRow("`messages` must be a list with at least one message")
-    for message in messages:
-        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not is_message:
-            raise _BadRow("each of `messages` must be an object with the texts `role` and `content`")
-        _required_text(message["content"], "a `content` of `messages`")
-    return messages
-
-
-def _take_domain(row: dict[str, Any]) -> str:
-    domain = _take_first(row, "domain", "tag")
-    if domain is None:
-        return DEFAULT_DOMAIN
-    if not isinstance(domain, str) or not domain:
-        raise _BadRow(f"`domain` must be text, not {domain!r}")
-    return domain
-
-
-def read_reasoning_gym(source: ReasoningGymSource, position: int, path: str, problems: Problems) -> list[PromptRow]:
-    """Return the tasks of the data set at ``position``, each entry as its own ground truth; note the problems."""
-    dataset = problems.attempt(reasoning_gym_dataset, source, f"{path}.")
-    if dataset is None:
-        return []
-    try:
-        entries = list(dataset)
-    except Exception as cause:  # some data sets notice wrong arguments only when they make a task
-        problems.found.append(_refused_arguments(source, f"{path}.", cause))
-        return []
-    task_set = {"dataset": source.dataset, "config": dict(source.config)}
-    return [
-        PromptRow(
-            prompt_id=f"reasoning_gym[{position}].{source.dataset}:{index}",
-            origin=f"{path}, task {index}",
-            text=entry["question"],
-            messages=None,
-            ground_truth=entry,
-            domain=source.domain or source.dataset,
-            metadata={REASONING_GYM_KEY: task_set},
-        )
-        for index, entry in enumerate(entries)
-    ]
-
-
-def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralDataset:
-    """Return the data set of a source. ``at`` is the beginning of the paths of its keys. Raises `ConfigError`."""
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError as cause:
-        message = "the package `reasoning-gym` is not installed"
-        raise problem(at.removesuffix("."), message, install_command("reasoning_gym")) from cause
-    name = source.dataset
-    if name not in DATASETS:
-        raise problem(f"{at}dataset", f"reasoning-gym has no data set `{name}`", nearest_name_hint(name, DATASETS))
-    problems = Problems()
-    known = {each.name for each in dataclasses.fields(DATASETS[name][1])} - {"size", "seed"}
-    for key in source.config:
-        if key in ("size", "seed"):
-            problems.add(f"{at}config.{key}", "is set in two places", f"use `{at}{key}`")
-        elif key not in known:
-            problems.add(f"{at}config.{key}", f"`{name}` has no argument `{key}`", nearest_name_hint(key, known))
-    problems.raise_any()
-    try:
-        return create_dataset(name, size=source.size, seed=source.seed, **source.config)
-    except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions
-        raise ConfigError([_refused_arguments(source, at, cause)]) from cause
-
-
-def _refused_arguments(source: ReasoningGymSource, at: str, cause: Exception) -> ConfigProblem:
-    message = f"`{source.dataset}` refuses its arguments ({type(cause).__name__}: {cause})"
-    return ConfigProblem(f"{at}config", message, "use values that this data set accepts")
-
-
-GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Tokenizer classes that `tokenizer.json` describes completely."""
-
-HUB_PROBE_SECONDS = 3.0
-
-
-def load_tokenizer(
-    name_or_path: str, *, trust_remote_code: bool = False, config_path: str = "pretrain"
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder, or of a name on the model hub.
-
-    ``config_path`` is the key that named the model. Raises `ConfigError` if the folder or name does not exist, or has
-    no readable tokenizer.
-    """
-    folder = Path(name_or_path)
-    if not name_or_path:
-        raise problem(config_path, "no model is named", "give the folder or the hub name of a model")
-    if not folder.is_dir():
-        _require_on_hub(name_or_path, config_path)
-    try:
-        if _is_generic(folder):
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(name_or_path)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except Exception as cause:  # the tokenizer libraries raise bare Exception for a broken file
-        first_line = str(cause).strip().split("\n")[0]
-        raise problem(
-            config_path,
-            f"`{name_or_path}` has no tokenizer that can be read ({type(cause).__name__}: {first_line})",
-            "name a model folder with `tokenizer.json` and `tokenizer_config.json`, as `save_pretrained` writes them",
-        ) from cause
-
-
-def _is_generic(folder: Path) -> bool:
-    config_file = folder / "tokenizer_config.json"
-    if not config_file.is_file() or not (folder / "tokenizer.json").is_file():
-        return False
-    settings = json.loads(config_file.read_text(encoding="utf-8"))
-    return settings.get("tokenizer_class") in GENERIC_CLASSES and "auto_map" not in settings
-
-
-def _require_on_hub(name: str, config_path: str) -> None:
-    """Raise unless a name is cached or on the hub. One short probe: the libraries' retries take a minute."""
-    from huggingface_hub import model_info, try_to_load_from_cache
-
-    try:
-        if not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
-            model_info(name, timeout=HUB_PROBE_SECONDS)
-    except Exception as cause:  # no valid name, not found, not allowed or offline: each HTTP library has its own types
-        first_line = str(cause).strip().split("\n")[0]
-        raise problem(
-            config_path,
-            f"`{name}` is no folder, and cannot be had from the hub ({type(cause).__name__}: {first_line})",
-            "give an existing folder, or the name of a model on the hub that this machine can reach",
-        ) from cause

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from roll.configs.errors import ConfigError
-from roll.data import prompts
+from roll.data import tokenizer
 from roll.tracking.timeline import BusySpans
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, WeightMismatch
 from roll.weights.checkpoint_names import CheckpointNames
@@ -428,7 +428,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
         raise OSError(f"{folder} holds no tokenizer_config.json")
     try:
-        return prompts.load_tokenizer(spec.model_path, trust_remote_code=spec.trust_remote_code)
+        return tokenizer.load_tokenizer(spec.model_path, trust_remote_code=spec.trust_remote_code)
     except ConfigError as error:
         raise OSError(str(error)) from error
 

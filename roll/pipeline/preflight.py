@@ -49,8 +49,9 @@ from roll.configs.run import (
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
 from roll.data.examples import Examples, load_examples
-from roll.data.prompts import load_prompts, load_tokenizer, rewritten_prompts
+from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
+from roll.data.tokenizer import load_tokenizer
 from roll.rewards.model import check_reward_model
 from roll.rewards.registry import check_machine, check_prompts, resolve_verifier, route_domains
 

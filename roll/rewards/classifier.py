@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from roll.data.encoding import ContentEncoder
-from roll.data.prompts import load_tokenizer
+from roll.data.tokenizer import load_tokenizer
 from roll.rewards.model import Conversation, Scored, ScorerSetup, position_limit
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.rewards import RewardConfig, RewardModelConfig
 from roll.configs.roles import ModelArguments
-from roll.data.prompts import load_tokenizer
+from roll.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

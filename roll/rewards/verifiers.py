@@ -5,7 +5,7 @@ number of absurd size (thousands of digits, exponents like 1e999999999) does not
 expressions whose value is too large to write down (``9^{9^9}``) before sympy tries: evaluating them blocks the process
 in one long C call that no alarm can interrupt. math-verify's own time limits are off, because they would take the
 process's only alarm, which the worker needs. The ground truth of `reasoning_gym` is the task's whole entry; its
-metadata names the data set and its arguments (`roll.data.prompts.read_reasoning_gym` writes both).
+metadata names the data set and its arguments (`roll.data.sources.read_reasoning_gym` writes both).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from roll.data.prompts import REASONING_GYM_KEY
+from roll.data.sources import REASONING_GYM_KEY
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

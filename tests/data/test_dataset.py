@@ -9,8 +9,9 @@ import pytest
 
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
-from roll.data.prompts import MAX_PROBLEMS_PER_FILE, load_prompts
+from roll.data.prompts import load_prompts
 from roll.data.records import Prompt
+from roll.data.sources import MAX_PROBLEMS_PER_FILE
 from roll.distribution import install_command
 
 

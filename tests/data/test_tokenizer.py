@@ -9,7 +9,7 @@ import pytest
 
 import roll
 from roll.configs.errors import ConfigError
-from roll.data.prompts import load_tokenizer
+from roll.data.tokenizer import load_tokenizer
 
 
 def test_a_saved_tokenizer_is_loaded_as_it_was(tokenizer, tmp_path):
@@ -21,7 +21,7 @@ def test_a_saved_tokenizer_is_loaded_as_it_was(tokenizer, tmp_path):
 
 def test_a_generic_tokenizer_is_loaded_without_torch(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
-    script = "import sys; from roll.data.prompts import load_tokenizer; load_tokenizer(sys.argv[1]); "
+    script = "import sys; from roll.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]); "
     script += "assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(Path(roll.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env=environment)

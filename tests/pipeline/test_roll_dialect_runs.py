@@ -10,7 +10,7 @@ from fake_cluster import IN_THIS_PROCESS
 from runs import FinishedRun, command
 from tiny import make_tokenizer
 
-from roll.data.prompts import load_tokenizer
+from roll.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.tier("all")  # 512 and 1,024 samples in micro-batches of 1 and 2, as the files say
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
 import roll
-from roll.data.prompts import tokenise
+from roll.data.encoding import tokenise
 from roll.data.records import derive_seed
 from roll.doctor.diagnosis import diagnose, gather_evidence
 from roll.report.files import read_run

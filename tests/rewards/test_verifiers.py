@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roll.configs.errors import Problems
 from roll.configs.roles import ReasoningGymSource
-from roll.data.prompts import read_reasoning_gym
+from roll.data.sources import read_reasoning_gym
 from roll.rewards.verifiers import exact, last_number, math_answer, numeric, reasoning_gym_task
 from tests.tiers import examples
 

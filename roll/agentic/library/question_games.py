@@ -29,7 +29,7 @@ from roll.agentic.base import (
 )
 from roll.configs.errors import nearest_name_hint
 from roll.configs.roles import ReasoningGymSource
-from roll.data.prompts import reasoning_gym_dataset
+from roll.data.sources import reasoning_gym_dataset
 
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
