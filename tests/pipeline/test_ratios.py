@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from fake_cluster import IN_THIS_PROCESS
 from runs import run_pipeline
 from tiny import tiny_config
 
@@ -60,14 +61,14 @@ def test_the_model_learns_at_every_ratio_within_the_staleness_bound(task, ray_cl
 
 @tier("all")
 @pytest.mark.parametrize("ratio", [0.5, 2])
-def test_other_ratios_keep_to_their_bounds_and_lose_no_group(task, ray_cluster, ratio):
-    run = run_pipeline(task, ray_cluster, off_policy_config(task, ratio, max_steps=8))
+def test_other_ratios_keep_to_their_bounds_and_lose_no_group(task, ratio):
+    run = run_pipeline(task, IN_THIS_PROCESS, off_policy_config(task, ratio, max_steps=8))
     assert_within_the_staleness_bound(run, ratio)
     assert_every_group_is_accounted_for(run, 8, 16)
 
 
 @tier("all")
-def test_fifo_at_ratio_one_takes_the_groups_in_the_order_of_their_prompts_whatever_the_latencies(task, ray_cluster):
+def test_fifo_at_ratio_one_takes_the_groups_in_the_order_of_their_prompts_whatever_the_latencies(task):
     config = tiny_config(
         task,
         max_steps=4,
@@ -76,7 +77,7 @@ def test_fifo_at_ratio_one_takes_the_groups_in_the_order_of_their_prompts_whatev
         num_logged_samples=8,
         rewards__addition__verifier="reward_functions:late_reward",
     )
-    samples = run_pipeline(task, ray_cluster, config).samples
+    samples = run_pipeline(task, IN_THIS_PROCESS, config).samples
     prepared = prepare(config_from_tree(config))
     prompts = itertools.islice(PromptStream(prepared.rollouts.prompts, seed=config["seed"]), 32)
     assert [(sample["step"], sample["group_id"], sample["prompt"]) for sample in samples] == [
@@ -160,7 +161,7 @@ def test_a_reference_of_whole_models_on_two_devices_gives_the_run_of_the_default
 
 
 @tier("all")
-def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task, ray_cluster):
+def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task):
     config = tiny_config(
         task,
         max_steps=6,
@@ -173,7 +174,7 @@ def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task, ray_c
         use_kl_loss=True,
         kl_loss_coef=0.1,
     )
-    run = run_pipeline(task, ray_cluster, config)
+    run = run_pipeline(task, IN_THIS_PROCESS, config)
     kl = [step["actor/reference_kl"] for step in run.metrics]
     assert kl[0] < 1e-6 < kl[-1]
     assert run.summary["lag/max"] <= 1
@@ -182,7 +183,7 @@ def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task, ray_c
 
 @tier("all")
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_two_replicas_validation_and_publication_every_other_step(task, ray_cluster, mode):
+def test_two_replicas_validation_and_publication_every_other_step(task, mode):
     config = tiny_config(
         task,
         max_steps=4,
@@ -199,7 +200,7 @@ def test_two_replicas_validation_and_publication_every_other_step(task, ray_clus
             "mode": "overlap",
         },
     )
-    run = run_pipeline(task, ray_cluster, config)
+    run = run_pipeline(task, IN_THIS_PROCESS, config)
     assert set(run.summary["val/first"]) == {"addition"}
     assert run.summary["lag/max"] <= 2
     assert [step["step"] for step in run.metrics if "val/addition/accuracy" in step] == [2, 4]

@@ -97,7 +97,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-SOAKED = ("drained", "one buffer", "by the object store", "by files", "far ahead")
+SOAKED = (
+    *("drained", "one buffer", "by the object store", "by files", "far ahead", "colocated critic and reference"),
+    *("while it gathers the first version", "while it copies its state", "while it copies its model"),
+    *("while one of two engines loads", "while engines wake", "while a validation pauses the rollouts"),
+)
+"""Alike others that `make test-all` runs."""
 
 
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
@@ -346,9 +351,10 @@ def test_a_fault_that_was_injected_is_not_injected_again(task):
     assert_same_engines(run, {})
 
 
-@pytest.mark.tier("all")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.tier("all" if seed < 4 else "soak")) for seed in range(12)]
+)
 def test_whatever_the_settings_and_the_moment(task, monkeypatch, seed):
     dice = random.Random(derive_seed(seed, "trainers that die"))
     owner, method, number, needed = MOMENTS[dice.choice(sorted(MOMENTS))]

@@ -131,16 +131,16 @@ def test_every_correction_acts_and_learns(task, name):
 
 
 @tier("all")
-def test_a_whole_run_off_policy_says_how_far(task, ray_cluster):
+def test_a_whole_run_off_policy_says_how_far(task):
     """Remax: with the greedy responses of its own that a group needs."""
-    run = run_pipeline(task, ray_cluster, config_of(task, adv_estimator="remax", max_steps=4))
+    run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, adv_estimator="remax", max_steps=4))
     assert run.summary["lag/max"] == 1
     assert {"actor/ess", "actor/k1", "actor/kl", "actor/chi2", "actor/clip_fraction"} <= run.metrics[-1].keys()
     assert any(name.startswith("actor/lag_1/") for name in run.metrics[-1])
 
 
 @tier("all")
-def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cluster):
+def test_correction_rejection_shaping_and_adaptive_kl_work_together(task):
     changes = {
         "old_logprobs": "recompute",
         "train_infer_correction": {
@@ -160,7 +160,7 @@ def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cl
         "kl_estimator": "k1",
         "reference": {"device_mapping": [0]},
     }
-    run = run_pipeline(task, ray_cluster, config_of(task, max_steps=4, **changes))
+    run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, max_steps=4, **changes))
     last = run.metrics[-1]
     assert {
         "correction/ess",
@@ -196,14 +196,14 @@ def test_several_rewards_sample_weights_selection_and_masking_work_together(task
 
 
 @tier("all")
-def test_on_policy_the_trainer_agrees_with_the_engine(task, ray_cluster):
+def test_on_policy_the_trainer_agrees_with_the_engine(task):
     changes = {
         "async_generation_ratio": 0,
         "max_steps": 2,
         "old_logprobs": "recompute",
         "train_infer_correction": {"weight": {"level": "token"}},
     }
-    for step in run_pipeline(task, ray_cluster, config_of(task, **changes)).metrics:
+    for step in run_pipeline(task, IN_THIS_PROCESS, config_of(task, **changes)).metrics:
         assert step["correction/ess"] == pytest.approx(1, abs=1e-6)
         assert step["correction/k3"] == pytest.approx(0, abs=1e-6)
         assert step["correction/weight_mean"] == pytest.approx(1, abs=1e-4)
@@ -211,14 +211,14 @@ def test_on_policy_the_trainer_agrees_with_the_engine(task, ray_cluster):
 
 
 @tier("all")
-def test_several_optimizer_steps_off_policy_report_every_lag(task, ray_cluster):
+def test_several_optimizer_steps_off_policy_report_every_lag(task):
     changes = {
         "async_generation_ratio": 0.5,
         "max_steps": 6,
         "actor_train__training_args__gradient_accumulation_steps": 4,
         "actor_train__training_args__per_device_train_batch_size": 1,
     }
-    run = run_pipeline(task, ray_cluster, config_of(task, **changes))
+    run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, **changes))
     assert run.summary["steps"] == 6
     for step in run.metrics:
         shares = [value for name, value in step.items() if name.startswith("actor/lag_") and name.endswith("/share")]
