@@ -137,6 +137,9 @@ class RowArguments:
     system_prompt: str | None = option(
         None, "System message put before each prompt (`template: chat` only).", needs="template: chat"
     )
+    chat_template_kwargs: dict[str, Any] = option(
+        dict, "Variables for the chat template, such as `enable_thinking: false`.", needs="template: chat"
+    )
     domain_interleave_probs: dict[str, float] | None = option(
         None, "Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain."
     )
@@ -172,9 +175,6 @@ class ExampleArguments(RowArguments):
     )
     system_prompt: str | None = option(
         None, "System message put before each conversation (`template: chat` only).", needs="template: chat"
-    )
-    chat_template_kwargs: dict[str, Any] = option(
-        dict, "Variables for the chat template, such as `enable_thinking: false`.", needs="template: chat"
     )
     domain_interleave_probs: dict[str, float] | None = option(
         None, "Share of each domain in the stream of examples. Default: in proportion to the examples of each domain."

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def _render(
     for row in rows:
         messages = conversation(row, data_args.system_prompt)
         try:
-            text = _text(row, contents.shielded(messages), data_args.template, tokenizer)
+            text = _text(row, contents.shielded(messages), data_args, tokenizer)
             if data_args.template == "chat" and contents.is_shielded(text):
                 spelled[len(rendered)] = contents.encode(text)
                 text = contents.restored(text)
@@ -113,7 +113,7 @@ def rewritten_prompts(
                 (found[prompt.prompt_id],) = tokenise([_with_fields(text, prompt, prompt.text)], tokenizer)
             else:
                 messages = contents.shielded(_rewritten(prompt, text))
-                found[prompt.prompt_id] = contents.encode(_from_template(messages, tokenizer))
+                found[prompt.prompt_id] = contents.encode(_from_template(messages, data_args, tokenizer))
         except (BadRow, ControlTokensRefused) as cause:
             problems.add(
                 path, f"{prompt.prompt_id}: {cause}", "correct the text or the row; double the braces of others"
@@ -167,20 +167,20 @@ def _with_fields(text: str, prompt: Prompt, own: str) -> str:
     return required_text(_FIELD.sub(written, text), "the text with its fields")
 
 
-def _text(
-    row: PromptRow, messages: list[Message], template: Literal["raw", "chat"], tokenizer: PreTrainedTokenizerBase
-) -> str:
+def _text(row: PromptRow, messages: list[Message], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a prompt: that of the row, or what the tokenizer's chat template makes of the messages."""
-    if template == "raw":
+    if data_args.template == "raw":
         if row.text is None:
             raise BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
         return row.text
-    return _from_template(messages, tokenizer)
+    return _from_template(messages, data_args, tokenizer)
 
 
-def _from_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+def _from_template(messages: list[Message], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **data_args.chat_template_kwargs
+        )
     except Exception as cause:  # a template is a program and may raise anything
         raise BadRow(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
 

@@ -208,6 +208,33 @@ def test_the_teacher_of_slime_becomes_a_role_that_may_be_the_only_judge():
 
 
 @pytest.mark.parametrize(
+    ("system", "keys"),
+    [
+        (trl, {"chat_template_kwargs.enable_thinking": False}),
+        (
+            verl,
+            {"data.apply_chat_template_kwargs.enable_thinking": False, "data.val_files": "v", "trainer.test_freq": 5},
+        ),
+        (
+            slime,
+            {
+                "apply-chat-template": True,
+                "apply-chat-template-kwargs": '{"enable_thinking": false}',
+                "eval-interval": 5,
+                "eval-prompt-data": ["aime", "a.jsonl"],
+            },
+        ),
+    ],
+)
+def test_variables_of_the_chat_template_are_those_of_training_and_validation(system, keys):
+    done = system.translate({tuple(key.split(".")): value for key, value in keys.items()})
+    ours = done.tree()
+    data = [ours["actor_train"]["data_args"], *([ours["validation"]["data_args"]] if "validation" in ours else [])]
+    assert [each["chat_template_kwargs"] for each in data] == [{"enable_thinking": False}] * (1 if system is trl else 2)
+    assert not any("template" in line for line in done.lost)
+
+
+@pytest.mark.parametrize(
     ("system", "keys", "silent"),
     [
         (slime, {"value-clip": 0.2, "tis-clip": 3.0, "eps-clip": 0.3}, ["value-clip", "tis-clip"]),

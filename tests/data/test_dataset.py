@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.roles import DataArguments, HubSource, PromptColumns, ReasoningGymSource
-from roll.data.prompts import load_prompts
+from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
 from roll.data.sources import MAX_PROBLEMS_PER_FILE
 from roll.distribution import install_command
+from tests.data.chat_templates import make_tokenizer
 
 
 def write(path: Path, *rows: dict | bytes) -> str:
@@ -125,6 +127,17 @@ def test_chat_renders_messages_and_turns_text_into_a_user_message(chat_tokenizer
         "<system>be brief\n<user>y\n<assistant>",
     ]
     assert chat_tokenizer.decode(prompts[0].token_ids) == prompts[0].text
+
+
+def test_variables_reach_the_template_also_of_a_prompt_in_other_words(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    arguments = DataArguments(file_name=write(tmp_path / "a.jsonl", {"prompt": "yo"}), template="chat")
+    quiet = replace(arguments, chat_template_kwargs={"enable_thinking": False})
+    (thinking,), (prompt,) = load(tokenizer, arguments), load(tokenizer, quiet)
+    assert "<think>" not in thinking.text and prompt.text == thinking.text + "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    ((other,),) = [rewritten_prompts([prompt], "{prompt}!", quiet, tokenizer, "teacher.prompt").values()]
+    assert tokenizer.decode(other) == prompt.text.replace("yo", "yo!")
 
 
 def test_what_a_template_cannot_render_is_a_problem(tokenizer, chat_tokenizer, tmp_path):

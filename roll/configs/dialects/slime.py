@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ RULES: dict[str, Rule] = {
     "label-key": later("write `columns: {ground_truth}`"),
     "metadata-key": none("all other columns are metadata"),
     "apply-chat-template": later("write `template: chat`"),
-    "apply-chat-template-kwargs": lost("of RLVR runs, the chat template has no variables here"),
+    "apply-chat-template-kwargs": later("write `chat_template_kwargs`"),
     "tool-key": lost("write `pipeline: agentic`, with tools (docs/tools.md)"),
     "multimodal-keys": lost("pictures are no input here"),
     "rollout-shuffle": later("write `actor_train.data_args.shuffle`"),
@@ -211,6 +212,9 @@ def _columns(done: Translation, section: str, prefix: str = "") -> None:
     label = done.get(f"{prefix}label-key") or done.get("label-key")
     chat = done.flag("apply-chat-template")
     done.put(f"{section}.template", "chat" if chat else "raw")
+    variables = done.get("apply-chat-template-kwargs")
+    if chat and variables is not None:
+        done.put(f"{section}.chat_template_kwargs", json.loads(variables) if isinstance(variables, str) else variables)
     note = "a list of messages; write `prompt` in place of `messages` where it is text" if chat else ""
     done.put(f"{section}.columns.{'messages' if chat else 'prompt'}", prompt, note)
     if label is not None:

@@ -57,8 +57,8 @@ RULES: dict[str, Rule] = {
     "environment_factory": lost("write `pipeline: agentic`, with an environment (docs/agentic.md)"),
     "rollout_func": lost("write `pipeline: agentic`, with an environment (docs/agentic.md)"),
     "callbacks": lost("write a stage (docs/howto/stage.md)"),
-    "chat_template_kwargs": lost("of RLVR runs, the chat template has no variables here"),
-    "chat_template_kwargs.*": lost("of RLVR runs, the chat template has no variables here"),
+    "chat_template_kwargs": to("actor_train.data_args.chat_template_kwargs"),
+    "chat_template_kwargs.*": to("actor_train.data_args.chat_template_kwargs.*"),
     # batches
     "num_generations": to("num_return_sequences_in_group"),
     "per_device_train_batch_size": later("write `rollout_batch_size`, which counts prompts of a training step"),

@@ -30,6 +30,8 @@ RULES: dict[str, Rule] = {
     "data.reward_fn_key": to("actor_train.data_args.columns.domain"),
     "data.shuffle": to("actor_train.data_args.shuffle"),
     "data.seed": to("seed"),
+    "data.apply_chat_template_kwargs": to("actor_train.data_args.chat_template_kwargs"),
+    "data.apply_chat_template_kwargs.*": to("actor_train.data_args.chat_template_kwargs.*"),
     "data.filter_overlong_prompts": later("write `overlong_prompts: drop`"),
     "data.truncation": later("write `overlong_prompts: error`: prompts are never cut"),
     "data.train_max_samples": to("actor_train.data_args.max_samples", {-1: None}),
@@ -542,6 +544,9 @@ def _validation(done: Translation) -> None:
     done.put("eval_steps", rhythm)
     done.put("validation.data_args.file_name", _files(files))
     done.put("validation.data_args.template", "chat")
+    for key in done.given:
+        if key[:2] == ("data", "apply_chat_template_kwargs") and len(key) == 3:
+            done.put(f"validation.data_args.chat_template_kwargs.{key[2]}", done.get(".".join(key)))
     for field, column in COLUMNS.items():
         done.put(f"validation.data_args.columns.{field}", column)
     done.put("validation.data_args.overlong_prompts", done.ours("actor_train.data_args.overlong_prompts"))
