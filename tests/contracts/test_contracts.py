@@ -1,0 +1,215 @@
+"""What `roll` imports and calls of vLLM, DeepSpeed, megatron-core and young parts of torch is there, and our very calls
+fit its signatures, also those that only GPUs reach. SGLang, which is not installed, has a recorded table beside its tests.
+
+Sources are read, nothing is imported. With ``make contracts VLLM=<version>`` those of another release.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+from roll.trainers.fsdp2 import sharding_policies
+from roll.trainers.megatron.facts import read_facts
+from roll.trainers.options import MegatronOptions
+from tests import tiers
+from tests.contracts.sources import VARIABLE, Missing, Sources, folders, unpacked
+from tests.contracts.uses import ROLL, Use, misfit, unlike, uses_of
+from tests.engines.sglang_interface import TABLE
+from tests.engines.test_vllm_options import arguments
+from tests.trainers.megatron_models import MODELS
+
+pytestmark = [pytest.mark.tier("all"), pytest.mark.timeout(300)]
+
+AT_LEAST = {"vllm": 90, "deepspeed": 28, "megatron": 100, "torch": 8}
+"""Library -> different names of it that are found in our sources. Fewer would mean that the search has grown blind."""
+YOUNG = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "torch.distributed.device_mesh.", "torch.nn.attention.")
+PASSES_ON = {"vllm.distributed.weight_transfer.base.WeightTransferEngine.__init__"}
+"""Functions that one of ours calls with what it was itself given."""
+LIBRARIES = [name for name in AT_LEAST if not os.environ.get(VARIABLE) or unpacked(name)]
+
+
+def sources_of(library: str) -> Sources:
+    """The sources, or a skipped test if they are not here."""
+    if unpacked(library) is None:
+        tiers.need("megatron.core" if library == "megatron" else library)
+    return sources()
+
+
+@cache
+def sources() -> Sources:
+    return Sources(folders())
+
+
+@cache
+def uses(library: str) -> list[Use]:
+    if library != "torch":
+        return uses_of(library, sources())
+    texts = {str(path.relative_to(ROLL)): path.read_text() for path in ROLL.rglob("*.py")}
+    files = {name: text for name, text in texts.items() if any(module[:-1] in text for module in YOUNG)}
+    return [use for use in uses_of(library, sources(), files) if use.name.startswith(YOUNG)]
+
+
+def dictionaries(name: str) -> list[dict]:
+    """What is passed as a whole dictionary to a function of a library."""
+    if name.endswith(".AsyncEngineArgs"):
+        return [arguments(device=device, tensor_parallel_size=size) for device in ("cpu", "cuda") for size in (1, 2)]
+    if name.endswith(".TransformerConfig"):
+        return transformer_settings()
+    if name.endswith(".finalize_model_grads"):
+        return [{key: None for key in call} for call in final_calls()]
+    if name.endswith(".fully_shard"):
+        setup = SimpleNamespace(device="cuda", model_args=SimpleNamespace(dtype="bfloat16"))
+        return [{"mesh": None} | sharding_policies(setup, SimpleNamespace(offload=place)) for place in ("none", "cpu")]
+    raise KeyError(f"{name} is passed a dictionary, and no contract says what is in it")
+
+
+@cache
+def transformer_settings() -> list[dict]:
+    """Settings of each family of models."""
+    from tempfile import TemporaryDirectory
+
+    elsewhere = ast.literal_eval(sources().find("roll.trainers.megatron.model._USED_ELSEWHERE").node.value)
+    options = {name: value for name, value in vars(MegatronOptions()).items() if name not in elsewhere}
+    found = []
+    for make in MODELS.values():
+        with TemporaryDirectory() as folder:
+            make().config.save_pretrained(folder)
+            found.append(dict(read_facts(folder, False, "policy").layers) | options)
+    return found
+
+
+@cache
+def final_calls() -> list[list[str]]:
+    """Keywords with which the schedules of megatron-core call what sums the gradients."""
+    schedules = sources().module("megatron.core.pipeline_parallel.schedules")
+    calls = [node for node in ast.walk(schedules.tree) if isinstance(node, ast.Call)]
+    found = [call for call in calls if ast.unparse(call.func).endswith(".finalize_model_grads_func")]
+    assert found and all(len(call.args) == 2 for call in found)
+    return [[each.arg for each in call.keywords] for call in found]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_name_that_is_used_exists_and_every_call_fits(library):
+    here = sources_of(library)
+    found = uses(library)
+    assert len({use.name for use in found}) >= AT_LEAST[library]
+    problems = {}
+    for use in found:
+        if use.has_dictionary and use.name in PASSES_ON:
+            continue
+        passed = dictionaries(use.name) if use.has_dictionary else [{}]
+        problems[f"{use.place} {use.name}"] = use.problem(here, passed)
+    assert {place: problem for place, problem in problems.items() if problem is not None} == {}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_each_name_that_a_file_imports_is_among_them(library):
+    """Counted by text, so that the search cannot miss a file."""
+    sources_of(library)
+    prefix = f"(?:{'|'.join(map(re.escape, YOUNG))})".replace(r"\.)", r"\.?)") if library == "torch" else rf"{library}\b"
+    names = set()
+    for path in ROLL.rglob("*.py"):
+        for line in re.findall(rf"^\s*from ({prefix}.*) import \(?(.*?)\)?$", path.read_text(), re.MULTILINE):
+            names |= {f"{line[0]}.{name.split(' as ')[0].strip()}" for name in line[1].split(",") if name.strip()}
+    assert names and names <= {use.name for use in uses(library)}
+
+
+def test_sglang_has_what_is_imported_of_it():
+    used = {use.name for use in uses_of("sglang", sources())}
+    assert used == TABLE["imports"].keys() and set(TABLE["imports"].values()) == {None}
+
+
+@pytest.mark.skipif("megatron" not in LIBRARIES, reason="another library is looked at")
+def test_every_schedule_takes_what_the_trainer_passes_and_gives_what_its_sum_takes():
+    here = sources_of("megatron")
+    (call,) = [use.call for use in uses("megatron") if use.call and use.name.endswith("no_pipelining")]
+    for name in ("without", "with"):
+        function = f"forward_backward_pipelining_{name}_interleaving"
+        assert misfit(call, here.signature(here.find(f"megatron.core.pipeline_parallel.schedules.{function}"))) is None
+
+
+@pytest.mark.skipif("vllm" not in LIBRARIES, reason="another library is looked at")
+def test_variables_and_settings_of_vllm_exist():
+    here = sources_of("vllm")
+    known = {each.value for each in ast.walk(here.module("vllm.envs").tree) if isinstance(each, ast.Constant)}
+    text = (ROLL / "engines" / "vllm" / "strategy.py").read_text()
+    variables = set(re.findall(r'"(VLLM_[A-Z0-9_]+)"', text))
+    assert len(variables) == 4 and variables <= known
+    settings = here.signature(here.find("vllm.config.WeightTransferConfig")).parameters
+    assert arguments()["weight_transfer_config"].keys() <= settings.keys()
+
+
+@pytest.mark.skipif("deepspeed" not in LIBRARIES, reason="another library is looked at")
+def test_variables_of_deepspeed_exist():
+    here = sources_of("deepspeed").module("deepspeed.accelerator.real_accelerator")
+    assert "'DS_ACCELERATOR'" in ast.unparse(here.tree)
+
+
+TEXT = """
+from {module} import {name}
+def made(engine: {name}):
+    engine.generate('a', moed=1)
+    engine.pause_generation(mode="hold")
+    engine.no_such_method()
+"""
+
+
+@pytest.mark.skipif("vllm" not in LIBRARIES, reason="another library is looked at")
+def test_what_does_not_fit_is_found():
+    here = sources_of("vllm")
+    text = TEXT.format(module="vllm.v1.engine.async_llm", name="AsyncLLM")
+    found = uses_of("vllm", here, {"x.py": text + "from vllm.config import NoSuchConfig\n"})
+    problems = {use.place: use.problem(here) for use in found if use.problem(here)}
+    assert "missing a required argument" in problems["roll/x.py:4"] or "moed" in problems["roll/x.py:4"]
+    assert "'hold' is none of" in problems["roll/x.py:5"]
+    assert "no such name" in problems["roll/x.py:6"] and "no such name" in problems["roll/x.py:7"]
+    ours = "from vllm.distributed.weight_transfer import WeightSource\nclass Ours(WeightSource):\n  def metadata(self, x): ...\n"
+    found = uses_of("vllm", here, {"x.py": ours})
+    assert any(use.symbol is None and use.name.endswith("Ours lacks __iter__") for use in found)
+    assert any(use.override and "metadata('x',)" in (use.problem(here) or "") for use in found)
+
+
+def test_arguments_of_a_method_of_ours_must_be_the_librarys():
+    def theirs(self, a, *, b=0): ...
+
+    signature = inspect.signature(theirs.__get__(object()))
+    for text, fits in [("a, b", True), ("b, a", False), ("a", False), ("a, *args, **more", True)]:
+        method = ast.parse(f"def theirs(self, {text}): ...").body[0]
+        assert (unlike(method, signature) is None) == fits
+
+
+@pytest.mark.tier("soak")
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if unpacked(name) is None])
+def test_signatures_read_from_sources_are_those_of_the_running_library(library):
+    here = sources_of(library)
+    compared = 0
+    for name in sorted({use.name for use in uses(library) if use.call and use.symbol}):
+        module = here.find(name).module.name
+        running = importlib.import_module(module)
+        rest = name.removeprefix(f"{module}.").split(".")
+        for part in rest:
+            running = getattr(running, part)
+        if inspect.isclass(running) and not dataclasses.is_dataclass(running) and "__init__" not in vars(running):
+            continue
+        try:
+            parameters = list(inspect.signature(running).parameters)
+        except (ValueError, TypeError):
+            continue
+        read = list(here.signature(here.find(name)).parameters)
+        assert [each for each in parameters if each not in ("self", "cls")] == read, name
+        compared += 1
+    assert compared >= AT_LEAST[library] // 6
+
+
+def test_a_library_without_sources_is_named():
+    with pytest.raises(Missing, match="no_such_library has no sources"):
+        sources().find("no_such_library.x")
