@@ -102,13 +102,13 @@ def test_every_name_that_is_used_exists_and_every_call_fits(library):
     here = sources_of(library)
     found = uses(library)
     assert len({use.name for use in found}) >= AT_LEAST[library]
-    problems = {}
+    problems = []
     for use in found:
         if use.has_dictionary and use.name in PASSES_ON:
             continue
         passed = dictionaries(use.name) if use.has_dictionary else [{}]
-        problems[f"{use.place} {use.name}"] = use.problem(here, passed)
-    assert {place: problem for place, problem in problems.items() if problem is not None} == {}
+        problems.append((use.place, use.name, use.problem(here, passed)))
+    assert "\n".join(" ".join(each) for each in problems if each[2]) == ""
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -154,30 +154,88 @@ def test_variables_of_deepspeed_exist():
     assert "'DS_ACCELERATOR'" in ast.unparse(here.tree)
 
 
-TEXT = """
-from {module} import {name}
-def made(engine: {name}):
-    engine.generate('a', moed=1)
-    engine.pause_generation(mode="hold")
-    engine.no_such_method()
+LIBRARY = """
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["keep", "wait"]
+
+class Base(ABC):
+    source: object
+    @abstractmethod
+    def send(self, name, *, size=1): ...
+
+class Engine(Base):
+    def __init__(self, size): self.size = size
+    def pause(self, mode: Mode = "keep"): ...
+    @staticmethod
+    def shape(rows): ...
+
+@dataclass
+class Settings:
+    rows: int
+    columns: int = field(default=1)
+    cells: int = field(init=False, default=0)
+
+def wrap(engine, **settings): ...
+"""
+OURS = """
+from fakelib import Base, Engine, Settings, Unknown
+import fakelib
+
+def made(engine: Engine | None, size: int):
+    {line}
+
+class Mine(Base):
+    def {method}: ...
 """
 
 
-@pytest.mark.skipif("vllm" not in LIBRARIES, reason="another library is looked at")
-def test_what_does_not_fit_is_found():
-    here = sources_of("vllm")
-    text = TEXT.format(module="vllm.v1.engine.async_llm", name="AsyncLLM")
-    found = uses_of("vllm", here, {"x.py": text + "from vllm.config import NoSuchConfig\n"})
-    problems = {use.place: use.problem(here) for use in found if use.problem(here)}
-    assert "missing a required argument" in problems["roll/x.py:4"] or "moed" in problems["roll/x.py:4"]
-    assert "'hold' is none of" in problems["roll/x.py:5"]
-    assert "no such name" in problems["roll/x.py:6"] and "no such name" in problems["roll/x.py:7"]
-    ours = "from vllm.distributed.weight_transfer import WeightSource\nclass Ours(WeightSource):\n  def metadata(self, x): ...\n"
-    found = uses_of("vllm", here, {"x.py": ours})
-    assert any(use.symbol is None and use.name.endswith("Ours lacks __iter__") for use in found)
-    assert any(use.override and "metadata('x',)" in (use.problem(here) or "") for use in found)
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("engine.pause('wait')", None),
+        ("engine.pause(mode='hold')", "mode='hold' is none of ['keep', 'wait']"),
+        ("engine.pause('keep', 1)", "too many positional arguments"),
+        ("engine.pause(moed='keep')", "got an unexpected keyword argument 'moed'"),
+        ("engine.halt()", "the library has no such name"),
+        ("engine.size + engine.source + len(getattr(engine, 'size'))", None),
+        ("getattr(engine, 'sizes', None)", "the library has no such name"),
+        ("Engine.shape(3)", None),
+        ("fakelib.Engine()", "missing a required argument: 'size'"),
+        ("made = Engine(2); made.pause(1, 2)", "too many positional arguments"),
+        ("Settings(1, 2)", None),
+        ("Settings(rows=1, cells=2)", "got an unexpected keyword argument 'cells'"),
+        ("Settings()", "missing a required argument: 'rows'"),
+        ("fakelib.wrap(engine, rows=1)", None),
+        ("fakelib.unwrap(engine)", "the library has no such name"),
+        ("engine.send('a', size=2)", None),
+    ],
+)
+def test_what_does_not_fit_is_found(tmp_path, line, problem):
+    (tmp_path / "fakelib.py").write_text(LIBRARY)
+    here = Sources([tmp_path])
+    found = uses_of("fakelib", here, {"x.py": OURS.format(line=line, method="send(self, name, *, size=1)")})
+    problems = [use.problem(here) for use in found if not use.name.endswith("Unknown")]
+    assert [each for each in problems if each] == ([problem] if problem else [])
+    assert any(use.name == "fakelib.Unknown" and use.problem(here) for use in found)
 
 
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [("send(self, size)", "send('size',) is called with ('name', 'size')"), ("other(self)", "the library has no such name")],
+)
+def test_a_method_that_does_not_take_the_place_of_the_librarys_is_found(tmp_path, method, problem):
+    (tmp_path / "fakelib.py").write_text(LIBRARY.replace("Unknown", "Base"))
+    found = uses_of("fakelib", Sources([tmp_path]), {"x.py": OURS.replace(", Unknown", "").format(line="...", method=method)})
+    (wrong,) = [use for use in found if use.problem(Sources([tmp_path]))]
+    assert wrong.problem(Sources([tmp_path])) == problem
+
+
+@pytest.mark.tier("quick")
 def test_arguments_of_a_method_of_ours_must_be_the_librarys():
     def theirs(self, a, *, b=0): ...
 
