@@ -1,5 +1,5 @@
-"""Whether another release of a library still has what `roll` uses of it: fetches the wheels, unpacks their sources into a
-folder, installs nothing, and runs the contracts on them.
+"""Whether another release of a library still has what `roll` uses of it: fetches the wheels, unpacks their sources
+into a folder, installs nothing, and runs the contracts on them.
 
 python -m tests.contracts.check [--keep FOLDER] vllm==0.33.0 sglang==0.5.24    (or: make contracts VLLM=0.33.0)
 """

@@ -1,8 +1,8 @@
 """Definitions in the sources of libraries, found without importing them: what a name stands for, the members of a class
 with its bases, and signatures.
 
-Imports would need CUDA, or ten seconds, or the library in the environment. The same code reads an installed package, and
-a wheel that was unpacked somewhere (`python -m tests.contracts.check`).
+Imports would need CUDA, or ten seconds, or the library in the environment. The same code reads an installed package,
+and a wheel that was unpacked somewhere (`python -m tests.contracts.check`).
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class Module:
     @cached_property
     def starred(self) -> list[ast.ImportFrom]:
         """Imports of everything."""
-        return [
-            each for each in ast.walk(self.tree) if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"
-        ]
+        return [each for each in ast.walk(self.tree) if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"]
 
     @cached_property
     def origin(self) -> dict[int, ast.ImportFrom]:
@@ -249,7 +247,9 @@ class Sources:
 
     def _function_signature(self, symbol: Symbol) -> Signature:
         found = _signature_of(symbol)
-        return found.replace(parameters=[self._without_alias(symbol.module, each) for each in found.parameters.values()])
+        return found.replace(
+            parameters=[self._without_alias(symbol.module, each) for each in found.parameters.values()]
+        )
 
     def _without_alias(self, module: Module, parameter: Parameter) -> Parameter:
         """Return the parameter with the annotation that an alias stands for."""
@@ -270,13 +270,12 @@ class Sources:
                     continue
                 default = Parameter.empty if _is_required(node.value) else node.value
                 name = node.target.id
-                kind = KEYWORD if keywords_only else OWN
+                kind = KEYWORD if keywords_only or "kw_only=True" in ast.unparse(node.value or node.target) else OWN
                 field = Parameter(name, kind, default=default, annotation=node.annotation)
                 fields[name] = self._without_alias(each.module, field)
-        if not keywords_only:
-            required = [each for each in fields.values() if each.default is Parameter.empty]
-            fields = {each.name: each for each in [*required, *fields.values()]}
-        return Signature(list(fields.values()))
+        # As a data class would have it: keywords last, and nothing required after a default.
+        order = sorted(fields.values(), key=lambda each: (each.kind, each.default is not Parameter.empty))
+        return Signature(order)
 
 
 def decorators(function: Function | ast.ClassDef) -> list[str]:
@@ -292,7 +291,12 @@ def _defined(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
             yield from ((alias.asname or alias.name.partition(".")[0], alias) for alias in node.names)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((name.id, node) for each in targets for name in ast.walk(each) if isinstance(getattr(name, "ctx", None), ast.Store) and isinstance(name, ast.Name))
+            yield from (
+                (name.id, node)
+                for each in targets
+                for name in ast.walk(each)
+                if isinstance(getattr(name, "ctx", None), ast.Store) and isinstance(name, ast.Name)
+            )
         else:
             for field in ("body", "orelse", "finalbody"):
                 yield from _defined(getattr(node, field, []))

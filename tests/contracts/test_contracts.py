@@ -1,5 +1,5 @@
 """What `roll` imports and calls of vLLM, DeepSpeed, megatron-core and young parts of torch is there, and our very calls
-fit its signatures, also those that only GPUs reach. SGLang, which is not installed, has a recorded table beside its tests.
+fit its signatures, also those that only GPUs reach. SGLang is not installed; beside its tests is a recorded table.
 
 Sources are read, nothing is imported. With ``make contracts VLLM=<version>`` those of another release.
 """
@@ -7,7 +7,6 @@ Sources are read, nothing is imported. With ``make contracts VLLM=<version>`` th
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import os
@@ -16,10 +15,12 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from roll.trainers.fsdp2 import sharding_policies
 from roll.trainers.megatron.facts import read_facts
 from roll.trainers.options import MegatronOptions
+from roll.weights.publisher import IpcConnection, packed
 from tests import tiers
 from tests.contracts.sources import VARIABLE, Missing, Sources, folders, unpacked
 from tests.contracts.uses import ROLL, Use, misfit, unlike, uses_of
@@ -31,7 +32,12 @@ pytestmark = [pytest.mark.tier("all"), pytest.mark.timeout(300)]
 
 AT_LEAST = {"vllm": 90, "deepspeed": 28, "megatron": 100, "torch": 8}
 """Library -> different names of it that are found in our sources. Fewer would mean that the search has grown blind."""
-YOUNG = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "torch.distributed.device_mesh.", "torch.nn.attention.")
+YOUNG = (
+    "torch.distributed.fsdp.",
+    "torch.distributed.tensor.",
+    "torch.distributed.device_mesh.",
+    "torch.nn.attention.",
+)
 PASSES_ON = {"vllm.distributed.weight_transfer.base.WeightTransferEngine.__init__"}
 """Functions that one of ours calls with what it was itself given."""
 LIBRARIES = [name for name in AT_LEAST if not os.environ.get(VARIABLE) or unpacked(name)]
@@ -115,7 +121,9 @@ def test_every_name_that_is_used_exists_and_every_call_fits(library):
 def test_each_name_that_a_file_imports_is_among_them(library):
     """Counted by text, so that the search cannot miss a file."""
     sources_of(library)
-    prefix = f"(?:{'|'.join(map(re.escape, YOUNG))})".replace(r"\.)", r"\.?)") if library == "torch" else rf"{library}\b"
+    prefix = (
+        f"(?:{'|'.join(map(re.escape, YOUNG))})".replace(r"\.)", r"\.?)") if library == "torch" else rf"{library}\b"
+    )
     names = set()
     for path in ROLL.rglob("*.py"):
         for line in re.findall(rf"^\s*from ({prefix}.*) import \(?(.*?)\)?$", path.read_text(), re.MULTILINE):
@@ -146,6 +154,24 @@ def test_variables_and_settings_of_vllm_exist():
     assert len(variables) == 4 and variables <= known
     settings = here.signature(here.find("vllm.config.WeightTransferConfig")).parameters
     assert arguments()["weight_transfer_config"].keys() <= settings.keys()
+    for runner in ("gpu_model_runner.GPUModelRunner", "gpu.model_runner.GPUModelRunner"):
+        assert here.find(f"vllm.v1.worker.{runner}.get_model").is_function
+
+
+@pytest.mark.skipif("vllm" not in LIBRARIES, reason="another library is looked at")
+def test_messages_of_a_push_by_cuda_ipc_are_those_that_vllm_takes():
+    module, messages = "vllm.distributed.weight_transfer.ipc_engine", []
+    client = SimpleNamespace(
+        init_weight_transfer_engine=messages.append,
+        start_weight_update=lambda: None,
+        update_weights=messages.append,
+        finish_weight_update=lambda: None,
+    )
+    chunks = packed([("a", torch.ones(3))], 64, [], lambda memory: ("gpu", ()))
+    IpcConnection(client).send(chunks, [[{"gpu": ()}]])
+    here = sources_of("vllm")
+    for name, message in zip(("IPCWeightTransferInitInfo", "IPCWeightTransferUpdateInfo"), messages, strict=True):
+        here.signature(here.find(f"{module}.{name}")).bind(**message)
 
 
 @pytest.mark.skipif("deepspeed" not in LIBRARIES, reason="another library is looked at")
@@ -226,11 +252,16 @@ def test_what_does_not_fit_is_found(tmp_path, line, problem):
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize(
     ("method", "problem"),
-    [("send(self, size)", "send('size',) is called with ('name', 'size')"), ("other(self)", "the library has no such name")],
+    [
+        ("send(self, size)", "send('size',) is called with ('name', 'size')"),
+        ("other(self)", "the library has no such name"),
+    ],
 )
 def test_a_method_that_does_not_take_the_place_of_the_librarys_is_found(tmp_path, method, problem):
     (tmp_path / "fakelib.py").write_text(LIBRARY.replace("Unknown", "Base"))
-    found = uses_of("fakelib", Sources([tmp_path]), {"x.py": OURS.replace(", Unknown", "").format(line="...", method=method)})
+    found = uses_of(
+        "fakelib", Sources([tmp_path]), {"x.py": OURS.replace(", Unknown", "").format(line="...", method=method)}
+    )
     (wrong,) = [use for use in found if use.problem(Sources([tmp_path]))]
     assert wrong.problem(Sources([tmp_path])) == problem
 
@@ -248,24 +279,21 @@ def test_arguments_of_a_method_of_ours_must_be_the_librarys():
 @pytest.mark.tier("soak")
 @pytest.mark.parametrize("library", [name for name in LIBRARIES if unpacked(name) is None])
 def test_signatures_read_from_sources_are_those_of_the_running_library(library):
-    here = sources_of(library)
-    compared = 0
-    for name in sorted({use.name for use in uses(library) if use.call and use.symbol}):
-        module = here.find(name).module.name
-        running = importlib.import_module(module)
-        rest = name.removeprefix(f"{module}.").split(".")
-        for part in rest:
+    here, compared = sources_of(library), 0
+    symbols = {use.name: use.symbol for use in uses(library) if use.call and use.symbol}
+    for name, symbol in symbols.items():
+        running = importlib.import_module(symbol.module.name)
+        for part in name.removeprefix(f"{symbol.module.name}.").split("."):
             running = getattr(running, part)
-        if inspect.isclass(running) and not dataclasses.is_dataclass(running) and "__init__" not in vars(running):
-            continue
         try:
-            parameters = list(inspect.signature(running).parameters)
+            found = inspect.signature(running).parameters
         except (ValueError, TypeError):
             continue
-        read = list(here.signature(here.find(name)).parameters)
-        assert [each for each in parameters if each not in ("self", "cls")] == read, name
-        compared += 1
-    assert compared >= AT_LEAST[library] // 6
+        parameters = [each for each in found if each not in ("self", "cls")]
+        if parameters != ["args", "kwargs"]:  # what a decorator of the library leaves
+            assert sorted(parameters) == sorted(here.signature(symbol).parameters), name
+            compared += 1
+    assert compared >= AT_LEAST[library] // 5
 
 
 def test_a_library_without_sources_is_named():

@@ -1,5 +1,5 @@
-"""What `roll` uses of a library, found in our sources: names that are imported, members that are read, calls, and methods
-of ours that take the place of the library's.
+"""What `roll` uses of a library, found in our sources: names that are imported, members that are read, calls, and
+methods of ours that take the place of the library's.
 
 What an object is follows from imports, annotations and constructors in the same function. `OBJECTS` says the rest.
 """
@@ -51,7 +51,8 @@ OBJECTS: dict[str, dict[str, str]] = {
     },
     "weights/publisher.py": {
         "connect": f"{VLLM}.WeightTransferTrainerFactory.trainer_init",
-        "push:engine": f"{VLLM}.TrainerWeightTransferEngine",
+        "engine.source": f"{VLLM}.TrainerWeightTransferEngine.source",
+        "engine.send_weights": f"{VLLM}.TrainerWeightTransferEngine.send_weights",
         "disconnect:engine": f"{VLLM}.TrainerWeightTransferEngine",
     },
     "trainers/deepspeed.py": {
@@ -91,8 +92,8 @@ OBJECTS: dict[str, dict[str, str]] = {
         "layers[0]": f"{CORE}.transformer.transformer_layer.TransformerLayer",
     },
 }
-"""File of ours -> expression, or function and expression -> what it is in the library. A function's entry wins; `builtin`
-says that the expression is nothing of the library's there."""
+"""File of ours -> expression, or function and expression -> what it is in the library. A function's entry wins;
+`builtin` says that the expression is nothing of the library's there."""
 
 OWN, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
 

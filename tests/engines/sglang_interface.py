@@ -1,6 +1,7 @@
-"""What SGLang's own sources say of its server (`sglang_interface.json`; `record_sglang_interface.py` says how to renew
-it; or the sources that `tests/contracts/check.py` has unpacked), and whether a call fits. The real server ignores names that it does not know, so what was misspelt would be lost
-without a word; here it is a problem.
+"""What SGLang's own sources say of its server, and whether a call fits. They are recorded in `sglang_interface.json`
+(`record_sglang_interface.py` says how to renew it), or are those of a release that `tests/contracts/check.py` unpacked.
+The real server ignores names that it does not know, so what was misspelt would be lost without a word; here it is a
+problem.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tests.contracts.sources import unpacked
-
 
 
 def _table() -> dict[str, Any]:

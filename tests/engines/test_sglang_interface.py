@@ -40,10 +40,11 @@ def test_every_address_that_the_adapter_calls_is_known():
     assert called == set(TABLE["endpoints"])
 
 
-def calls_in_the_source() -> list[tuple[str, dict[str, ast.expr] | None]]:
-    """Address and body of each call, where both stand in the source; a body in a variable of the function included."""
+def calls_in_the_source() -> list[tuple[str, ast.expr | None]]:
+    """Address and body of each call, if both are in the source; a body in a variable of the function included."""
     calls = []
-    for function in (node for node in ast.walk(ast.parse((HERE / "strategy.py").read_text())) if isinstance(node, ast.AsyncFunctionDef)):
+    tree = ast.parse((HERE / "strategy.py").read_text())
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)):
         nodes = list(ast.walk(function))
         variables = {
             node.targets[0].id: node.value

@@ -12,14 +12,14 @@ import torch
 from roll.weights.publisher import IpcConnection, PushPublisher, PushTarget, cast, packed
 from roll.weights.transports import TransportSpec
 
-SIZES = [("a", (7, 3), torch.float32), ("bias", (5,), torch.float32), ("b", (300,), torch.float32), ("n", (3,), torch.int64)]
+FLOATS = {"a": (7, 3), "bias": (5,), "b": (300,)}
 UNCAST = {"bias"}
 CHUNK_BYTES = 128
 
 
 def weights(seed: int = 0):
     torch.manual_seed(seed)
-    return [(name, torch.randn(shape).mul(9).to(dtype)) for name, shape, dtype in SIZES]
+    return [*((name, torch.randn(shape)) for name, shape in FLOATS.items()), ("n", torch.tensor([seed, 2, 3]))]
 
 
 class Memories:
