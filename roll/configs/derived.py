@@ -316,7 +316,13 @@ def pull_after_seconds(config: PipelineConfig) -> float | None:
 
 def weight_buffers(config: PipelineConfig) -> int:
     """Return the number of copies of the weights that the trainer has memory for."""
-    return (2 if config.weight_update.dual_buffer else 1) + (1 if pinned_replicas(config) else 0)
+    return (2 if has_two_buffers(config) else 1) + (1 if pinned_replicas(config) else 0)
+
+
+def has_two_buffers(config: PipelineConfig) -> bool:
+    """Return True if a version is gathered while engines take the one before. Trainer and engines that share devices
+    take turns, so a second copy on them would not save time."""
+    return config.weight_update.dual_buffer and config.weight_update.transport != "cuda_ipc"
 
 
 def reward_weights(config: PipelineConfig, counted_in_turns: bool) -> tuple[float, float]:

@@ -164,7 +164,8 @@ class WeightUpdateConfig:
     dual_buffer: bool = option(
         True,
         "Two buffers: a training step's weights are copied into one while engines use or load those in the other. One "
-        "buffer takes half the memory; then each engine copies the weights out of it.",
+        "buffer takes half the memory; then each engine copies the weights out of it. With `cuda_ipc` there is always "
+        "one: it is on the devices, where trainer and engines take turns.",
     )
     param_update_gather_bucket_size_mb: Positive = option(
         256.0, "Largest bucket that the trainer packs, in MiB (a larger tensor gets its own)."

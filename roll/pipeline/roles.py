@@ -138,7 +138,7 @@ class Roles:
         update = self._config.weight_update
         return TransportSpec(
             name=derived.weight_transport(self._config),
-            buffers=2 if update.dual_buffer else 1,
+            buffers=2 if derived.has_two_buffers(self._config) else 1,
             # Weights of earlier processes are deleted there.
             directory=claim_weight_folder(self._run, update.checkpoint_dir, self._config.exp_name),
             bucket_bytes=derived.load_bucket_bytes(self._config),
@@ -156,7 +156,7 @@ class Roles:
             request_timeout_seconds=role.request_timeout_seconds,
             publish_timeout_seconds=config.weight_update.timeout_seconds,
             load_bucket_bytes=derived.load_bucket_bytes(config),
-            dual_buffer=config.weight_update.dual_buffer,
+            dual_buffer=derived.has_two_buffers(config),
             silence_timeout_seconds=role.silence_timeout_seconds,
             max_unavailable=config.weight_update.max_unavailable,
             pinned_replicas=derived.pinned_replicas(config),

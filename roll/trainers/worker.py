@@ -33,7 +33,7 @@ from roll.trainers.base import TrainerSetup, build_forward_strategy, build_train
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import Objective
 from roll.weights.buckets import HeldWeights, manifest, tensor_checksum, views
-from roll.weights.publisher import Publication, PushTarget, build_publisher, check_weights
+from roll.weights.publisher import Offer, Publication, PushTarget, build_publisher, check_weights
 from roll.weights.transports import TRANSPORTS, TransportSpec, WeightReceiver
 
 if TYPE_CHECKING:
@@ -203,9 +203,13 @@ class TrainWorker(Worker):
     def _receiver(self) -> WeightReceiver:
         return TRANSPORTS[self._transport].receiver()
 
-    async def push(self, version: int, target: PushTarget) -> None:
-        """Push a version into one paused engine. All ranks."""
-        await asyncio.to_thread(self._publisher.push, version, target)
+    async def offer(self, version: int) -> Offer:
+        """Return handles of this rank's copy of a version. All ranks."""
+        return self._publisher.offer(version)
+
+    async def push(self, version: int, target: PushTarget, offers: list[Offer]) -> None:
+        """Push a version into one paused engine. Rank 0 only."""
+        await asyncio.to_thread(self._publisher.push, version, target, offers)
 
     async def disconnect(self, name: str) -> None:
         """Close the connection to a dead engine, which ends a push that waits for it."""
@@ -376,12 +380,12 @@ class TrainerGroup:
 
     async def push(self, version: int, target: PushTarget) -> None:
         """Push a version into one paused engine while training continues."""
-        await self._call_beside("push", version, target)
+        offers = await self._call_beside("offer", version)
+        await self.workers.workers[0].call("push", version, target, offers, timeout=self._call_timeout_seconds)
 
     def disconnect(self, name: str) -> None:
-        """Tell every rank that an engine is gone, so that no push waits for it."""
-        for worker in self.workers.workers:
-            worker.tell("disconnect", name)
+        """Tell rank 0 that an engine is gone, so that no push waits for it."""
+        self.workers.workers[0].tell("disconnect", name)
 
     def release(self, version: int) -> None:
         """Tell rank 0 that no engine will load this version again."""

@@ -6,23 +6,27 @@ those that the trainer gathered: version, number of parameters, and the checksum
 tensor that the engine cannot read back is not compared. A difference names the tensor and stops the run.
 
 There are two ways. With buckets, the first rank packs the weights into the transport's memory and the engines fetch
-them from there. With a push, copies stay on the devices, and vLLM's own transfer puts them into each engine while it is
-paused: NCCL between devices, CUDA IPC between processes that share devices. The library drives both ends; this module
-gives it the weights, a way to call the engine, and one connection per engine process. A pushed byte can be checked only
-in the engine's own memory, so a sample of tensors is read back after each update.
+them from there. With a push, the weights go into each engine while it is paused, by vLLM's own transfer: NCCL between
+devices, CUDA IPC between processes that share devices. A pushed byte can be checked only in the engine's own memory, so
+a sample of tensors is read back after each update.
+
+A push is one rank's work. It makes no collective call: an engine that dies in the middle of one would leave the other
+ranks waiting, on the group that training uses. With NCCL the first rank keeps the copy on the host and moves it to its
+device tensor by tensor. With CUDA IPC each rank keeps a copy on its own device, and offers handles of it to the first.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from roll.runtime.placement import free_port
 from roll.weights.buckets import HeldWeights, WeightBucket, dtype_name, manifest, pack_buckets, tensor_checksum
@@ -35,6 +39,9 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Name in a checkpoint -> (dtype name, shape), in the order of sending."""
+
+Offer = list[dict[str, tuple[Any, ...]]]
+"""Chunk by chunk: UUID of a device -> what opens the chunk's copy there in another process."""
 
 WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
 """Transports that vLLM itself implements -> vLLM's names for them."""
@@ -97,8 +104,12 @@ class WeightPublisher:
         """
         raise NotImplementedError
 
-    def push(self, version: int, target: PushTarget) -> None:
-        """Push a version into one paused engine. Every rank calls this."""
+    def offer(self, version: int) -> Offer:
+        """Return handles of this rank's copy of a version, for the engines on its device. Every rank."""
+        return []
+
+    def push(self, version: int, target: PushTarget, offers: Sequence[Offer]) -> None:
+        """Push a version into one paused engine, given what each rank offers. First rank only."""
         raise RuntimeError(f"version {version} travels in buckets, which {target.name} fetches")
 
     def disconnect(self, name: str) -> None:
@@ -157,11 +168,7 @@ class BucketPublisher(WeightPublisher):
 
 
 class PushPublisher(WeightPublisher):
-    """A publisher that uses the engine library's own transfer, from device to device.
-
-    All ranks push together; the first one talks to the engine. With CUDA IPC every rank keeps a copy, because an engine
-    reads the one on its own device; with NCCL only the first rank does.
-    """
+    """A publisher that uses the engine library's own transfer, from device to device. See the module."""
 
     def __init__(
         self,
@@ -169,17 +176,27 @@ class PushPublisher(WeightPublisher):
         rank: int,
         host: str,
         connect: Callable[..., TrainerWeightTransferEngine] | None = None,
+        export: Callable[[torch.Tensor], tuple[str, tuple[Any, ...]]] | None = None,
     ) -> None:
-        """Prepare without connecting. ``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
+        """Prepare without connecting.
+
+        ``connect(init_info, client=, source=)`` defaults to vLLM's own factory, ``export`` to `device_handle`.
+        """
         self.copies: dict[int, dict[str, torch.Tensor]] = {}
-        """Buffer -> copies of the weights on the trainer's device, in memory that is allocated once."""
+        """Buffer -> copies of the weights: on the host (``nccl``), or on the trainer's device, in memory that is
+        allocated once."""
+        self._chunks: dict[int, list[Chunk]] = {}
+        """Buffer -> the memory of the copies on the device."""
         self._spec = spec
         self._rank = rank
         self._host = host
         self._connect = connect
+        self._export = export or device_handle
+        self._device = torch.device("cpu")
+        """Device that the weights came from."""
         self._buffers: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
-        self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine]] = {}
+        self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine | IpcConnection]] = {}
         self._turn = threading.Lock()
 
     def gather(
@@ -191,16 +208,33 @@ class PushPublisher(WeightPublisher):
         bucket_bytes: int,
         uncast: Collection[str] = (),
     ) -> None:
-        """Copy the weights on the device; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
+        """Copy the weights; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
         started = time.perf_counter()
         self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
-        if self._rank != 0 and self._spec.name == "nccl":
+        if self._spec.name == "cuda_ipc":
+            earlier = self._chunks.get(buffer, [])
+            self._chunks[buffer] = packed(cast(weights, dtype, uncast), self._spec.bucket_bytes, earlier, self._export)
+            self.copies[buffer] = {name: view for chunk in self._chunks[buffer] for name, view in chunk.tensors.items()}
+        elif self._rank == 0:
+            self.copies[buffer] = self._staged(cast(weights, dtype, uncast), self.copies.get(buffer, {}))
+        else:
             _draw(weights)
-            weights = []
-        self.copies[buffer] = copied(weights, dtype, self.copies.get(buffer, {}), uncast)
+            self.copies[buffer] = {}
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # checksums and transfers read the copies in other streams
         self._seconds[version] = time.perf_counter() - started
+
+    def _staged(self, weights: NamedTensors, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy weights to the host, into the ``memory`` of earlier copies if they fit."""
+        copies = {}
+        for name, tensor in weights:
+            target = memory.get(name)
+            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+                # Pinned, so that copies in both directions run while the device computes.
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = target.copy_(tensor, non_blocking=True)
+            self._device = tensor.device
+        return copies
 
     def send(self, version: int) -> Publication:
         """Take the checksums, and return the `Publication`. The bytes are pushed once each engine is paused."""
@@ -217,7 +251,10 @@ class PushPublisher(WeightPublisher):
             seconds={"gather": self._seconds.pop(version), "send": time.perf_counter() - started},
         )
 
-    def push(self, version: int, target: PushTarget) -> None:
+    def offer(self, version: int) -> Offer:
+        return [dict([chunk.handle]) for chunk in self._chunks.get(self._buffers[version], [])]
+
+    def push(self, version: int, target: PushTarget, offers: Sequence[Offer]) -> None:
         """Push a version into a paused engine.
 
         Passes on what the library or the engine raises, after closing the connection.
@@ -225,8 +262,11 @@ class PushPublisher(WeightPublisher):
         with self._turn:
             try:
                 engine = self._connected(target)
-                engine.source.buffer = self._buffers[version]
-                engine.send_weights()
+                if isinstance(engine, IpcConnection):
+                    engine.send(self._chunks[self._buffers[version]], offers)
+                else:
+                    engine.source.buffer = self._buffers[version]
+                    engine.send_weights()
             except BaseException:
                 self.disconnect(target.name)
                 raise
@@ -236,39 +276,33 @@ class PushPublisher(WeightPublisher):
         if engine is not None:
             engine.shutdown()
 
-    def _connected(self, target: PushTarget) -> TrainerWeightTransferEngine:
+    def _connected(self, target: PushTarget) -> TrainerWeightTransferEngine | IpcConnection:
         """Return the connection to this engine process, with a new one for a process that replaced another."""
         actor, engine = self._engines.get(target.name, (None, None))
         if engine is not None and actor == target.actor:
             return engine
         self.disconnect(target.name)
-        connect = self._connect
-        if connect is None:
-            from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-            connect = WeightTransferTrainerFactory.trainer_init
         client = RayEngineCalls(target.actor, self._spec.timeout_seconds)
-        engine = connect(self._init_info(target), client=client, source=buffer_source(self.copies))
+        engine = IpcConnection(client) if self._spec.name == "cuda_ipc" else self._join(target, client)
         self._engines[target.name] = (target.actor, engine)
         return engine
 
-    def _init_info(self, target: PushTarget) -> Any:
-        # A tensor must fit into the library's buffer as a whole.
-        largest = max((tensor.nbytes for copies in self.copies.values() for tensor in copies.values()), default=0)
-        bucket_bytes = max(self._spec.bucket_bytes, largest)
-        if self._spec.name == "cuda_ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            return IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
+    def _join(self, target: PushTarget, client: RayEngineCalls) -> TrainerWeightTransferEngine:
+        """Form an NCCL group with an engine's processes."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        return NCCLTrainerInitInfo(
+        # A tensor must fit into the library's buffer as a whole.
+        largest = max((tensor.nbytes for copies in self.copies.values() for tensor in copies.values()), default=0)
+        info = NCCLTrainerInitInfo(
             rank=self._rank,
             master_address=self._host,
             master_port=free_port(),
             world_size=1 + target.devices,
-            packed_buffer_size_bytes=bucket_bytes,
+            packed_buffer_size_bytes=max(self._spec.bucket_bytes, largest),
         )
+        connect = self._connect or WeightTransferTrainerFactory.trainer_init
+        return connect(info, client=client, source=buffer_source(self.copies, self._device))
 
 
 def _draw(weights: NamedTensors) -> None:
@@ -277,33 +311,106 @@ def _draw(weights: NamedTensors) -> None:
         pass
 
 
-def copied(
-    weights: NamedTensors,
-    float_dtype: torch.dtype,
-    memory: Mapping[str, torch.Tensor],
-    uncast: Collection[str] = (),
-) -> dict[str, torch.Tensor]:
-    """Copy weights on their device, cast to the engine's precision (but for those named in ``uncast``), into the
-    ``memory`` of earlier copies if they fit.
+def cast(weights: NamedTensors, float_dtype: torch.dtype, uncast: Collection[str] = ()) -> NamedTensors:
+    """Yield the weights in the engine's precision, but for those named in ``uncast``.
 
     Raises ``ValueError`` for a name that occurs twice.
     """
-    copies: dict[str, torch.Tensor] = {}
+    names = set()
     for name, tensor in weights:
-        if name in copies:
+        if name in names:
             raise ValueError(f"tensor {name!r} comes twice in one publication")
-        dtype = float_dtype if tensor.is_floating_point() and name not in uncast else tensor.dtype
-        target = memory.get(name)
-        if target is None or target.shape != tensor.shape or target.dtype != dtype:
-            target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-        copies[name] = target.copy_(tensor.detach())
-    return copies
+        names.add(name)
+        is_cast = tensor.is_floating_point() and name not in uncast
+        yield name, tensor.detach().to(float_dtype) if is_cast else tensor.detach()
 
 
-def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]]) -> Any:
+@dataclass(frozen=True)
+class Chunk:
+    """Memory on a device that several tensors of one dtype fill from its start, without gaps."""
+
+    memory: torch.Tensor
+    """uint8 ``[bytes]``."""
+    handle: tuple[str, tuple[Any, ...]]
+    """UUID of the device, and what opens the memory in another process."""
+    tensors: dict[str, torch.Tensor]
+
+
+def packed(
+    weights: NamedTensors,
+    chunk_bytes: int,
+    earlier: Sequence[Chunk],
+    export: Callable[[torch.Tensor], tuple[str, tuple[Any, ...]]],
+) -> list[Chunk]:
+    """Copy weights into chunks of at most ``chunk_bytes``, or of one larger tensor.
+
+    The memory of ``earlier`` chunks is used again, under its handle, where it is large enough. The order of chunks is
+    that of their first tensors, the same on all ranks.
+    """
+    spare = list(earlier)
+    chunks: list[Chunk] = []
+    open_chunks: dict[torch.dtype, tuple[Chunk, int]] = {}
+    for name, tensor in weights:
+        chunk, filled = open_chunks.get(tensor.dtype, (None, 0))
+        if chunk is None or filled + tensor.nbytes > len(chunk.memory):
+            size = max(chunk_bytes, tensor.nbytes)
+            fitting = next((number for number, each in enumerate(spare) if len(each.memory) >= size), None)
+            if fitting is None:
+                memory = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+                chunk, filled = Chunk(memory, export(memory), {}), 0
+            else:
+                chunk, filled = replace(spare.pop(fitting), tensors={}), 0
+            chunks.append(chunk)
+        view = chunk.memory[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        chunk.tensors[name] = view.copy_(tensor)
+        open_chunks[tensor.dtype] = chunk, filled + tensor.nbytes
+    return chunks
+
+
+def device_handle(memory: torch.Tensor) -> tuple[str, tuple[Any, ...]]:
+    """Return the UUID of the memory's device, and the arguments of torch's ``rebuild_cuda_tensor`` for it."""
+    _, arguments = reduce_tensor(memory)
+    return str(torch.cuda.get_device_properties(memory.device).uuid), arguments
+
+
+class IpcConnection:
+    """The trainer's end of vLLM's transfer by CUDA IPC: tells an engine's processes where to open which memory.
+
+    vLLM's own end lets all ranks exchange handles by collectives, on the group that training uses.
+    """
+
+    def __init__(self, client: RayEngineCalls) -> None:
+        self._client = client
+        client.init_weight_transfer_engine({"packed": True})
+
+    def send(self, chunks: Sequence[Chunk], offers: Sequence[Offer]) -> None:
+        """Have the engine copy the chunks, one after the other. ``offers``: each rank's handles of them.
+
+        Raises ``ValueError`` if a rank does not offer as many chunks.
+        """
+        self._client.start_weight_update()
+        for chunk, *handles in zip(chunks, *offers, strict=True):
+            tensors = chunk.tensors.values()
+            self._client.update_weights(
+                {
+                    "names": list(chunk.tensors),
+                    "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
+                    "shapes": [list(tensor.shape) for tensor in tensors],
+                    "tensor_sizes": [tensor.nbytes for tensor in tensors],
+                    "ipc_handles": {device: handle for offer in handles for device, handle in offer.items()},
+                }
+            )
+        self._client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Do nothing: an engine that has died opens no memory."""
+
+
+def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]], device: torch.device) -> Any:
     """Return copies by buffer as vLLM's ``WeightSource``; its attribute ``buffer`` selects those that are sent next.
 
-    The class is made here because its base class is vLLM's, which a trainer imports only if it pushes.
+    They come to ``device`` one by one. The class is made here because its base class is vLLM's, which a trainer imports
+    only if it pushes.
     """
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
@@ -311,10 +418,11 @@ def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]]) -> Any:
         buffer = 0
 
         def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+            return [ParamMeta(name, copy.dtype, tuple(copy.shape)) for name, copy in copies[self.buffer].items()]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(copies[self.buffer].items())
+            for name, copy in copies[self.buffer].items():
+                yield name, copy.to(device, non_blocking=True)
 
     return BufferSource()
 

@@ -306,12 +306,14 @@ def test_roles_that_take_turns_need_the_larger_one_and_their_contexts():
     assert shared.devices == [0, 1, 2, 3] and shared.how.startswith("when actor_train has them")
 
 
-def test_a_push_keeps_both_buffers_on_the_device_while_the_engine_has_it():
+def test_cuda_ipc_keeps_one_copy_on_the_device_while_the_engine_has_it_and_nccl_some_buckets():
     copy = 2 * PUBLISHED[SEVEN_BILLION]
     config = of_gpus(actor_infer__device_mapping="0-3", async_generation_ratio=0, weight_update__transport="cuda_ipc")
-    assert role_of(config).stays == 2 * copy
-    one = of_gpus(weight_update__transport="nccl", weight_update__dual_buffer=False)
-    assert role_of(one).stays == copy
+    assert role_of(config).stays == sizes(role_of(config))["publication"] * GIB == copy
+    nccl = role_of(of_gpus(weight_update__transport="nccl"))
+    largest = 2 * 152_064 * 3584
+    assert (nccl.stays, sizes(nccl)["weights on their way"] * GIB) == (0, 4 * largest)
+    assert nccl.host_bytes - role_of(of_gpus(weight_update__transport="object_store")).host_bytes == 0
     assert role_of(of_gpus(weight_update__transport="object_store")).stays == 0
 
 

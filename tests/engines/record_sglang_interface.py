@@ -3,12 +3,12 @@
 SGLang needs a GPU and cannot be installed where the tests run, but its sources can be read anywhere. To renew the
 table:
 
-    pip download --no-deps sglang==<version> -d /tmp/sglang && unzip -q /tmp/sglang/*.whl -d /tmp/sglang
+    python -m tests.contracts.check --keep /tmp/sglang sglang==<version>
     python -m tests.engines.record_sglang_interface /tmp/sglang/sglang <version>
 
 Nothing of SGLang is imported or run. What is read: which addresses the server has and the fields of what they are sent,
-the schema that `/generate` is checked against, server arguments, variables of the environment, and the names in what is
-answered.
+the schema that `/generate` is checked against, server arguments, variables of the environment, the names in what is
+answered, and what is imported.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from roll.engines.options import read_sglang_argument_names
+from tests.contracts.sources import Sources
+from tests.contracts.uses import uses_of
 
 TABLE = Path(__file__).with_name("sglang_interface.json")
 USED = """
@@ -37,7 +39,7 @@ STREAMED = {
 
 def interface_of(package: Path, version: str) -> dict[str, Any]:
     """The table of the package in this folder."""
-    runtime = package / "srt"
+    runtime, sources = package / "srt", Sources([package.parent])
     structs = _classes(runtime / "managers" / "io_struct.py")
     endpoints = dict(_endpoints(runtime / "entrypoints" / "http_server.py"))
     answers = {path: found.pop("answer") for path, found in endpoints.items()}
@@ -55,6 +57,7 @@ def interface_of(package: Path, version: str) -> dict[str, Any]:
         "server_arguments": " ".join(sorted(read_sglang_argument_names(runtime))),
         "environment": [name for name in VARIABLES if f"\n    {name} = " in variables],
         "answers": answers,
+        "imports": {use.name: use.problem(sources) for use in uses_of("sglang", sources)},
         "finish_reasons": sorted({key for reason in reasons for key in _keys([reason])}),
     }
 

@@ -1,6 +1,7 @@
-"""What SGLang's own sources say of its server (`sglang_interface.json`; `record_sglang_interface.py` says how to renew
-it), and whether a call fits. The real server ignores names that it does not know, so what was misspelt would be lost
-without a word; here it is a problem.
+"""What SGLang's own sources say of its server, and whether a call fits. They are recorded in `sglang_interface.json`
+(`record_sglang_interface.py` says how to renew it), or are those of a release that `tests/contracts/check.py` unpacked.
+The real server ignores names that it does not know, so what was misspelt would be lost without a word; here it is a
+problem.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("sglang_interface.json").read_text())
+from tests.contracts.sources import unpacked
+
+
+def _table() -> dict[str, Any]:
+    chosen = unpacked("sglang")
+    if chosen is None:
+        return json.loads(Path(__file__).with_name("sglang_interface.json").read_text())
+    from tests.engines.record_sglang_interface import interface_of
+
+    return interface_of(chosen, "another")
+
+
+TABLE = _table()
 ARGUMENTS = frozenset(TABLE["server_arguments"].split())
 
 

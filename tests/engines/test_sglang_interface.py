@@ -6,16 +6,18 @@ with a name that the real server does not use.
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import roll.engines
 from roll.engines import options
 from roll.engines.sglang.server import server_environment
-from roll.engines.sglang.strategy import generate_body
+from roll.engines.sglang.strategy import generate_body, score_body
 from tests.engines.record_sglang_interface import VARIABLES, interface_of
 from tests.engines.sglang_helpers import STAND_IN
 from tests.engines.sglang_interface import ARGUMENTS, TABLE, problems_of_call, unknown_in_answer
@@ -38,6 +40,41 @@ def test_every_address_that_the_adapter_calls_is_known():
     assert called == set(TABLE["endpoints"])
 
 
+def calls_in_the_source() -> list[tuple[str, ast.expr | None]]:
+    """Address and body of each call, if both are in the source; a body in a variable of the function included."""
+    calls = []
+    tree = ast.parse((HERE / "strategy.py").read_text())
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)):
+        nodes = list(ast.walk(function))
+        variables = {
+            node.targets[0].id: node.value
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".call", "._order", ".stream")):
+                address, *bodies = node.args
+                if isinstance(address, ast.Constant):
+                    body = bodies[0] if bodies else None
+                    calls.append((address.value, variables.get(body.id) if isinstance(body, ast.Name) else body))
+    return calls
+
+
+def test_names_in_every_body_are_those_of_its_request_class():
+    """Also of calls that no test makes. What is in a body of `/generate` is looked at below."""
+    looked_at = set()
+    for path, body in calls_in_the_source():
+        request_class = TABLE["endpoints"][path]["body"]
+        if path == "/generate" or (body is None and request_class is None):
+            continue
+        names = {key.value for key in body.keys} if body is not None else set()
+        fields = TABLE["bodies"].get(request_class, {})
+        assert names <= fields.keys(), path
+        assert {name for name, field in fields.items() if field["required"]} <= names, path
+        looked_at.add(path)
+    assert len(looked_at) >= 8
+
+
 def test_server_arguments_of_the_adapter_and_of_the_stand_in_exist(monkeypatch):
     monkeypatch.syspath_prepend(STAND_IN)
     stand_in = options.read_sglang_argument_names(STAND_IN / "sglang" / "srt")
@@ -53,6 +90,7 @@ def test_variables_that_the_server_is_given_exist():
 
 def test_a_request_fits():
     assert problems_of() == []
+    assert problems_of_call("POST", "/generate", {}, score_body(np.arange(5, dtype=np.int32), "roll-2")) == []
 
 
 @pytest.mark.parametrize(

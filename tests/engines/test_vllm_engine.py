@@ -165,7 +165,7 @@ def transfers():
 def push(engine, publisher, version):
     """What the pool and the engine's worker do for one replica."""
     engine.run(engine.strategy.pause, "keep")
-    publisher.push(version, PushTarget("actor_infer/0", "this process", 1))
+    publisher.push(version, PushTarget("actor_infer/0", "this process", 1), [])
     publication = publisher.send(version)
     try:
         receipt = engine.run(engine.strategy.weights_pushed, version, publication.layout)
@@ -196,7 +196,7 @@ def test_an_engine_that_holds_something_else_than_was_pushed_is_named_with_the_t
     version, model = published.version + 1, make_model(3)
     publisher.gather(version, 0, model.named_parameters(), torch.float32, 1 << 20)
     published.run(published.strategy.pause, "keep")
-    publisher.push(version, PushTarget("actor_infer/0", "this process", 1))
+    publisher.push(version, PushTarget("actor_infer/0", "this process", 1), [])
     publisher.copies[0]["model.norm.weight"][3] += 1.0
     publication = publisher.send(version)
     receipt = published.run(published.strategy.weights_pushed, version, publication.layout)

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from roll.trainers.worker import TrainerGroup
 
 
@@ -11,6 +13,10 @@ class Ranks:
     def __init__(self):
         self.running: list[str] = []
         self.go_on = asyncio.Event()
+        self.workers = [self]
+
+    async def call(self, method, *args, timeout=None):
+        return (await self.call_all(method, *args))[0]
 
     async def call_all(self, method, *args, timeout=None):
         self.running.append(method)
@@ -29,8 +35,48 @@ def test_calls_in_which_ranks_meet_go_out_one_after_the_other_and_what_is_beside
             tasks.create_task(group.push(1, None))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert ranks.running == ["export", "written", "push"]
+            assert ranks.running == ["export", "written", "offer"]
             ranks.go_on.set()
         assert ranks.running == []
+
+    asyncio.run(scenario())
+
+
+class Rank:
+    """The first rank, whose push fails as it does when its engine dies."""
+
+    def __init__(self, group):
+        self.group = group
+
+    async def call(self, method, *args, timeout=None):
+        self.group.calls.append((method, *args))
+        raise OSError("the engine died")
+
+    def tell(self, method, *args):
+        self.group.calls.append((method, *args))
+
+
+class TwoRanks:
+    def __init__(self):
+        self.calls = []
+        self.workers = [Rank(self), None]
+
+    async def call_all(self, method, *args, timeout=None):
+        self.calls.append((method, *args))
+        return [["handles of rank 0"], ["handles of rank 1"]]
+
+
+def test_one_rank_pushes_with_what_all_offer_and_no_other_waits_for_an_engine_that_dies():
+    async def scenario():
+        ranks = TwoRanks()
+        group = TrainerGroup(ranks, start_timeout_seconds=1, call_timeout_seconds=1)
+        with pytest.raises(OSError, match="the engine died"):
+            await group.push(3, "engine")
+        group.disconnect("engine")
+        assert ranks.calls == [
+            ("offer", 3),
+            ("push", 3, "engine", [["handles of rank 0"], ["handles of rank 1"]]),
+            ("disconnect", "engine"),
+        ]
 
     asyncio.run(scenario())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from roll.weights.buckets import pack_buckets, tensor_checksum, views
-from roll.weights.publisher import BucketPublisher, PushPublisher, PushTarget, build_publisher, copied
+from roll.weights.publisher import BucketPublisher, PushPublisher, PushTarget, build_publisher, cast
 from roll.weights.transports import TransportSpec
 
 
@@ -31,7 +32,8 @@ class Drawn:
 
 
 def push_publisher(rank: int = 0, transport: str = "nccl") -> tuple[PushPublisher, dict[int, dict[str, torch.Tensor]]]:
-    publisher = PushPublisher(TransportSpec(transport, 2, Path("unused"), 4096, 10.0), rank, "here")
+    spec = TransportSpec(transport, 2, Path("unused"), 4096, 10.0)
+    publisher = PushPublisher(spec, rank, "here", export=lambda memory: ("gpu", ()))
     return publisher, publisher.copies
 
 
@@ -94,19 +96,24 @@ def test_every_rank_draws_all_weights_and_those_keep_them_that_push(transport, r
     assert list(buffers[0]) == (["layer.weight", "steps"] if keeps else [])
 
 
-def test_a_half_is_written_over_in_place_where_the_weights_have_the_same_form():
-    buffers = {0: copied(weights(1.0), torch.float32, {})}
-    before = buffers[0]["layer.weight"]
-    buffers[0] = copied(weights(2.0), torch.float32, buffers[0])
-    assert buffers[0]["layer.weight"] is before and before[0, 0] == 2.0
-    buffers[0] = copied(weights(3.0), torch.float16, buffers[0])
-    assert buffers[0]["layer.weight"].dtype == torch.float16 and before[0, 0] == 2.0
-    buffers[0] = copied(weights(4.0, (3, 2)), torch.float16, buffers[0])
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_a_half_is_written_over_in_place_where_the_weights_have_the_same_form(transport):
+    publisher, buffers = push_publisher(0, transport)
+    publisher.gather(1, 0, weights(1.0), torch.float32, 4096)
+    place = buffers[0]["layer.weight"].data_ptr()
+    publisher.gather(2, 0, weights(2.0), torch.float32, 4096)
+    assert buffers[0]["layer.weight"].data_ptr() == place and buffers[0]["layer.weight"][0, 0] == 2.0
+    publisher.gather(3, 0, weights(3.0), torch.float16, 4096)
+    assert buffers[0]["layer.weight"].dtype == torch.float16 and buffers[0]["layer.weight"][1, 2] == 3.0
+    publisher.gather(4, 0, weights(4.0, (3, 2)), torch.float16, 4096)
     assert buffers[0]["layer.weight"].shape == (3, 2)
-    buffers[0] = copied(weights(4.0)[:1], torch.float16, buffers[0])
+    publisher.gather(5, 0, weights(4.0)[:1], torch.float16, 4096)
     assert list(buffers[0]) == ["layer.weight"], "what the model has no more is not sent"
+
+
+def test_a_name_that_comes_twice_is_refused():
     with pytest.raises(ValueError, match="'steps' comes twice"):
-        copied([*weights(1.0), weights(1.0)[1]], torch.float32, {})
+        list(cast([*weights(1.0), weights(1.0)[1]], torch.float32))
 
 
 def spec(folder, name: str) -> TransportSpec:
@@ -129,12 +136,14 @@ def test_only_the_first_rank_packs_buckets_and_all_draw(tmp_path):
     with pytest.raises(KeyError):
         second.send(1)
     with pytest.raises(RuntimeError, match="version 1 travels in buckets, which actor_infer/0 fetches"):
-        first.push(1, PushTarget("actor_infer/0", None, 1))
+        first.push(1, PushTarget("actor_infer/0", None, 1), [])
 
 
 @pytest.mark.parametrize(("transport", "rank", "keeps"), [("nccl", 0, True), ("nccl", 1, False), ("cuda_ipc", 1, True)])
-def test_the_transport_says_how_weights_leave_a_rank(tmp_path, transport, rank, keeps):
+def test_the_transport_says_how_weights_leave_a_rank(tmp_path, monkeypatch, transport, rank, keeps):
     publisher = build_publisher(spec(tmp_path, transport), rank=rank, host="here")
+    monkeypatch.setattr("roll.weights.publisher.reduce_tensor", lambda memory: (None, ()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="gpu"))
     publisher.gather(1, 0, weights(1.0), torch.float32, 4096)
     assert isinstance(publisher, PushPublisher)
     assert (publisher.send(1).parameter_count > 0) == keeps
