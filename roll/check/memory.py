@@ -134,8 +134,11 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
         phases.append(Phase("new weights are loaded", (part,)))
     if name == "actor_train" and isinstance(config, PipelineConfig):
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
-        how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of the first rank"
-        publication = Part("publication", buffers * shape.parameters * ELEMENT_BYTES[dtype], how)
+        parameters, what = shape.parameters, "the whole model"
+        if config.weight_update.content == "adapter":
+            parameters, what = trainer.learned.parameters, "the adapters"
+        how = f"{count(buffers, 'buffer')} of {what} in {dtype}, of the first rank"
+        publication = Part("publication", buffers * parameters * ELEMENT_BYTES[dtype], how)
         if derived.weight_transport(config) in ("nccl", "cuda_ipc"):
             always.insert(-1, publication)
             stays = publication.size

@@ -237,6 +237,11 @@ def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> st
     return "shared_memory" if platform == "linux" and len(publication_nodes(config)) == 1 else "object_store"
 
 
+def adapter_rank(config: PipelineConfig) -> int | None:
+    """Return the rank of the adapters that are published alone; None if all weights are published."""
+    return config.actor_train.model_args.lora_rank if config.weight_update.content == "adapter" else None
+
+
 def publication_nodes(config: PipelineConfig) -> set[int]:
     """Return the nodes of the trainer and of the roles that get its weights."""
     roles = present_roles(config)

@@ -136,6 +136,12 @@ class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
     interval_steps: Count = option(1, "Publish weights every n training steps.")
+    content: Literal["full", "adapter"] = option(
+        "full",
+        "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
+        "full speed. `adapter`: the adapters alone, about a hundredth of the bytes; `hf_infer` and `vllm` add them to "
+        "the base that they have loaded, at the cost of slower steps.",
+    )
     mode: Literal["push", "pull"] = option(
         "push",
         "`push`: a publication is brought to the replicas at once, and groups start with it when all have it. `pull`: "
