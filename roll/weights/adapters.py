@@ -73,8 +73,8 @@ def adapter_config(adapted: Sequence[str], rank: int, base: str) -> dict[str, An
 
 
 class AdapterFolder:
-    """A folder in peft's format whose tensors are in memory. Its path stays while its content is replaced. It is removed
-    with the object."""
+    """A folder in peft's format whose tensors are in memory. Its path stays while its content is replaced; it goes with
+    the object."""
 
     def __init__(self, rank: int, base: str) -> None:
         self.path = mkdtemp(prefix="roll-adapter-")

@@ -763,6 +763,35 @@ def test_all_problems_are_reported_at_once(tree):
     }
 
 
+ADAPTERS = {"actor_train.model_args.lora_target": "all-linear", "weight_update.content": "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"actor_train.model_args.lora_target": None}, "weight_update.content", "trains all weights"),
+        (
+            {"actor_infer.strategy_args.strategy_name": "sglang", "cluster.device": "cuda"},
+            "weight_update.content",
+            "sglang cannot replace an adapter",
+        ),
+        (
+            {"actor_infer.strategy_args.strategy_name": "vllm", "actor_train.model_args.lora_rank": 513},
+            "actor_train.model_args.lora_rank",
+            "rank 512 or less",
+        ),
+        ({"weight_update.transport": "nccl"}, "weight_update.content", "way for all weights"),
+        ({"actor_logp": {"device_mapping": [2]}}, "weight_update.content", "takes whole models"),
+    ],
+)
+def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, changes, path, words):
+    config = config_from_tree(merged(tree, ADAPTERS))
+    check_config(config)
+    assert "adapters alone" in plan(config)
+    problem = problems_of(merged(tree, ADAPTERS | changes))[path]
+    assert words in problem.message and "full" in problem.remedy
+
+
 @pytest.mark.parametrize(
     ("transport", "engines", "words"), [("nccl", 0, "both roles have 0"), ("cuda_ipc", 1, "1 has no trainer")]
 )

@@ -219,7 +219,7 @@ def publication_of(adapted, version: int, base: dict[str, int], tmp_path) -> Pub
     return Publication(version, handles, *manifest(buckets), total_bytes=9, base=base)
 
 
-def test_an_adapter_of_another_base_is_refused_with_the_tensor_that_differs(base_path, tmp_path):
+def test_an_adapter_with_other_bytes_or_of_another_base_is_refused_with_the_tensor_that_differs(base_path, tmp_path):
     other = tmp_path / "other"
     make_model().save_pretrained(other)
     tensors = load_file(other / "model.safetensors")
@@ -238,6 +238,13 @@ def test_an_adapter_of_another_base_is_refused_with_the_tensor_that_differs(base
                 publication = publication_of(make_adapted(version), version, base, tmp_path)
                 receipt, _ = await worker.load_weights(publication, 2**20, "keep")
                 assert receipt.checksums == publication.checksums
+            spoiled = publication_of(make_adapted(9), 3, base, tmp_path)
+            with open(spoiled.handles[-1], "r+b") as file:
+                file.seek(-1, 2)
+                file.write(b"\x00")
+            with pytest.raises(WeightsDiffer, match="layers.2.mlp.down_proj.lora_B.weight' differs from"):
+                await worker.load_weights(spoiled, 2**20, "keep")
+            assert worker._strategy.stats()["version"] == 2
         finally:
             await worker._strategy.shutdown()
 
