@@ -145,7 +145,7 @@ def _adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if config.weight_update.transport in ("nccl", "cuda_ipc"):
         message = f"'adapter', but {config.weight_update.transport} is vLLM's way for all weights"
         yield ConfigProblem(path, message, f"{remedy}, or `transport: auto`")
-    if config.actor_logp is not None and not derived.logp_is_trainer(config):
+    if derived.needs_whole_models(config):
         message = "'adapter', but actor_logp takes whole models"
         yield ConfigProblem(path, message, f"{remedy}, or remove `actor_logp`")
 

@@ -135,7 +135,7 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
     if name == "actor_train" and isinstance(config, PipelineConfig):
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
         parameters, what = shape.parameters, "the whole model"
-        if config.weight_update.content == "adapter":
+        if derived.weight_content(config) == "adapter":
             parameters, what = trainer.learned.parameters, "the adapters"
         how = f"{count(buffers, 'buffer')} of {what} in {dtype}, of the first rank"
         publication = Part("publication", buffers * parameters * ELEMENT_BYTES[dtype], how)
