@@ -2,8 +2,8 @@
 
 The quick start's task with a wider random model and adapters (LoRA), one engine, processes as in any run. Prints JSON:
 of each side the medians over steps of the bytes of a publication, its seconds (gather + send + fetch + load), the time
-for which the engine stands still, and the rate of sampling; the mean distance of trainer and engine at equal weights;
-and the ratios of the sides. Before that, what a merge in bfloat16 leaves of adapters that have learned little.
+for which the engine stands still, and the rate of sampling; and the ratios of the sides. Before that, what a merge in
+bfloat16 leaves of adapters that have learned little.
 
     python benchmarks/weight_content.py [--engine vllm] [--dtype bfloat16] [--transport object_store]
 """
@@ -77,7 +77,6 @@ def figures(run: PipelineRun) -> dict[str, float]:
         **{part: median(f"weights/{part}_seconds") for part in PARTS},
         "stall seconds": median("weights/stall_seconds"),
         "tokens per second": median("tokens_per_second/actor_infer"),
-        "mismatch": statistics.fmean(run.column("mismatch/abs_mean", WARM_UP)),
     }
 
 
