@@ -31,8 +31,8 @@ QUICKSTART := examples/quickstart
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests venv-for-all-tests demo check test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
-	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
-	bench-episodes bench-environments clean
+	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
+	bench-engines bench-episodes bench-environments clean
 
 venv: $(INSTALLED)
 
@@ -165,6 +165,9 @@ bench-engines: venv-for-all-tests
 bench-publication: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_publication.py
 
+bench-content: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_content.py
+
 bench-episodes: venv
 	$(RUN) benchmarks/agentic_overlap.py
 
@@ -188,6 +191,7 @@ bench: venv
 	$(MAKE) bench-losses
 	$(MAKE) bench-trainers
 	$(MAKE) bench-publication
+	$(MAKE) bench-content
 	$(MAKE) bench-engines
 	$(MAKE) bench-episodes
 	$(MAKE) bench-environments

@@ -14,7 +14,7 @@ from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.roles import GeneratingArguments, ModelArguments
 from roll.configs.run import PipelineConfig, RunConfig
-from roll.configs.strategies import ENGINES, Options, Trainer, strategy_of
+from roll.configs.strategies import ENGINES, Engine, Options, Trainer, strategy_of
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
@@ -128,6 +128,28 @@ def _cannot_be_pulled(config: PipelineConfig, mappings: Mapping[str, list[int]])
         yield ConfigProblem(path, message, remedy)
 
 
+def _adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    path, remedy = "weight_update.content", "write `full`"
+    arguments, role = config.actor_train.model_args, config.actor_infer
+    engine, name = strategy_of("actor_infer", role), role.strategy_args.strategy_name
+    if arguments.lora_target is None:
+        message = "'adapter', but actor_train trains all weights"
+        yield ConfigProblem(path, message, f"{remedy}, or set `actor_train.model_args.lora_target`")
+    if isinstance(engine, Engine) and not engine.largest_adapter:
+        able = [f"`{each}`" for each, record in ENGINES.built_in.items() if record.largest_adapter]
+        message = f"'adapter', but {name} cannot replace an adapter that running requests use"
+        yield ConfigProblem(path, message, f"{remedy}, or use {' or '.join(able)}")
+    elif isinstance(engine, Engine) and arguments.lora_rank > engine.largest_adapter:
+        message = f"{arguments.lora_rank}: {name} takes adapters of rank {engine.largest_adapter:g} or less"
+        yield ConfigProblem("actor_train.model_args.lora_rank", message, "lower it, or write `content: full`")
+    if config.weight_update.transport in ("nccl", "cuda_ipc"):
+        message = f"'adapter', but {config.weight_update.transport} is vLLM's way for all weights"
+        yield ConfigProblem(path, message, f"{remedy}, or `transport: auto`")
+    if derived.needs_whole_models(config):
+        message = "'adapter', but actor_logp takes whole models"
+        yield ConfigProblem(path, message, f"{remedy}, or remove `actor_logp`")
+
+
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject a transport that cannot reach every engine: shared memory, and vLLM's own transfer from GPU to GPU, where
     NCCL needs different devices, CUDA IPC the same ones."""
@@ -135,6 +157,8 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     mappings = readable_mappings(config)
     if config.weight_update.mode == "pull":
         yield from _cannot_be_pulled(config, mappings)
+    if config.weight_update.content == "adapter":
+        yield from _adapters_cannot_travel(config)
     if transport == "shared_memory" and derived.present_roles(config).keys() <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:

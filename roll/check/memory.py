@@ -135,9 +135,12 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
     if name == "actor_train" and isinstance(config, PipelineConfig):
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
         transport, element = derived.weight_transport(config), ELEMENT_BYTES[dtype]
+        parameters, what = shape.parameters, "the whole model"
+        if derived.weight_content(config) == "adapter":
+            parameters, what = trainer.learned.parameters, "the adapters"
         holder = "each rank" if transport == "cuda_ipc" else "the first rank"
-        how = f"{count(buffers, 'buffer')} of the whole model in {dtype}, of {holder}"
-        publication = Part("publication", buffers * shape.parameters * element, how)
+        how = f"{count(buffers, 'buffer')} of {what} in {dtype}, of {holder}"
+        publication = Part("publication", buffers * parameters * element, how)
         if transport == "cuda_ipc":
             always.insert(-1, publication)
             stays = publication.size

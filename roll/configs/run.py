@@ -136,6 +136,13 @@ class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
     interval_steps: Count = option(1, "Publish weights every n training steps.")
+    content: Literal["auto", "full", "adapter"] = option(
+        "auto",
+        "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
+        "full speed. `adapter`: the adapters alone, about a hundredth of the bytes; `hf_infer` and `vllm` add them to "
+        "the base that they have loaded. `auto`: the adapters, if the engine's precision would round away what they "
+        "add and it can take them; else all weights.",
+    )
     mode: Literal["push", "pull"] = option(
         "push",
         "`push`: a publication is brought to the replicas at once, and groups start with it when all have it. `pull`: "

@@ -11,6 +11,7 @@ unchecked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +66,14 @@ class Trainer(Strategy):
     `roll.trainers.megatron.facts.layout_problems`."""
 
 
+@dataclass(frozen=True)
+class Engine(Strategy):
+    """A generation engine."""
+
+    largest_adapter: float = 0
+    """Largest rank of adapters (LoRA) that weight updates may bring alone; 0: they bring all weights."""
+
+
 TRAINERS = Kind(
     "trainer",
     "roll.trainers",
@@ -117,28 +126,30 @@ ENGINES = Kind(
     "generation engine",
     "roll.engines",
     {
-        "hf_infer": Strategy(
+        "hf_infer": Engine(
             "roll.engines.hf.strategy:HFInferStrategy",
             options="roll.engines.options:check_hf_options",
             chooses_attention=True,
             replicates=True,
+            largest_adapter=math.inf,
         ),
-        "sglang": Strategy(
+        "sglang": Engine(
             "roll.engines.sglang.strategy:SGLangInferStrategy",
             requires=("sglang",),
             install=f"{install_command('sglang')}, in an environment of its own: docs/engines.md",
             options="roll.engines.options:check_sglang_options",
             package_tells="the names in `strategy_config`",
         ),
-        "vllm": Strategy(
+        "vllm": Engine(
             "roll.engines.vllm.strategy:VLLMInferStrategy",
             requires=("vllm",),
             install=f"{install_command('vllm')}; on a CPU as in docs/engines.md",
             options="roll.engines.options:check_vllm_options",
             package_tells="the names in `strategy_config`",
+            largest_adapter=512,
         ),
     },
-    Strategy,
+    Engine,
     "package.module:Class",
 )
 SCORERS = Kind(

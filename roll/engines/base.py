@@ -25,6 +25,7 @@ import torch
 from roll.configs.errors import ConfigError
 from roll.data import tokenizer
 from roll.tracking.timeline import BusySpans
+from roll.weights.adapters import LayerShapes, linear_layers
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, WeightMismatch
 from roll.weights.checkpoint_names import CheckpointNames
 
@@ -147,15 +148,19 @@ class InferStrategy(ABC):
         devices_per_engine: int = 1,
         shares_devices: bool = False,
         transport: str = "object_store",
+        adapter_rank: int | None = None,
         strategy_config: dict[str, Any],
     ) -> None:
         """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
-        engine with ``shares_devices`` has to sleep at times. ``transport`` names the transport of weight updates."""
+        engine with ``shares_devices`` has to sleep at times. ``transport`` names the transport of weight updates. With
+        an ``adapter_rank`` they bring adapters (`roll.weights.adapters`), and the engine keeps the model that it has
+        loaded."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._devices = devices_per_engine if device == "cuda" else 1
         self._shares_devices = shares_devices
         self._transport = transport
+        self._adapter_rank = adapter_rank
         self._strategy_config = strategy_config
         self._tokenizer: Decoder | None = None
 
@@ -248,6 +253,12 @@ class InferStrategy(ABC):
     @abstractmethod
     async def shutdown(self) -> None:
         """End all requests as aborted and free everything. Harmless to repeat."""
+
+    async def base_checksums(self) -> Mapping[str, int]:
+        """Return the checksums of the model that was loaded at the start, in the engine's precision, by the names of a
+        checkpoint. To be called before the first adapters are loaded. Raises `WeightMismatch` for a model that cannot
+        be compared."""
+        raise RuntimeError(f"{type(self).__name__} cannot be given adapters alone")
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """Run one step of the engine library's own transfer, in which the trainer pushes by NCCL or CUDA IPC."""
@@ -389,14 +400,14 @@ class ModelSpec:
     trust_remote_code: bool = False
 
 
-def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, CheckpointNames]:
-    """Return the model's configuration, and the tensors of its checkpoint."""
+def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, CheckpointNames, LayerShapes]:
+    """Return the model's configuration, the tensors of its checkpoint, and its linear layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
-    return config, CheckpointNames(model)
+    return config, CheckpointNames(model), linear_layers(model)
 
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:

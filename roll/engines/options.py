@@ -106,6 +106,8 @@ def _field_names(source: Path, classes: Collection[str] | None = None) -> set[st
 
 
 VLLM_EXTENSION_CLASS = "roll.engines.vllm.worker.WorkerCalls"
+VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can be started for."""
 VLLM_OWNER_VARIABLE = "ROLL_ENGINE_OWNER"
 """Environment variable with the id of the process that vLLM's processes must not outlive."""
 VLLM_BUCKET_BACKEND = "roll_buckets"
@@ -126,6 +128,9 @@ VLLM_RESERVED = {
     "data_parallel_size": "more devices in `device_mapping`: each `num_gpus_per_engine` of them are an engine",
     "worker_extension_cls": "nothing: the run needs it to verify weights",
     "weight_transfer_config": "`weight_update.transport`",
+    "enable_lora": "`weight_update.content: adapter`",
+    "max_loras": "nothing: the policy is one adapter",
+    "max_lora_rank": "`actor_train.model_args.lora_rank`",
     "enable_sleep_mode": "nothing: set where the engine shares its devices",
 }
 """Engine argument of vLLM -> the setting to use instead."""
@@ -162,10 +167,12 @@ def engine_arguments(
     weight_backend: str,
     sleeps: bool,
     cache_bytes_per_token: int,
+    adapter_rank: int | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments for ``AsyncEngineArgs``: defaults, then the user's own, then the run's decisions.
 
     ``cache_bytes_per_token``: bytes of one token's keys and values. ``sleeps``: the engine shares its devices.
+    ``adapter_rank``: rank of the adapter that the engine serves, if it serves one.
     """
     arguments: dict[str, Any] = {
         "enable_prefix_caching": True,
@@ -177,6 +184,9 @@ def engine_arguments(
         arguments["distributed_executor_backend"] = "mp"
     if model.device == "cpu":
         arguments |= _cpu_defaults(strategy_config, model.max_length, tensor_parallel_size, cache_bytes_per_token)
+    if adapter_rank is not None:
+        rank = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     arguments |= strategy_config
     return arguments | {
         "model": model.model_path,

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import numpy as np
+import torch
 
 from roll.engines.base import (
     BusyClock,
@@ -42,6 +43,7 @@ from roll.engines.base import (
     model_facts,
     no_tokens,
 )
+from roll.weights.adapters import adapted_layers, adapter_shapes, file_checksums
 from roll.weights.buckets import HeldWeights, WeightBucket, WeightMismatch, manifest
 
 if TYPE_CHECKING:
@@ -318,8 +320,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     async def start(self) -> None:
         if self._engine is not None:
             raise RuntimeError("this engine was started before")
-        config, names = model_facts(self._spec)
-        self._shapes, self._buffers = names.shapes, names.uncast
+        config, self._names, self._layers = model_facts(self._spec)
+        self._shapes, self._buffers = self._names.shapes, self._names.uncast
         self._read_facts(config)
         self._clock = BusyClock()
         self._scoring = asyncio.Lock()
@@ -394,9 +396,19 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         return self._prepared.held
 
     def _prepare(self, buckets: list[WeightBucket], version: int) -> PreparedWeights:
-        entries = checked((entry for bucket in buckets for entry in bucket.tensors), self._shapes)
+        shapes = self._shapes if self._adapter_rank is None else self._shapes_of_adapter(buckets, self._adapter_rank)
+        entries = checked((entry for bucket in buckets for entry in bucket.tensors), shapes)
         layout = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
         return PreparedWeights(HeldWeights(version, *manifest(buckets)), self._stage(buckets), layout)
+
+    def _shapes_of_adapter(self, buckets: list[WeightBucket], rank: int) -> Mapping[str, Sequence[int]]:
+        adapted = adapted_layers((name for bucket in buckets for name, *_ in bucket.tensors), self._layers)
+        return adapter_shapes(adapted, self._layers, rank)
+
+    async def base_checksums(self) -> Mapping[str, int]:
+        """See `InferStrategy.base_checksums`. They are those of the files that the library has loaded."""
+        dtype = getattr(torch, self._spec.dtype)
+        return await asyncio.to_thread(file_checksums, self._spec.model_path, self._names, dtype)
 
     async def load_weights(self, version: int) -> HeldWeights:
         """See `InferStrategy.load_weights`. The checksums are those of the loaded bytes; for some tensors, which change

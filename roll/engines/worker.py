@@ -30,7 +30,7 @@ from roll.engines.base import (
 )
 from roll.runtime.workers import Worker
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, manifest, split_bucket
-from roll.weights.publisher import Publication, check_weights
+from roll.weights.publisher import Publication, check_base, check_weights
 from roll.weights.transports import TRANSPORTS, WeightReceiver
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class EngineSpec:
     """True if other roles use its devices in turn, so the engine has to sleep at times."""
     transport: str = "object_store"
     """Name of the transport that brings the weights."""
+    adapter_rank: int | None = None
+    """Rank of the adapters (LoRA) that updates bring; None if they bring all weights."""
     strategy_cls: str | None = None
     """A class of the user's own, used instead of the named strategy's."""
 
@@ -131,6 +133,8 @@ class InferWorker(Worker):
 
     _strategy: InferStrategy
     _push_began: float
+    _base: Mapping[str, int] | None = None
+    """Checksums of the base model, read once, before the first adapters change the model."""
     _needs_weights = False
     """True if the engine has discarded its weights and has not been given others."""
 
@@ -248,6 +252,10 @@ class InferWorker(Worker):
         ones are wrong, the engine stays paused.
         """
         started = time.perf_counter()
+        if publication.base is not None:
+            if self._base is None:
+                self._base = await self._strategy.base_checksums()
+            check_base(self.identity.name, publication, self._base)
         buckets = self._received(publication, bucket_bytes, verified)
         prepared = await self._strategy.prepare_weights(buckets, publication.version)
         check_weights(self.identity.name, publication, prepared)

@@ -258,12 +258,8 @@ class PlainLoop:
 
     async def _hand_over(self, version: int) -> None:
         dtype = getattr(torch, self._config.actor_infer.model_args.dtype)
-        buckets = pack_buckets(
-            self.trainer.published_weights(),
-            _BUCKET_BYTES,
-            float_dtype=dtype,
-            uncast=self.trainer.checkpoint_names.uncast,
-        )
+        weights, uncast = self.trainer.published(derived.weight_content(self._config))
+        buckets = pack_buckets(weights, _BUCKET_BYTES, float_dtype=dtype, uncast=uncast)
         await self._engine.prepare_weights(buckets, version)
         await self._engine.pause("keep")
         await self._engine.load_weights(version)

@@ -95,7 +95,7 @@ HARMLESS = (
     "rewards.*.reward_model.batch_wait_seconds", "rewards.*.judge.base_url", "rewards.*.judge.api_key_env",
     "rewards.*.judge.max_concurrency", "rewards.*.judge.request_*",
     # how weights travel
-    "weight_update.transport", "weight_update.dual_buffer", "weight_update.*bucket_size_mb",
+    "weight_update.content", "weight_update.transport", "weight_update.dual_buffer", "weight_update.*bucket_size_mb",
     "weight_update.checkpoint_dir", "weight_update.timeout_seconds", "weight_update.canary*",
     "weight_update.max_unavailable",
 )  # fmt: skip

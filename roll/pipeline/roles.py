@@ -143,6 +143,7 @@ class Roles:
             directory=claim_weight_folder(self._run, update.checkpoint_dir, self._config.exp_name),
             bucket_bytes=derived.load_bucket_bytes(self._config),
             timeout_seconds=update.timeout_seconds,
+            content=derived.weight_content(self._config),
             corrupted_versions=corrupted_versions,
         )
 
@@ -255,5 +256,6 @@ def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
         devices_per_engine=role.num_gpus_per_engine,
         shares_devices=derived.shares_devices(config, "actor_infer"),
         transport=transport,
+        adapter_rank=derived.adapter_rank(config),
         strategy_cls=role.strategy_args.strategy_cls,
     )

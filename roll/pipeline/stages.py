@@ -345,6 +345,7 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
         loaded = await run.pool.publish(publication, canaries)
     seconds = {**publication.seconds, **loaded.seconds}
     metrics = {f"weights/{name}_seconds": value for name, value in seconds.items()}
+    metrics["weights/bytes"] = float(publication.total_bytes)
     if not loaded.canaries:
         return metrics
     warning = run.parity_check.judge(version, loaded.canaries)

@@ -82,6 +82,18 @@ class Fsdp2TrainStrategy(TrainStrategy):
         for name, parameter in parameters:
             yield name, self._full(parameter)
 
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.adapters is None:
+            return super().base_weights()
+        self._reshard()
+        return self.adapters.base_weights(self.model.named_parameters(), self._full)
+
+    def published_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        if self.adapters is None:
+            return super().published_adapters()
+        self._reshard()
+        return self.adapters.published(self._full)
+
     def export(self) -> ModelExport | None:
         """Return a copy of the model, together with the adapter if one is trained; see `TrainStrategy`."""
         if self.adapters is None:

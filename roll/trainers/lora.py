@@ -2,7 +2,8 @@
 
 peft puts its layers into the model and nothing around it: the model keeps its class, its forward pass and its head.
 Adapters are float32. The base has the precision that is computed in, because nothing is ever added to it. Weights leave
-the trainer merged, so engines, checksums and exports see a plain model and cannot miss the adapters.
+the trainer merged, so engines, checksums and exports see a plain model and cannot miss the adapters; or, with
+`weight_update.content: adapter`, the adapters leave alone, for engines that have the same base.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from roll.configs.plugins import problem
 from roll.configs.roles import ModelArguments
 from roll.distribution import install_command
 from roll.trainers.model import decoder_layers
+from roll.weights.adapters import PREFIX, matrix_names
 from roll.weights.buckets import dtype_name, tensor_bytes
 
 if TYPE_CHECKING:
@@ -43,8 +45,6 @@ OWNER = "actor_train.model_args"
 FOLDER = "adapter"
 """Folder of the adapter in an export, beside the merged model."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PEFT_PREFIX = "base_model.model."
-"""Prefix of names in peft's files."""
 
 
 def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
@@ -148,16 +148,28 @@ class Adapters:
         ``parameters`` are the model's own, by name. ``full`` makes a whole float32 tensor of a parameter. Collective
         if ``full`` is.
         """
-        for name, parameter in parameters:
-            if is_adapter(name):
-                continue
-            plain = name.replace(".base_layer.", ".")
+        for plain, weight in self.base_weights(parameters, full):
             layer = self.layers.get(plain.removesuffix(".weight"))
-            weight = full(parameter)
-            if layer is not None and plain != name:
+            if layer is not None:
                 down, up = (full(matrix).to(weight.device) for matrix in _matrices(layer))
                 weight = torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
             yield plain, weight
+
+    def base_weights(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights without the adapters, like `merged`."""
+        for name, parameter in parameters:
+            if not is_adapter(name):
+                yield name.replace(".base_layer.", "."), full(parameter)
+
+    def published(self, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters alone, as they are published (`roll.weights.adapters`), float32, one matrix at a time.
+        Collective if ``full`` is."""
+        for name, layer in self.layers.items():
+            down, up = matrix_names(name)
+            yield down, full(_matrices(layer)[0])
+            yield up, full(_matrices(layer)[1]) * layer.scaling[ADAPTER]
 
     def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
         """Copy the adapters' matrices, and return a function that writes them below a folder in peft's format.
@@ -175,8 +187,7 @@ class Adapters:
     def _matrices_in_files(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the matrices of all layers under their names in peft's files."""
         for name, layer in self.layers.items():
-            for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
-                yield f"{_PEFT_PREFIX}{name}.{end}.weight", matrix
+            yield from zip(matrix_names(name), _matrices(layer), strict=True)
 
     def _write(self, tensors: Mapping[str, Tensor], path: str) -> None:
         folder = Path(path) / FOLDER
@@ -204,7 +215,7 @@ class Adapters:
             names = set(file.keys())
             for name, matrix in self._matrices_in_files():
                 if name not in names:
-                    raise ValueError(f"the adapter in {folder} has nothing for {name.removeprefix(_PEFT_PREFIX)}")
+                    raise ValueError(f"the adapter in {folder} has nothing for {name.removeprefix(PREFIX)}")
                 found[matrix] = file.get_tensor(name)
                 names.remove(name)
                 if found[matrix].shape != matrix.shape:

@@ -43,7 +43,7 @@ from roll.trainers.step import (
     plan_micro_batches,
     results_by_token,
 )
-from roll.weights.buckets import WeightMismatch
+from roll.weights.buckets import WeightContent, WeightMismatch, tensor_checksum
 from roll.weights.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
@@ -387,6 +387,33 @@ class TrainStrategy(ForwardStrategy):
         which engines load. Collective."""
         buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
         return self.checkpoint_names.of(chain(self.named_weights(), buffers))
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `named_weights` would without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there
+        are none. Collective."""
+        raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
+
+    def published_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters being trained as `roll.weights.adapters` describes, each tensor valid until the next one
+        is drawn. Raises ``RuntimeError`` if there are none. Collective."""
+        raise RuntimeError("this trainer has no adapters that could be published alone")
+
+    def published(self, content: WeightContent) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
+        """Return the tensors of a publication, and the names of those that keep their precision. Collective."""
+        if content == "adapter":
+            return self.published_adapters(), frozenset()
+        return self.published_weights(), self.checkpoint_names.uncast
+
+    def base_checksums(self, dtype: torch.dtype) -> dict[str, int]:
+        """Return the checksums of `base_weights` in an engine's ``dtype``, and of the buffers, by their names in a
+        checkpoint, on rank 0; empty on the others. Collective."""
+        buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
+        checksums = {}
+        for name, tensor in self.checkpoint_names.of(chain(self.base_weights(), buffers)):
+            if self.setup.rank == 0:
+                as_sent = tensor if name in self.checkpoint_names.uncast else tensor.to(dtype)
+                checksums[name] = tensor_checksum(as_sent)
+        return checksums
 
     def export(self) -> ModelExport | None:
         """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.

@@ -77,6 +77,8 @@ class TrainWorker(Worker):
     _strategy: ForwardStrategy
     _trainer: TrainStrategy
     """Trainer, which is also ``_strategy``; only set for a role that learns."""
+    _base: dict[str, int] | None = None
+    """Checksums of the base model, if only adapters are published."""
     _writing: list[Writing]
     """Writes in progress, oldest first."""
 
@@ -87,7 +89,7 @@ class TrainWorker(Worker):
         host = (await self.describe())["host"]
         if spec.transport is not None:
             self._publisher = build_publisher(spec.transport, rank=me.rank, host=host)
-            self._transport = spec.transport.name
+            self._transport, self._content = spec.transport.name, spec.transport.content
         self._setup = replace(
             spec.setup,
             rank=me.rank,
@@ -152,14 +154,16 @@ class TrainWorker(Worker):
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
 
         def gather() -> None:
-            weights, uncast = self._trainer.published_weights(), self._trainer.checkpoint_names.uncast
+            weights, uncast = self._trainer.published(self._content)
             self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes, uncast)
+            if self._content == "adapter" and self._base is None:
+                self._base = self._trainer.base_checksums(getattr(torch, dtype))
 
         await self.in_thread(gather)
 
     async def send(self, version: int) -> Publication:
         """Hand over the gathered weights of a version while training continues. Rank 0 only."""
-        return await asyncio.to_thread(self._publisher.send, version)
+        return replace(await asyncio.to_thread(self._publisher.send, version), base=self._base)
 
     async def load_weights(self, publication: Publication) -> None:
         """Replace the weights of a forward-only role by a version that the trainer has sent.

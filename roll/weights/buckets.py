@@ -12,6 +12,7 @@ a container's ``/dev/shm`` does not matter. Linux only.
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import mmap
 import os
@@ -19,7 +20,7 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -238,6 +239,30 @@ def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return copy, digest.intdigest()
 
 
+def safetensors_file(buckets: Sequence[WeightBucket]) -> tuple[MemoryFile, dict[str, np.ndarray]]:
+    """Write tensors one after the other, without the gaps that a bucket has and the format forbids. Return the
+    safetensors file, and the bytes of each tensor in it."""
+    entries, offset = {}, 0
+    parts: dict[str, np.ndarray] = {}
+    for bucket in buckets:
+        for (name, dtype, shape, _), (start, end) in zip(bucket.tensors, tensor_spans(bucket), strict=True):
+            code = SAFETENSORS_CODES[DTYPES[dtype]]
+            entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + end - start]}
+            parts[name] = bucket.data[start:end]
+            offset += end - start
+    names = json.dumps(entries).encode()
+    names += b" " * (-len(names) % 8)
+    header = len(names).to_bytes(8, "little") + names
+    file, place = MemoryFile(len(header) + offset), len(header)
+    file.data[:place] = np.frombuffer(header, dtype=np.uint8)
+    for name, part in parts.items():
+        own = file.data[place : place + len(part)]
+        own[:] = part
+        parts[name] = own
+        place += len(own)
+    return file, parts
+
+
 def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
     """Return the number of parameters, and the checksum of each tensor's bytes, as verified or else computed."""
     parameter_count = 0
@@ -265,6 +290,8 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 TransferStep = Literal["init", "start", "update", "finish"]
+WeightContent = Literal["full", "adapter"]
+"""What a publication has: all weights, or the adapters (LoRA) alone; see `roll.weights.adapters`."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class Publication:
     total_bytes: int
     layout: Layout | None = None
     """Layout of pushed weights; None if engines fetch by the handles."""
+    base: Mapping[str, int] | None = None
+    """Checksums of the base model, which each engine has already; None if all weights travel."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of ``gather`` and ``send``."""
 
@@ -466,6 +468,14 @@ class RayEngineCalls:
 
 class WeightsDiffer(RuntimeError):
     """An engine does not hold the published weights."""
+
+
+def check_base(engine: str, publication: Publication, held: Mapping[str, int]) -> None:
+    """Compare the base model that an engine has with the one that published adapters belong to; nothing to do if all
+    weights travel. Raises `WeightsDiffer` naming the difference."""
+    if publication.base is not None:
+        wanted = Publication(publication.version, [], 0, dict(publication.base), 0)
+        check_weights(f"the base model of {engine}", wanted, HeldWeights(publication.version, 0, held))
 
 
 def check_weights(engine: str, publication: Publication, held: HeldWeights) -> None:

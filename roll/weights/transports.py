@@ -40,6 +40,7 @@ from roll.weights.buckets import (
     SAFETENSORS_CODES,
     BucketLocation,
     WeightBucket,
+    WeightContent,
     WeightMismatch,
     dtype_name,
     fresh_memory,
@@ -62,6 +63,7 @@ class TransportSpec:
     """Bytes in transit at a time if the engine's library sends the weights."""
     timeout_seconds: float = 600.0
     """Longest wait for one call to an engine during a push."""
+    content: WeightContent = "full"
     corrupted_versions: frozenset[int] = frozenset()
     """Versions of which one byte is corrupted on the way (`chaos`)."""
 

@@ -554,6 +554,13 @@ def test_ranks_that_map_the_files_of_a_model_need_no_memory_of_the_host_to_load_
     assert loading("bfloat16") is None and loading("float16") == 2, "float16 is not what the files hold"
 
 
+def test_adapters_that_travel_alone_take_two_small_buffers():
+    recipe = ROOT / "examples" / "qwen2.5-7B-rlvr_lora" / "rlvr_config.yaml"
+    for overrides, size in (([], 0.3), (["weight_update.content=full"], 28.4)):
+        (host,) = [part for part in estimate_memory(load_config(recipe, overrides)).host if part.name == "publication"]
+        assert host.size / GIB == pytest.approx(size, abs=0.05)
+
+
 SGLANG = "actor_infer.strategy_args={strategy_name: sglang, strategy_config: {mem_fraction_static: 0.85}}"
 
 

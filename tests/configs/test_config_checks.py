@@ -24,6 +24,7 @@ from roll.configs.derived import (
     shares_devices,
     synchronous,
     total_optimizer_steps,
+    weight_content,
     weight_transport,
 )
 from roll.configs.errors import ConfigError, ConfigProblem
@@ -761,6 +762,54 @@ def test_all_problems_are_reported_at_once(tree):
         "eval_steps",
         "output_dir",
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "content"),
+    [
+        ({}, "adapter"),
+        ({"actor_infer.model_args.dtype": "float32"}, "full"),
+        ({"actor_train.model_args.lora_target": None}, "full"),
+        ({"actor_infer.strategy_args.strategy_name": "vllm"}, "adapter"),
+        ({"actor_infer.strategy_args.strategy_name": "vllm", "actor_train.model_args.lora_rank": 513}, "full"),
+        ({"actor_infer.strategy_args.strategy_name": "sglang"}, "full"),
+        ({"weight_update.transport": "cuda_ipc"}, "full"),
+        ({"actor_logp": {"device_mapping": [2]}}, "full"),
+        ({"weight_update.content": "full"}, "full"),
+    ],
+)
+def test_adapters_that_rounding_would_eat_travel_alone_if_nothing_needs_whole_models(tree, changes, content):
+    adapters = {"actor_train.model_args.lora_target": "all-linear", "actor_infer.model_args.dtype": "bfloat16"}
+    assert weight_content(config_from_tree(merged(tree, adapters | changes))) == content
+
+
+ADAPTERS = {"actor_train.model_args.lora_target": "all-linear", "weight_update.content": "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"actor_train.model_args.lora_target": None}, "weight_update.content", "trains all weights"),
+        (
+            {"actor_infer.strategy_args.strategy_name": "sglang", "cluster.device": "cuda"},
+            "weight_update.content",
+            "sglang cannot replace an adapter",
+        ),
+        (
+            {"actor_infer.strategy_args.strategy_name": "vllm", "actor_train.model_args.lora_rank": 513},
+            "actor_train.model_args.lora_rank",
+            "rank 512 or less",
+        ),
+        ({"weight_update.transport": "nccl"}, "weight_update.content", "way for all weights"),
+        ({"actor_logp": {"device_mapping": [2]}}, "weight_update.content", "takes whole models"),
+    ],
+)
+def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, changes, path, words):
+    config = config_from_tree(merged(tree, ADAPTERS))
+    check_config(config)
+    assert "adapters alone" in plan(config)
+    problem = problems_of(merged(tree, ADAPTERS | changes))[path]
+    assert words in problem.message and "full" in problem.remedy
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ import shutil
 import sys
 
 import pytest
-from runs import run_pipeline
+import torch
+from fake_cluster import IN_THIS_PROCESS
+from runs import go_on_from, run_pipeline
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny import make_task, tiny_config
 
 from roll.configs.errors import ConfigError
@@ -77,3 +80,56 @@ def test_unknown_targets_and_a_missing_package_are_refused_before_anything_loads
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "peft, which is not installed" in problems(tmp_path).message
     assert problems(tmp_path).remedy == install_command("peft")
+
+
+ADAPTED = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64), (64, 32)]
+"""Inputs and outputs of a layer's linear layers, in the order q, k, v, o, gate, up, down."""
+
+
+def adapters_alone(folder, **changes):
+    settings = {
+        "actor_train__model_args": LORA,
+        "actor_train__training_args__learning_rate": 1e-2,
+        "weight_update__content": "adapter",
+        "weight_update__canary_interval": 1,
+        "weight_update__canary_tolerance": 1e-5,
+    }
+    return tiny_config(folder, **settings | changes)
+
+
+def test_a_run_with_adapters_alone_is_the_run_with_merged_weights_in_a_part_of_the_bytes(task):
+    alone = run_pipeline(task, IN_THIS_PROCESS, adapters_alone(task))
+    merged = run_pipeline(task, IN_THIS_PROCESS, adapters_alone(task, weight_update__content="full"))
+    for mine, other in zip(alone.metrics, merged.metrics, strict=True):
+        assert learned(mine) == pytest.approx(learned(other), rel=1e-3, abs=1e-5)
+        assert mine["weights/bytes"] < 0.5 * other["weights/bytes"]
+    assert [each["response"] for each in alone.samples] == [each["response"] for each in merged.samples] != []
+    export = "checkpoints/step-3/model.safetensors"
+    mine, other = load_file(alone.folder / export), load_file(merged.folder / export)
+    assert all(torch.allclose(mine[name], other[name], atol=1e-5) for name in mine.keys() | other.keys())
+
+
+def test_an_engine_that_dies_comes_back_with_the_adapter_and_a_resumed_run_goes_on_from_it(task):
+    """In a precision in which adapters travel alone by default."""
+    events = [{"kind": "kill", "at_step": 2, "role": "actor_infer", "rank": 0}]
+    config = adapters_alone(
+        task,
+        max_steps=4,
+        save_steps=2,
+        async_generation_ratio=1,
+        actor_infer__device_mapping=[1, 2],
+        cluster__num_devices_per_node=3,
+        chaos={"enabled": True, "events": events},
+        actor_train__model_args={**LORA, "dtype": "bfloat16"},
+        actor_infer__model_args__dtype="bfloat16",
+        weight_update__content="auto",
+        weight_update__canary_tolerance=0.05,
+    )
+    run = run_pipeline(task, IN_THIS_PROCESS, config)
+    assert run.metrics[-1]["engine/restarts"] == 1 and run.metrics[-1]["lag/max"] <= 1
+    matrices = 2 * 2 * sum(4 * (inputs + outputs) for inputs, outputs in ADAPTED)
+    assert all(matrices <= step["weights/bytes"] < 2 * matrices for step in run.metrics)
+    before = run.metrics
+    again = go_on_from(2, run, task, IN_THIS_PROCESS, config)
+    assert [step["step"] for step in again.metrics] == [step["step"] for step in before] == [1, 2, 3, 4]
+    assert all("mismatch/canary_max" in step for step in again.metrics)

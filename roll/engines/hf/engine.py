@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,8 +38,9 @@ from roll.engines.base import (
     checked,
     no_tokens,
 )
-from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
+from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, add_adapter, counter_uniforms, round_up, sample
 from roll.engines.options import HFInferConfig
+from roll.weights.adapters import adapted_layers, adapter_shapes, linear_layers
 from roll.weights.buckets import DTYPES, HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
 from roll.weights.checkpoint_names import CheckpointNames
 
@@ -68,9 +69,15 @@ class HFEngine:
     """Engine that runs many independent requests over one model."""
 
     def __init__(
-        self, model: PreTrainedModel, max_length: int, options: HFInferConfig, end_tokens: tuple[int, ...]
+        self,
+        model: PreTrainedModel,
+        max_length: int,
+        options: HFInferConfig,
+        end_tokens: tuple[int, ...],
+        adapter_rank: int | None = None,
     ) -> None:
-        """``max_length``: longest prompt plus response."""
+        """``max_length``: longest prompt plus response. ``adapter_rank``: rank of the adapters that weight updates
+        bring; None if they bring all weights."""
         self.version = 0
         self.clock = BusyClock()
         self.generated_tokens = 0
@@ -97,6 +104,10 @@ class HFEngine:
         self.asleep = False
         """True between `sleep` and `wake`."""
         self._names = CheckpointNames.like(model)
+        self._layers = linear_layers(model)
+        self._adapter_rank = adapter_rank
+        self._adapter: dict[str, torch.nn.Parameter] = {}
+        """The matrices that the model computes with, by the names under which they are published."""
 
     @property
     def running(self) -> int:
@@ -183,17 +194,14 @@ class HFEngine:
         the prepared tensors in the precision that came, so that a loss of digits shows. Raises ``WeightMismatch``
         naming the tensor, or whatever ``buckets`` raises.
         """
+        if self._adapter_rank is not None:
+            return self._stage_adapter(list(buckets), version, self._adapter_rank)
         own, uncast = self._held_tensors(), self._names.uncast
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
         layout: Layout = {}
         in_place = False
-        arriving = (
-            (name, dtype, shape, (tensor, bucket))
-            for bucket in buckets
-            for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True)
-        )
-        for name, dtype, shape, (tensor, bucket) in checked(arriving, self._names.shapes):
+        for name, dtype, shape, (tensor, bucket) in checked(_arriving(buckets), self._names.shapes):
             part = self._names.parts[name]
             layout[name] = dtype, tuple(shape)
             parameter = own[part.parameter]
@@ -208,6 +216,27 @@ class HFEngine:
             in_place |= tensors[part.parameter] is tensor and self._device.type == "cpu"
         count = sum(parameter.numel() for parameter in own.values())
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
+
+    def _stage_adapter(self, buckets: list[WeightBucket], version: int, rank: int) -> PreparedWeights:
+        """Prepare an adapter as `stage_weights` does a whole model."""
+        adapted = adapted_layers((name for bucket in buckets for name, *_ in bucket.tensors), self._layers)
+        shapes = adapter_shapes(adapted, self._layers, rank)
+        tensors: dict[str, torch.Tensor] = {}
+        checksums: dict[str, int] = {}
+        layout: Layout = {}
+        for name, dtype, shape, (tensor, bucket) in checked(_arriving(buckets), shapes):
+            layout[name] = dtype, tuple(shape)
+            tensors[name], checksums[name] = self._take(name, tensor.dtype, tensor, bucket)
+        in_place = self._device.type == "cpu" and any(bucket.lasting for bucket in buckets)
+        count = sum(tensor.numel() for tensor in tensors.values())
+        return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
+
+    def base_checksums(self) -> dict[str, int]:
+        """Return the checksums of the model in its precision; see `InferStrategy.base_checksums`."""
+        dtype, checksums = self._model.dtype, {}
+        for name, tensor in self._names.of(self._held_tensors().items()):
+            checksums[name] = tensor_checksum(tensor if name in self._names.uncast else tensor.to(dtype))
+        return checksums
 
     def _held_tensors(self) -> dict[str, torch.Tensor]:
         """Return all that a weight update replaces, by its name in memory. A sleep makes new buffers."""
@@ -233,6 +262,8 @@ class HFEngine:
         On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
         checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
+        if self._adapter_rank is not None:
+            return self._load_adapter(staged, self._adapter_rank)
         held, own = staged.held, self._held_tensors()
         try:
             for name, parameter in own.items():
@@ -251,6 +282,21 @@ class HFEngine:
             held,
             checksums={name: tensor_checksum(part.to(DTYPES[staged.layout[name][0]])) for name, part in parts},
         )
+
+    def _load_adapter(self, staged: PreparedWeights, rank: int) -> HeldWeights:
+        """Replace the adapter by a staged one, and put the first one into the model; see `load_weights`."""
+        held = staged.held
+        try:
+            if self._adapter.keys() != staged.content.keys():
+                self._adapter = add_adapter(self._model, adapted_layers(staged.content, self._layers), rank)
+            for name, tensor in staged.content.items():
+                self._adapter[name].data = tensor.to(self._device)
+        except Exception as error:
+            raise EngineFailed(f"weights of version {held.version} were only partly loaded: {error!r}") from error
+        self.version = held.version
+        if self._device.type == "cpu":
+            return held
+        return replace(held, checksums={name: tensor_checksum(each) for name, each in self._adapter.items()})
 
     def sleep(self) -> None:
         """Free the caches and move the weights to the host. Harmless to repeat."""
@@ -535,6 +581,15 @@ class RequestTable:
         self._tokens, self._logprobs, self._versions = (
             _enlarged(array, rows, longest) for array in (self._tokens, self._logprobs, self._versions)
         )
+
+
+def _arriving(
+    buckets: Iterable[WeightBucket],
+) -> Iterator[tuple[str, str, Sequence[int], tuple[torch.Tensor, WeightBucket]]]:
+    """Yield name, dtype and shape of the tensors of a weight update, each with the tensor and its bucket."""
+    for bucket in buckets:
+        for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True):
+            yield name, dtype, shape, (tensor, bucket)
 
 
 def _enlarged(array: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:

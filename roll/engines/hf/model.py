@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from roll.configs.plugins import problem
 from roll.engines.base import ModelSpec
 from roll.runtime.process import keep_blocks_of
+from roll.weights.adapters import adapter_config, matrix_names
 
 SLOT_SDPA = "roll_slot_sdpa"
 """Name under which the function is registered with transformers."""
@@ -71,6 +72,8 @@ def slot_sdpa_forward(
     return output.reshape(rows, 1, heads, head_dim), None
 
 
+_ADAPTER = "policy"
+"""peft's name of the only adapter."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -107,6 +110,26 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
         # Some kernels' sums depend on the alignment, and equal weights must give equal bits.
         parameter.data = parameter.data.clone()
     return model
+
+
+def add_adapter(model: PreTrainedModel, adapted: Sequence[str], rank: int) -> dict[str, torch.nn.Parameter]:
+    """Put peft's layers around these linear layers, and return their matrices by the names under which they travel.
+
+    They are random, and so is what the model computes until they have been filled.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    settings = adapter_config(adapted, rank, model.name_or_path)
+    settings.pop("peft_type")
+    inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=_ADAPTER)
+    model.eval().requires_grad_(False)
+    matrices = {}
+    for layer in adapted:
+        module = model.get_submodule(layer)
+        down, up = matrix_names(layer)
+        matrices[down] = module.lora_A[_ADAPTER].weight
+        matrices[up] = module.lora_B[_ADAPTER].weight
+    return matrices
 
 
 def check_supported(model: PreTrainedModel, max_length: int) -> None:

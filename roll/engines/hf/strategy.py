@@ -286,6 +286,9 @@ class HFInferStrategy(InferStrategy):
         self._prepared = await asyncio.to_thread(engine.stage_weights, buckets, version)
         return self._prepared.held
 
+    async def base_checksums(self) -> Mapping[str, int]:
+        return await self._live_thread().call(lambda engine: engine.base_checksums())
+
     async def load_weights(self, version: int) -> HeldWeights:
         thread, prepared = self._live_thread(), self._prepared_for(version)
         held: HeldWeights = await thread.call_while_still(lambda engine: engine.load_weights(prepared), "load_weights")
@@ -323,7 +326,7 @@ class HFInferStrategy(InferStrategy):
             torch.set_num_threads(self._options.threads)
         model = load_model(self._spec)
         self._read_facts(model.config)
-        return HFEngine(model, self._spec.max_length, self._options, self._end_tokens)
+        return HFEngine(model, self._spec.max_length, self._options, self._end_tokens, self._adapter_rank)
 
     def _live_thread(self) -> EngineThread:
         if self._thread is None:

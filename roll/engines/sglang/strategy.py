@@ -19,7 +19,6 @@ SGLang would not report is refused.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import secrets
 import shutil
@@ -49,15 +48,7 @@ from roll.engines.process_engine import ProcessEngine, Response, is_greedy, requ
 from roll.engines.sglang.loader import LoaderCheck, ParameterChecksums
 from roll.engines.sglang.server import CallRefused, SGLangServer
 from roll.runtime.placement import free_port
-from roll.weights.buckets import (
-    DTYPES,
-    SAFETENSORS_CODES,
-    HeldWeights,
-    MemoryFile,
-    WeightBucket,
-    tensor_checksum,
-    tensor_spans,
-)
+from roll.weights.buckets import DTYPES, HeldWeights, MemoryFile, WeightBucket, safetensors_file, tensor_checksum
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -282,7 +273,7 @@ class MemoryCheckpoint:
         self._dtypes = {name: dtype for bucket in buckets for name, dtype, _, _ in bucket.tensors}
         self._files: list[MemoryFile] = []
         for number, bucket in enumerate(buckets):
-            file, tensors = _safetensors_file(bucket)
+            file, tensors = safetensors_file([bucket])
             (Path(self.path) / f"model-{number:05d}.safetensors").symlink_to(file.path)
             self._files.append(file)
             self._bytes |= tensors
@@ -311,28 +302,6 @@ def checksum_of_values(values: list[float] | list[list[float]], dtype: str, shap
     """Return the checksum of a tensor given as numbers; None if they are only a part of the tensor (one GPU's)."""
     tensor = torch.tensor(values, dtype=torch.float32).to(DTYPES[dtype])
     return tensor_checksum(tensor) if tuple(tensor.shape) == tuple(shape) else None
-
-
-def _safetensors_file(bucket: WeightBucket) -> tuple[MemoryFile, dict[str, np.ndarray]]:
-    """Write the bucket's tensors one after the other, without the gaps that a bucket has and the format forbids. Return
-    the file, and the bytes of each tensor in it."""
-    spans = tensor_spans(bucket)
-    entries, offset = {}, 0
-    for (name, dtype, shape, _), (start, end) in zip(bucket.tensors, spans, strict=True):
-        code = SAFETENSORS_CODES[DTYPES[dtype]]
-        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + end - start]}
-        offset += end - start
-    names = json.dumps(entries).encode()
-    names += b" " * (-len(names) % 8)
-    header = len(names).to_bytes(8, "little") + names
-    file, place = MemoryFile(len(header) + offset), len(header)
-    file.data[:place] = np.frombuffer(header, dtype=np.uint8)
-    tensors = {}
-    for (name, *_), (start, end) in zip(bucket.tensors, spans, strict=True):
-        tensors[name] = file.data[place : place + end - start]
-        tensors[name][:] = bucket.data[start:end]
-        place += end - start
-    return file, tensors
 
 
 SMALLEST_TEMPERATURE = 1e-6

@@ -24,12 +24,14 @@ from roll.data.records import derive_seed
 from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, Layout, PauseMode, PreparedWeights, checked
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE, engine_arguments, stream_interval
 from roll.engines.process_engine import ProcessEngine, Response
+from roll.weights.adapters import AdapterFolder, adapted_layers, adapter_file
 from roll.weights.buckets import BucketLocation, HeldWeights, MemoryFile, TransferStep, WeightBucket, WeightMismatch
 from roll.weights.publisher import WEIGHT_BACKENDS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -42,7 +44,7 @@ Result = TypeVar("Result")
 
 class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     """One engine replica. With the transports ``nccl`` and ``cuda_ipc`` weights are pushed (`transfer_step`); with all
-    others they are loaded from buckets."""
+    others they are loaded from buckets. Adapters are vLLM's own (LoRA), one for all requests, replaced in place."""
 
     async def _launch(self, config: PretrainedConfig) -> tuple[AsyncLLM, int]:
         """Start vLLM. Blocks the event loop meanwhile, because vLLM's start does."""
@@ -54,7 +56,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             weight_backend=WEIGHT_BACKENDS.get(self._transport, VLLM_BUCKET_BACKEND),
             sleeps=self._sleeps,
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
+            adapter_rank=self._adapter_rank,
         )
+        if self._adapter_rank is not None:
+            self._folder = AdapterFolder(self._adapter_rank, self._spec.model_path)
         _set_environment(arguments)
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -87,7 +92,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         engine = self._live_engine()
         # Leaving the iteration is what aborts the request inside vLLM.
         with _failures_reported():
-            async with aclosing(engine.generate(prompt, params, response.engine_id)) as outputs:
+            policy = self._policy()
+            async with aclosing(engine.generate(prompt, params, response.engine_id, lora_request=policy)) as outputs:
                 async for output in outputs:
                     if response.begins_again and not response.aborted:
                         return
@@ -114,10 +120,29 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def _continue(self) -> None:
         await self._answer(self._live_engine().resume_generation())
 
-    def _stage(self, buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[MemoryFile]]:
-        return located(buckets)
+    def _policy(self, replaces: bool = False) -> LoRARequest | None:
+        """Return vLLM's name for the adapter; None if there is none. A call that ``replaces`` it has it read anew."""
+        from vllm.lora.request import LoRARequest
+
+        if self._adapter_rank is None:
+            return None
+        return LoRARequest("policy", 1, self._folder.path, load_inplace=replaces)
+
+    def _stage(self, buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[MemoryFile]] | MemoryFile:
+        return located(buckets) if self._adapter_rank is None else adapter_file(buckets)
+
+    async def _load_adapter(self, prepared: PreparedWeights) -> None:
+        """Let vLLM read an adapter in the place of the one it has, with which running requests then go on."""
+        engine, adapted = self._live_engine(), adapted_layers(prepared.layout, self._layers)
+        self._folder.replace(prepared.content, adapted)
+        if not await self._answer(engine.add_lora(self._policy(replaces=True))):
+            raise EngineFailed(f"vLLM did not take the adapter of version {prepared.held.version}")
+        await self._answer(engine.update_weight_version(str(prepared.held.version)))
 
     async def _load(self, prepared: PreparedWeights) -> None:
+        if self._adapter_rank is not None:
+            await self._load_adapter(prepared)
+            return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._live_engine()
@@ -158,7 +183,30 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         count = sum(math.prod(shape) for _, shape in pushed.values())
         return await self._inspected(HeldWeights(version, count, dict.fromkeys(pushed)), pushed)
 
+    async def base_checksums(self) -> Mapping[str, int]:
+        """See `InferStrategy.base_checksums`. Tensors that vLLM's workers hold in a checkpoint's layout are read there,
+        a sample of them; all others in the files."""
+        layout = {name: (self._spec.dtype, shape) for name, shape in self._shapes.items()}
+        checksums = dict(await super().base_checksums())
+        for held in await self._answer(self._live_engine().collective_rpc("roll_held_checksums", args=(layout, 0))):
+            checksums |= held
+        return checksums
+
+    async def _inspected_adapter(self, sent: HeldWeights, layout: Layout) -> HeldWeights:
+        """Return what vLLM's workers hold of the adapter. A matrix of which each has a part counts as sent."""
+        engine, found = self._live_engine(), dict[str, int | None]()
+        for held in await self._answer(engine.collective_rpc("roll_held_adapter", args=(layout,))):
+            found |= held
+        lost = sorted(layout.keys() - found.keys())
+        if lost:
+            raise WeightMismatch(f"tensor {lost[0]!r} of version {sent.version} is in no layer of vLLM's model")
+        checksums = {name: sent.checksums[name] if found[name] is None else found[name] for name in layout}
+        version = int(await self._answer(engine.get_weight_version()))
+        return HeldWeights(version, sent.parameter_count, checksums)
+
     async def _inspected(self, sent: HeldWeights, layout: Layout) -> HeldWeights:
+        if self._adapter_rank is not None:
+            return await self._inspected_adapter(sent, layout)
         engine = self._live_engine()
         for unloaded in await self._answer(engine.collective_rpc("roll_unloaded_parameters")):
             if unloaded:
@@ -180,7 +228,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         values = np.zeros(len(tokens), dtype=np.float32)
         engine = self._live_engine()
         with _failures_reported():
-            async for output in engine.generate(tokens_input(tokens.tolist()), params, self._requests.engine_id()):
+            name, policy = self._requests.engine_id(), self._policy()
+            async for output in engine.generate(tokens_input(tokens.tolist()), params, name, lora_request=policy):
                 if output.prompt_logprobs is not None:
                     pairs = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
                     values[1:] = [position[token].logprob for token, position in pairs]
@@ -188,13 +237,15 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     async def _offload(self, discard: bool) -> bool:
         """See `ProcessEngine`. vLLM's sleep of level 1 copies the weights to the host, level 2 drops everything but
-        buffers. An update brings neither a draft model's weights nor all that a quantisation has computed."""
+        buffers. An update brings neither a draft model's weights nor all that a quantisation has computed, nor the base
+        of an adapter."""
         if not self._sleeps:
             await self._halt("resume")
             return False
         engine = self._live_engine()
         config = engine.vllm_config
-        discard = discard and config.speculative_config is None and config.model_config.quantization is None
+        brings_all = config.speculative_config is None and config.model_config.quantization is None
+        discard = discard and brings_all and self._adapter_rank is None
         await self._answer(engine.sleep(level=2 if discard else 1, mode="keep"))
         return discard
 
@@ -207,6 +258,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                 await self._halt("keep")
 
     async def _stop(self, engine: AsyncLLM, running: Sequence[Response]) -> None:
+        if self._adapter_rank is not None:
+            self._folder.close()
         if not engine.errored:
             await engine.abort([response.engine_id for response in running])
             deadline = asyncio.get_running_loop().time() + _FAREWELL_SECONDS

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll.data.records import derive_seed
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE
 from roll.engines.process_engine import Layout
+from roll.weights.adapters import matrix_names
 from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checksum, views
 
 Shape = tuple[int, ...]
@@ -145,6 +147,26 @@ class WorkerCalls:
         }
         return {name: tensor_checksum(readable[name]) for name in sample_of(readable, version)}
 
+    def roll_held_adapter(self, layout: Layout) -> dict[str, int | None]:
+        """Return the checksums of the adapter's tensors in the layers that compute with them; None for one of which
+        this worker has only a part. Tensors that no layer has are left out."""
+        model = self.model_runner.get_model()
+        fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        found: dict[str, int | None] = {}
+        for path, module in model.named_modules():
+            if not isinstance(module, BaseLinearLayerWithLoRA):
+                continue
+            root, _, own = path.rpartition(".")
+            parts = zip(fused.get(own, [own]), module.lora_a_stacked, module.lora_b_stacked, strict=False)
+            for part, *matrices in parts:
+                for name, slots in zip(matrix_names(f"{root}.{part}"), matrices, strict=True):
+                    if name in layout:
+                        dtype, (rows, columns) = layout[name]
+                        held = slots[0, 0, :rows, :columns]  # the only adapter is in the only slot
+                        whole = held.shape == (rows, columns) and str(held.dtype) == f"torch.{dtype}"
+                        found[name] = tensor_checksum(held) if whole else None
+        return found
+
 
 def sample_of(tensors: dict[str, torch.Tensor], version: int) -> list[str]:
     """Return names of some tensors, others at each version, together at most `_INSPECTED_BYTES` (or one tensor)."""
@@ -162,7 +184,8 @@ def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterat
     """Yield the checkpoint's tensors that can be read from the model's parameters: unchanged, as the leading rows of a
     padded vocabulary, or as row blocks of fused projections (named by ``packed_modules_mapping``)."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for name, parameter in model.named_parameters():
+    for own_name, parameter in model.named_parameters():
+        name = own_name.replace(".base_layer.", ".")  # below an adapter
         choices = [[name]]
         for fused_name, parts in fused.items():
             if f".{fused_name}." in name:
