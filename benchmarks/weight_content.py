@@ -70,13 +70,16 @@ def figures(run: PipelineRun) -> dict[str, float]:
     def median(name: str) -> float:
         return statistics.median(run.column(name, WARM_UP))
 
-    seconds = [sum(step[f"weights/{part}_seconds"] for part in PARTS) for step in run.metrics[WARM_UP:]]
+    steps = run.metrics[WARM_UP:]
+    seconds = [sum(step[f"weights/{part}_seconds"] for part in PARTS) for step in steps]
+    # Of the time in which the engine computes.
+    rates = [step["tokens_per_second/actor_infer"] / (1 - step["idle/actor_infer"]) for step in steps]
     return {
         "megabytes": median("weights/bytes") / 1e6,
         "update seconds": statistics.median(seconds),
         **{part: median(f"weights/{part}_seconds") for part in PARTS},
         "stall seconds": median("weights/stall_seconds"),
-        "tokens per second": median("tokens_per_second/actor_infer"),
+        "tokens per second": statistics.median(rates),
     }
 
 
