@@ -88,6 +88,7 @@ def settings(arguments: argparse.Namespace, content: str) -> dict[str, Any]:
         "max_steps": arguments.steps,
         "save_steps": 0,
         "rollout_batch_size": 16,
+        "response_length": 48,
         "async_generation_ratio": 0,
         "weight_update.content": content,
         "weight_update.transport": arguments.transport,
