@@ -216,7 +216,7 @@ class _Passes:
 
     def _seconds(self, tokens: Tokens, passes: int, mfu: float, measured: float | None) -> float:
         if measured is not None:
-            return self._given.scale * measured * tokens.total
+            return self._given.scale * measured * tokens.total / self._ranks**self._given.exponent
         peak = self._flops * mfu / passes
         together = self._operations(tokens.total, tokens.squares) / (peak * self._ranks**self._given.exponent)
         longest = self._operations(tokens.longest, tokens.longest**2) / (peak * self._of_one_model)

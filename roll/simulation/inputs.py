@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among
 from roll.configs.fields import Count, NotNegative, Nucleus, Positive, Range, Share, changes, option
@@ -95,7 +96,7 @@ class TrainerInputs:
     )
     step_seconds: NotNegative = option(2.0, "Fixed time of a training step.")
     optimizer_seconds: NotNegative = option(0.5, "Time of an optimizer step.")
-    token_seconds: NotNegative | None = option(None, "Measured time of a trained token on all ranks.")
+    token_seconds: NotNegative | None = option(None, "Measured time of a trained token on one rank.")
     forward_token_seconds: NotNegative | None = option(None, "The same of a pass for log-probabilities.")
     threads: Positive = option(1.0, "Cores that a training rank keeps busy (see `host.cores`).")
 
@@ -154,6 +155,8 @@ class HostInputs:
 class Inputs:
     """All inputs of a simulation beside the configuration."""
 
+    __pydantic_config__ = {"extra": "forbid"}
+
     device: str | None = option(None, f"Device: {', '.join(DEVICES)}. Default: H100, or CPU as `cluster.device` says.")
     lengths: LengthInputs = option(LengthInputs, "Lengths of prompts and responses.")
     engine: EngineInputs = option(EngineInputs, "The engine.")
@@ -205,11 +208,19 @@ def read_inputs(file: str | None, overrides: Sequence[str] = ()) -> Inputs:
 
     Raises `ConfigError` with every unknown key and wrong value.
     """
-    from omegaconf import OmegaConf
+    return _overridden(read_mapping(Path(file)) if file is not None else {}, overrides)
 
-    tree = read_mapping(Path(file)) if file is not None else {}
-    merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
-    return inputs_from_tree(OmegaConf.to_container(merged))
+
+def overridden(inputs: Inputs, overrides: Sequence[str]) -> Inputs:
+    """Return inputs with ``key=value`` overrides laid over them. Raises `ConfigError`."""
+    return _overridden(_tree(inputs), overrides) if overrides else inputs
+
+
+def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> Inputs:
+    wrong = [each for each in overrides if "=" not in each]
+    if wrong:
+        raise ConfigError([ConfigProblem(f"simulation.{each}", "is no input", "write `key=value`") for each in wrong])
+    return inputs_from_tree(OmegaConf.to_container(OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))))
 
 
 def inputs_from_tree(tree: Any) -> Inputs:
@@ -239,6 +250,10 @@ def _out_of_range(inputs: Inputs) -> list[ConfigProblem]:
 
 def dump_inputs(inputs: Inputs) -> str:
     """Return the YAML that `read_inputs` reads as equal inputs; defaults are left out."""
+    return dump_yaml(_tree(inputs))
+
+
+def _tree(inputs: Inputs) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in changes(inputs):
         *above, last = path.split(".") if not path.startswith("origins") else [path]
@@ -246,14 +261,14 @@ def dump_inputs(inputs: Inputs) -> str:
         for name in above:
             below = below.setdefault(name, {})
         below[last] = value
-    return dump_yaml(tree)
+    return tree
 
 
 SPREADS: Mapping[str, float] = {
     "lengths.median": 0.25,
     "lengths.sigma": 0.2,
-    "engine.scale": 0.3,
-    "trainer.scale": 0.3,
+    "engine.scale": 0.45,
+    "trainer.scale": 0.45,
     "trainer.step_seconds": 0.5,
     "trainer.optimizer_seconds": 0.5,
     "weight_update.gather_bandwidth": 0.5,

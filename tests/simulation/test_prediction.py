@@ -124,13 +124,23 @@ def random_settings(seed):
     return changes, inputs, replicas
 
 
-@pytest.mark.parametrize("seed", range(12))
+def tiers(seeds):
+    """The first seed is quick, the next two are in all, the others are soaked."""
+    marks = {0: [], 1: pytest.mark.tier("all"), 2: pytest.mark.tier("all")}
+    return [pytest.param(seed, marks=marks.get(seed, pytest.mark.tier("soak"))) for seed in seeds]
+
+
+@pytest.mark.parametrize("seed", tiers(range(12)))
 def test_a_run_whose_engines_and_trainers_wait_takes_the_predicted_time(tmp_path, monkeypatch, seed):
     changes, inputs, replicas = random_settings(seed)
     run = WaitingRun(tmp_path, monkeypatch, inputs, seed, replicas, max_steps=20, **changes)
     predicted = simulate(run.config, inputs, seed=seed)
     first, last = predicted.measured
-    ends = run.run().recorder.ends
+    recorder = run.run().recorder
+    ends = recorder.ends
     measured = (ends[last + 1] - ends[first + 1]) / (last - first)
     assert predicted.step_seconds == pytest.approx(measured, rel=0.05), changes
     assert last - first == MEASURED_STEPS
+    # The real run is longer than the window that is measured, so its share is that of all its steps.
+    idle = 1 - recorder.busy_seconds["actor_train"] / ends[20]
+    assert predicted.idle["actor_train"] == pytest.approx(idle, abs=0.06), changes
