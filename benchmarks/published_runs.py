@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -78,9 +78,9 @@ class Case:
             train = generate = gpus.get("sync") or gpus["count"]
         of_engine = settings.get("engine_tensor_parallel") or settings["engine_tp_" + self._name]
         replicas, batch = max(1, generate // of_engine), row["batch"]
-        part = next(
-            k for k in (1, 2, 4, 8, 16, 32) if batch * row["group"] / k <= LARGEST or math.gcd(replicas, batch, train) % (2 * k)
-        )  # fmt: skip
+        part = 1
+        while batch * row["group"] / part > LARGEST and not math.gcd(replicas, batch, train) % (2 * part):
+            part *= 2
         train, generate, batch = train // part, replicas * of_engine // part, batch // part
         devices = max(train, generate) if not self.asynchronous else train + generate
         first = train if self.asynchronous else 0
@@ -156,7 +156,9 @@ def fit(cases: list[Case]) -> Inputs:
 
     for _ in range(4):
         at = errors(known)
-        slopes = np.stack([(errors(known + change) - at) / 0.2 for change in (np.array([0.2, 0]), np.array([0, 0.2]))], 1)
+        slopes = np.stack(
+            [(errors(known + change) - at) / 0.2 for change in (np.array([0.2, 0]), np.array([0, 0.2]))], 1
+        )
         pull = 0.02 * np.eye(2)
         step = np.linalg.solve(slopes.T @ slopes + pull, -slopes.T @ at - pull @ known)
         known = known + np.clip(step, -1, 1)
@@ -184,6 +186,59 @@ def usable(row: dict[str, Any]) -> bool:
     )  # fmt: skip
 
 
+@dataclass
+class Tally:
+    """What is counted over all rows."""
+
+    inside: list[bool] = field(default_factory=list)
+    close: list[bool] = field(default_factory=list)
+    signs: list[bool] = field(default_factory=list)
+
+
+def compare(case: Case, speeds: Inputs | None, fitted: bool, draws: int, tally: Tally) -> float:
+    """Print a line of the table. Returns the blind prediction of the step."""
+    config, inputs = case.build(Inputs())
+    blind = predict(config, inputs, draws=draws, steps=4, algorithms=algorithms_of(config))
+    tally.inside.append(blind.low <= case.seconds <= blind.high)
+    told = " | "
+    if speeds is not None:
+        seconds = simulated(case, speeds, 4)
+        off = seconds / case.seconds - 1
+        told = f"{seconds:.0f} | {off:+.0%}{' (fitted)' if fitted else ''}"
+        if not fitted:
+            tally.close.append(abs(off) <= WITHIN)
+    cells = [
+        case.row["id"],
+        "asynchronous" if case.asynchronous else "synchronous",
+        f"{case.seconds:.0f}",
+        f"{blind.outcome.step_seconds:.0f}",
+        f"{blind.low:.0f}-{blind.high:.0f}",
+        "yes" if tally.inside[-1] else "no",
+        told,
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return blind.outcome.step_seconds
+
+
+def compare_family(members: list[dict[str, Any]], draws: int, tally: Tally) -> None:
+    """Print the lines of a family; the first row with both steps calibrates the others."""
+    members.sort(key=lambda row: row.get("sync_step_seconds") is None)
+    first = members[0]
+    fits = len(members) > 1 and first.get("sync_step_seconds") is not None
+    speeds = fit([Case(first, False), Case(first, True)]) if fits else None
+    seen: set[tuple[int, float]] = set()
+    for row in members:
+        blind: dict[bool, float] = {}
+        synchronous = (row["gpus"].get("sync") or row["gpus"]["count"], row.get("sync_step_seconds"))
+        if synchronous[1] is not None and synchronous not in seen:  # several rows repeat one synchronous run
+            blind[False] = compare(Case(row, False), speeds, row is first, draws, tally)
+            seen.add(synchronous)
+        blind[True] = compare(Case(row, True), speeds, row is first, draws, tally)
+        if len(blind) == 2 and row["gpus"].get("sync") == row["gpus"].get("async"):
+            pays = row["async_step_seconds"] < row["sync_step_seconds"]
+            tally.signs.append((blind[True] < blind[False]) == pays)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -200,50 +255,12 @@ def main() -> None:
     print(f"{sum(map(len, families.values()))} of {len(rows)} rows tell enough\n")
     print("| row | step | published s | blind s | interval | inside | calibrated s | off |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    inside, close, signs = [], [], []
+    tally = Tally()
     for members in families.values():
-        members.sort(key=lambda row: row.get("sync_step_seconds") is None)
-        first = members[0]
-        if len(members) > 1 and first.get("sync_step_seconds"):
-            speeds = fit([Case(first, False), Case(first, True)])
-        else:
-            speeds = None
-        seen: set[tuple[Any, ...]] = set()
-        for row in members:
-            blind_of = {}
-            for asynchronous in (False, True):
-                case = Case(row, asynchronous)
-                published = (asynchronous, row["gpus"].get("sync" if not asynchronous else "async"), case.row.get("sync_step_seconds"))
-                if row.get("sync_step_seconds") is None and not asynchronous:
-                    continue
-                if not asynchronous and published in seen:
-                    continue  # several rows repeat one synchronous run
-                seen.add(published)
-                config, inputs = case.build(Inputs())
-                blind = predict(config, inputs, draws=options.draws, steps=4, algorithms=algorithms_of(config))
-                blind_of[asynchronous] = blind.outcome.step_seconds
-                inside.append(blind.low <= case.seconds <= blind.high)
-                told = ""
-                if speeds is not None:
-                    seconds = simulated(case, speeds, 4)
-                    off = seconds / case.seconds - 1
-                    told = f"{seconds:.0f} | {off:+.0%}"
-                    if row is first:
-                        told += " (fitted)"
-                    else:
-                        close.append(abs(off) <= WITHIN)
-                name = "asynchronous" if asynchronous else "synchronous"
-                print(
-                    f"| {row['id']} | {name} | {case.seconds:.0f} | {blind.outcome.step_seconds:.0f} | {blind.low:.0f}-"
-                    f"{blind.high:.0f} | {'yes' if inside[-1] else 'no'} | {told or ' | '} |",
-                    flush=True,
-                )
-            if len(blind_of) == 2 and row["gpus"].get("sync") == row["gpus"].get("async"):
-                truth = row["async_step_seconds"] < row["sync_step_seconds"]
-                signs.append((blind_of[True] < blind_of[False]) == truth)
-    print(f"\ninside of the blind interval: {sum(inside)} of {len(inside)}")
-    print(f"calibrated on another row, within {WITHIN:.0%}: {sum(close)} of {len(close)}")
-    print(f"right about what pays, blind, on as many devices: {sum(signs)} of {len(signs)}")
+        compare_family(members, options.draws, tally)
+    print(f"\ninside of the blind interval: {sum(tally.inside)} of {len(tally.inside)}")
+    print(f"calibrated on another row, within {WITHIN:.0%}: {sum(tally.close)} of {len(tally.close)}")
+    print(f"right about what pays, blind, on as many devices: {sum(tally.signs)} of {len(tally.signs)}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     calibrate_help = "folder of a run of this model, to take inputs from; several times: of several runs"
     parser.add_argument("--calibrate", metavar="RUN", action="append", default=[], help=calibrate_help)
     parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
-    parser.add_argument("--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`")
+    parser.add_argument(
+        "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
+    )
     parser.add_argument("--price", type=float, help="of a device and hour")
     parser.add_argument("--draws", type=int, default=16, help="simulations for the interval (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
@@ -121,5 +123,3 @@ def _sweep(text: str) -> tuple[str, list[str]]:
     if not sign or not found:
         raise problem("--sweep", f"`{text}` names no values", "write KEY=A,B such as ratio=0,1,2")
     return SHORT.get(key, key), found
-
-

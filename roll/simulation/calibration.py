@@ -94,7 +94,9 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
     for run in runs:
         simulated = simulate(run.config, inputs).step_seconds
         off = simulated / run.step_seconds - 1
-        lines.append(f"a step took {run.step_seconds:.3g} s; simulated with these inputs {simulated:.3g} s ({off:+.0%})")
+        lines.append(
+            f"a step took {run.step_seconds:.3g} s; simulated with these inputs {simulated:.3g} s ({off:+.0%})"
+        )
     return inputs, lines
 
 

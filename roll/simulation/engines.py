@@ -1,7 +1,7 @@
 """Simulated engines: continuous batching, event by event, behind the real router and the real weight buffers.
 
-Between two events a replica runs a fixed set of n requests, each of which gets a token a step. A step takes a fixed time
-and a share for each cached token, and every step adds n cached tokens, so k steps take ``a k + b n k^2 / 2`` seconds.
+Between two events a replica runs a fixed set of n requests, each of which gets a token a step. A step takes a fixed
+time and a share for each cached token, and every step adds n of these, so k steps take ``a k + b n k^2 / 2`` seconds.
 This is solved for the next event: a request ends, or the room for keys and values does. No token is ever visited.
 
 Beyond that room the request that was admitted last is interrupted, and computes its cache again later, as in vLLM

@@ -57,7 +57,9 @@ class LengthInputs:
     prompt: NotNegative | None = option(None, "Mean prompt. Default: half of `prompt_length`.")
     median: Positive | None = option(None, "Median response before the limit. Default: a quarter of the longest.")
     sigma: NotNegative = option(0.8, "Standard deviation of the logarithm of a response's length.")
-    correlation: Share = option(0.5, "Share of the variance (of logarithms) that the samples of a group have in common.")
+    correlation: Share = option(
+        0.5, "Share of the variance (of logarithms) that the samples of a group have in common."
+    )
     quantiles: list[float] = option(
         list, "Lengths at equally spaced quantiles, from the shortest to the longest, in place of `median` and `sigma`."
     )
@@ -194,7 +196,9 @@ class Inputs:
         found: dict[Origin, list[str]] = {}
         for path, value in changes(self):
             if not path.startswith("origins"):
-                shown = f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if _number(value) else value
+                shown = (
+                    f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if _number(value) else value
+                )
                 found.setdefault(self.origins.get(path, "given"), []).append(f"{path}={shown}")
         return found
 

@@ -96,7 +96,9 @@ def _lines(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price
 
 def _span(prediction: Prediction) -> str:
     seconds = prediction.outcome.step_seconds
-    return f"{_seconds(seconds)} s, between {_seconds(prediction.low)} and {_seconds(prediction.high)} s for four in five"
+    return (
+        f"{_seconds(seconds)} s, between {_seconds(prediction.low)} and {_seconds(prediction.high)} s for four in five"
+    )
 
 
 def _seconds(seconds: float) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,7 +75,7 @@ class RolledOut:
     """A finished group."""
 
     tokens: Tokens
-    spans: Counter[int]
+    spans: dict[int, float]
     """Sampled tokens by version."""
     kept: bool
 
@@ -145,16 +144,15 @@ class _Run:
     seed: int
     steps: StepCounter = field(default_factory=StepCounter)
     published: StepCounter = field(default_factory=StepCounter)
-    spans: Counter[int] = field(default_factory=Counter)
-    """Tokens trained on, by lag."""
-    measures: bool = False
-    """True while steps are measured."""
+    spans: dict[int, float] = field(default_factory=dict)
+    """Tokens trained on in the measured steps, by lag."""
     busy: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Spans of work by role."""
-    ends: list[tuple[float, Counter[str]]] = field(default_factory=list)
+    ends: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """Of each step: when it ended, and the engines' counters by then."""
+    so_far: Tokens = Tokens()
+    """Of the batch whose advantages are computed next."""
     dropped_tokens: float = 0.0
-    trained_tokens: float = 0.0
 
     async def main(self, measured: tuple[int, int]) -> Outcome:
         """Run to the last step."""
@@ -198,7 +196,7 @@ class _Run:
 
     def _kept(self, made: RolledOut) -> bool:
         if not made.kept:
-            self.dropped_tokens += made.spans.total()
+            self.dropped_tokens += sum(made.spans.values())
         return made.kept
 
     # The rollout side
@@ -206,7 +204,7 @@ class _Run:
     async def rollout(self, asked: GroupRequest[GroupWork]) -> RolledOut:
         """Generate and judge a group."""
         work, config = asked.item, self.config
-        spans: Counter[int] = Counter()
+        spans: dict[int, float] = {}
         if isinstance(config, AgenticConfig):
             async with asyncio.TaskGroup() as episodes:
                 for sample, tokens in enumerate(work.responses):
@@ -223,7 +221,8 @@ class _Run:
             await self.gate.generate(made, sticky_key=key, min_version=asked.start_version)
             if key is not None:
                 self.pool.forget(key)
-            _add_spans(spans, made)
+            for request in made:
+                _add(spans, request.spans)
             await asyncio.sleep(max(judged) - self._loop.time())
         async with self._driver:
             await self.host.work(len(work.responses) * self.inputs.driver.sample_seconds, 1)
@@ -231,7 +230,7 @@ class _Run:
         tokens = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
         return RolledOut(tokens, spans, work.kept)
 
-    async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: Counter[int]) -> None:
+    async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Play one episode of a group, turn by turn."""
         work, key = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}"
         own = max(1.0, tokens / self._turns)
@@ -241,7 +240,7 @@ class _Run:
             prompt = hash((asked.group_id, turn, sample)) if turn else asked.group_id
             request = Request(own, work.prompt + own * turn, prefill, prompt, lambda request: None)
             await self.gate.generate([request], sticky_key=key, min_version=asked.start_version)
-            _add_spans(spans, [request])
+            _add(spans, request.spans)
             await asyncio.sleep(self._judges.end_of(self._loop.time(), seconds) - self._loop.time())
         self.pool.forget(key)
 
@@ -302,9 +301,7 @@ class _Run:
             if step - oldest > self.bound:
                 raise Unchecked(f"step {step} holds a token of version {oldest}, and the bound is {self.bound}")
             if self.measured[0] < step <= self.measured[1]:
-                for version, number in group.result.spans.items():
-                    self.spans[step - version] += number
-                    self.trained_tokens += number
+                _add(self.spans, ((step - version, number) for version, number in group.result.spans.items()))
         return Batch(step, tokens, complete)
 
     async def _compare(self, role: str, batch: Batch) -> Batch:
@@ -316,10 +313,9 @@ class _Run:
     async def _advantage(self, batch: Batch) -> Batch:
         if self.streams:
             return batch
-        parts = self._parts = [*self.__dict__.get("_parts", []), batch]
-        if batch.complete:
-            self._parts = []
-        return replace(batch, tokens=sum((part.tokens for part in parts), Tokens()))
+        self.so_far += batch.tokens
+        tokens, self.so_far = self.so_far, Tokens() if batch.complete else self.so_far
+        return replace(batch, tokens=tokens)
 
     async def _train(self, batch: Batch) -> Batch:
         costs, version = self.costs, batch.step + 1
@@ -356,12 +352,12 @@ class _Run:
         replicas = self.pool.replicas.values()
         for replica in replicas:
             replica.advance()
-        counted = Counter(
-            busy=sum(replica.busy_seconds for replica in replicas),
-            generated=sum(replica.generated for replica in replicas),
-            recomputed=sum(replica.recomputed for replica in replicas),
-            dropped=self.dropped_tokens + self.pool.wasted,
-        )  # type: ignore[arg-type]
+        counted = {
+            "busy": sum(replica.busy_seconds for replica in replicas),
+            "generated": sum(replica.generated for replica in replicas),
+            "recomputed": sum(replica.recomputed for replica in replicas),
+            "dropped": self.dropped_tokens + self.pool.wasted,
+        }
         self.ends.append((self._loop.time(), counted))
 
     @contextmanager
@@ -380,12 +376,12 @@ class _Run:
         for role, spans in self.busy.items():
             busy = sum(max(0.0, min(until, end) - max(since, start)) for since, until in spans)
             idle[role] = 1 - busy / seconds
-        generated, trained = gained["generated"], self.spans.total() or 1.0
+        generated, trained = gained["generated"], sum(self.spans.values())
         return Outcome(
             step_ends=tuple(at for at, _ in self.ends),
             measured=self.measured,
             samples=derived.samples_per_step(self.config),
-            tokens=self.trained_tokens / seconds,
+            tokens=trained / seconds,
             generated=generated / seconds,
             idle={role: max(0.0, share) for role, share in sorted(idle.items())},
             lags={lag: tokens / trained for lag, tokens in sorted(self.spans.items())},
@@ -395,10 +391,9 @@ class _Run:
         )
 
 
-def _add_spans(spans: Counter[int], requests: Sequence[Request]) -> None:
-    for request in requests:
-        for version, tokens in request.spans:
-            spans[version] += tokens  # type: ignore[assignment]
+def _add(counts: dict[int, float], more: Iterable[tuple[int, float]]) -> None:
+    for key, number in more:
+        counts[key] = counts.get(key, 0.0) + number
 
 
 NOT_SIMULATED = {

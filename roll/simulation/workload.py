@@ -30,7 +30,9 @@ class GroupWork:
     """False if the group filter is going to drop it."""
 
 
-def response_lengths(settings: LengthInputs, longest: int, shape: tuple[int, int], random: np.random.Generator):
+def response_lengths(
+    settings: LengthInputs, longest: int, shape: tuple[int, int], random: np.random.Generator
+) -> np.ndarray:
     """Draw lengths in tokens, float ``[groups, samples]``, at least 1 and at most ``longest``.
 
     Logarithms (with `quantiles`: normal scores) of a group share `correlation` of their variance.
