@@ -31,7 +31,7 @@ WARM_UP_STEPS = 2
 """First steps of a run, which take longer than later ones."""
 LEAST_STEPS = 3
 """Steps after the warm-up that a calibration needs."""
-QUANTILES = 33
+QUANTILES = 129
 """Lengths that stand for a distribution."""
 ROUNDS = 4
 """Simulations of a fit."""

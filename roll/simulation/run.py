@@ -227,8 +227,8 @@ class _Run:
         async with self._driver:
             await self.host.work(len(work.responses) * self.inputs.driver.sample_seconds, 1)
         lengths = [work.prompt + tokens for tokens in work.responses]
-        tokens = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
-        return RolledOut(tokens, spans, work.kept)
+        total = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
+        return RolledOut(total, spans, work.kept)
 
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Play one episode of a group, turn by turn."""
