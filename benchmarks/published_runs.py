@@ -47,7 +47,7 @@ MODELS = {
 PROMPT = 150
 """Tokens of a prompt where the source gives the mean of prompt and response."""
 SIGMA = 0.8
-LARGEST = 1024
+LARGEST = 512
 """Samples of a step that are simulated at most."""
 WITHIN = 0.15
 
