@@ -146,22 +146,25 @@ def median_of(mean: float, longest: int) -> float:
 
 
 def fit(cases: list[Case]) -> Inputs:
-    """Return inputs whose engine and trainer make the steps of these cases: Gauss-Newton in logarithms, with a weak
-    pull to the defaults, since a step that the engine bounds says nothing of the trainer."""
-    known = np.zeros(2)
+    """Return inputs whose engine and trainer make the steps of these cases, with a weak pull to the defaults.
 
-    def errors(logs: np.ndarray) -> np.ndarray:
+    A compass search in logarithms: a step is the longer one of two, and a search by slopes runs in circles about it.
+    """
+
+    def cost(logs: np.ndarray) -> float:
         inputs = with_scales(logs)
-        return np.array([math.log(simulated(case, inputs, 3) / case.seconds) for case in cases])
+        errors = [math.log(simulated(case, inputs, 3) / case.seconds) for case in cases]
+        return float(np.sum(np.square(errors)) + 0.02 * np.sum(np.square(logs)))
 
-    for _ in range(4):
-        at = errors(known)
-        slopes = np.stack(
-            [(errors(known + change) - at) / 0.2 for change in (np.array([0.2, 0]), np.array([0, 0.2]))], 1
-        )
-        pull = 0.02 * np.eye(2)
-        step = np.linalg.solve(slopes.T @ slopes + pull, -slopes.T @ at - pull @ known)
-        known = known + np.clip(step, -1, 1)
+    known, length = np.zeros(2), 1.0
+    best = cost(known)
+    while length > 0.1:
+        tried = [known + length * np.array(way) for way in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1))]
+        costs = [cost(each) for each in tried]
+        if min(costs) < best:
+            best, known = min(costs), tried[int(np.argmin(costs))]
+        else:
+            length /= 2
     return with_scales(known)
 
 
@@ -179,8 +182,9 @@ def with_scales(logs: np.ndarray) -> Inputs:
 def usable(row: dict[str, Any]) -> bool:
     """Return True if a row tells devices, split and batch of two language-model steps."""
     kind, split = row["gpus"]["kind"], row["split"]
+    name = MODELS.get(row["model"], row["model"]).lower()
     return (
-        kind in ("H20", "H100", "GB200") and bool(split.get("train")) and bool(row.get("settings"))
+        name in memory_parts.KNOWN and kind in ("H20", "H100", "GB200") and bool(split.get("train")) and bool(row.get("settings"))
         and bool(row.get("async_step_seconds")) and "images" not in row["lengths"]
         and isinstance(row.get("group"), int)
     )  # fmt: skip
