@@ -183,11 +183,9 @@ def usable(row: dict[str, Any]) -> bool:
     """Return True if a row tells devices, split and batch of two language-model steps."""
     kind, split = row["gpus"]["kind"], row["split"]
     name = MODELS.get(row["model"], row["model"]).lower()
-    return (
-        name in memory_parts.KNOWN and kind in ("H20", "H100", "GB200") and bool(split.get("train")) and bool(row.get("settings"))
-        and bool(row.get("async_step_seconds")) and "images" not in row["lengths"]
-        and isinstance(row.get("group"), int)
-    )  # fmt: skip
+    told = bool(split.get("train") and row.get("settings") and row.get("async_step_seconds"))
+    text = "images" not in row["lengths"] and isinstance(row.get("group"), int)
+    return name in memory_parts.KNOWN and kind in ("H20", "H100", "GB200") and told and text
 
 
 @dataclass
