@@ -269,7 +269,7 @@ def _tree(inputs: Inputs) -> dict[str, Any]:
 
 
 SPREADS: Mapping[str, float] = {
-    "lengths.median": 0.25,
+    "lengths.median": 0.6,
     "lengths.sigma": 0.2,
     "engine.scale": 0.45,
     "trainer.scale": 0.45,
