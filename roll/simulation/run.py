@@ -9,6 +9,7 @@ the machine: a seed gives the same events each time.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -431,4 +432,10 @@ def simulate(
     config = replace(config, max_steps=measured[1] + ahead + 1, eval_steps=0)
     needs_proximal = algorithms.correction is not None or "proximal_logprobs" in algorithms.objective.token_fields
     run = _Run(config, inputs, costs_of(config, inputs), algorithms.streams, needs_proximal, seed)
-    return run_virtual(run.main(measured))
+    collects = gc.isenabled()
+    gc.disable()  # a collection would scan all that is imported, again and again
+    try:
+        return run_virtual(run.main(measured))
+    finally:
+        if collects:
+            gc.enable()
