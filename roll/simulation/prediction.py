@@ -95,10 +95,8 @@ def _lines(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price
 
 
 def _span(prediction: Prediction) -> str:
-    seconds = prediction.outcome.step_seconds
-    return (
-        f"{_seconds(seconds)} s, between {_seconds(prediction.low)} and {_seconds(prediction.high)} s for four in five"
-    )
+    low, high = _seconds(prediction.low), _seconds(prediction.high)
+    return f"{_seconds(prediction.outcome.step_seconds)} s; {low} to {high} s as what is not known of the inputs varies"
 
 
 def _seconds(seconds: float) -> str:
