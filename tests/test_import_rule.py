@@ -1,6 +1,6 @@
 """Who may know whom: every import of the package, also inside functions and under TYPE_CHECKING, follows the arrows.
 
-api -> cli -> {doctor, report} -> pipeline -> {trainers, engines} -> {rewards, agentic, weights, check} ->
+api -> cli -> {doctor, report, simulation} -> pipeline -> {trainers, engines} -> {rewards, agentic, weights, check} ->
 {data, algorithms, runtime} -> {configs, rollout}; `tracking` may be used by anyone, `sandbox` from rewards and agentic
 on, and neither uses another room. Some rooms stay free of heavy libraries, in their sources and when loaded.
 """
@@ -32,6 +32,7 @@ LEVELS = {
     "pipeline": 4,
     "doctor": 5,
     "report": 5,
+    "simulation": 5,
     "cli": 6,
     "api": 7,
 }

@@ -224,10 +224,10 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     return ModelShape(151_936, hidden, intermediate, layers, heads, 8, 128, tied, qk_norm=True)
 
 
-def _qwen3_a3b(experts: int) -> ModelShape:
+def _qwen3_moe(hidden: int, layers: int, heads: int, experts: int, expert_intermediate: int) -> ModelShape:
     return ModelShape(
-        151_936, 2048, 6144, 48, 32, 4, 128, False,
-        qk_norm=True, experts=experts, experts_per_token=8, expert_intermediate=768,
+        151_936, hidden, 3 * hidden, layers, heads, 4, 128, False,
+        qk_norm=True, experts=experts, experts_per_token=8, expert_intermediate=expert_intermediate,
     )  # fmt: skip
 
 
@@ -249,8 +249,9 @@ KNOWN: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
-    "qwen3-30b-a3b": _qwen3_a3b(experts=128),
-    "qwen3-16b-a3b": _qwen3_a3b(experts=64),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 128, 768),
+    "qwen3-16b-a3b": _qwen3_moe(2048, 48, 32, 64, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 128, 1536),
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, tied=False),
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, tied=False),
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, tied=True),

@@ -53,6 +53,9 @@ class Command:
 COMMANDS = {
     "train": Command("FILE", "run the training that a file describes; `roll --config FILE` is the same"),
     "check": Command("FILE", "can it work, what does it need, how much memory; starts nothing", "roll.cli.check:main"),
+    "simulate": Command(
+        "FILE", "how long would a step take, who would wait, what would it cost", "roll.cli.simulate:main"
+    ),
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
     "convert": Command("FILE", "another system's configuration as one of ours", "roll.cli.convert:main"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
@@ -76,6 +79,7 @@ commands:
 examples:
   roll train examples/quickstart/rlvr.yaml
   roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
+  roll simulate examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --sweep ratio=0,1,2
   roll convert run_qwen3-8b.sh --from verl -o run.yaml
   roll check-env frozen_lake size=8
   roll doctor output/quickstart/latest

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -41,6 +43,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An asyncio event loop in virtual time, which starts at 0 seconds. `asyncio.sleep`, `timeout` and `call_later`
     work as usual."""
 
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self) -> None:
         self._virtual_now = 0.0
         super().__init__(_JumpingSelector(self._skip))
@@ -61,6 +66,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def advance(self, seconds: float) -> None:
         """Let time pass in which nothing can happen, as for a process that is stopped."""
         self._virtual_now += seconds
+
+    def idle_until(self) -> float:
+        """Return the time up to which nothing happens but what the caller does: now, if a callback is ready, else the
+        time of the next timer (infinite if there is none)."""
+        if self._ready:
+            return self._virtual_now
+        return self._scheduled[0].when() if self._scheduled else math.inf
 
     def _skip(self, seconds: float | None) -> None:
         if seconds is None:

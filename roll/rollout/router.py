@@ -33,6 +33,10 @@ class Lease:
     """Number that tells a replica from its successor. A lease on a dead replica does not count against the next one."""
 
 
+Rank = tuple[bool, int, int]
+"""Whether a replica drains, its load, and its place among the names: the least one takes the next request."""
+
+
 @dataclass(slots=True)
 class ReplicaState:
     """The known state of one replica."""
@@ -46,12 +50,10 @@ class ReplicaState:
     """True while the replica finishes its requests before a change. It may be idle then, but begins no new request."""
     incarnation: int = 0
     """Number of times it has become live."""
+    rank: Rank | None = None
+    """Its present rank. An equal one that is another object is over."""
     cause: str | None = None
     """First reported reason why it is not live. None while it is live, or if it has not started yet."""
-
-
-Rank = tuple[bool, int, int]
-"""Whether a replica drains, its load, and its place among the names: the least one takes the next request."""
 
 
 class Shelf(NamedTuple):
@@ -262,31 +264,26 @@ class Router:
         state = self._replicas[replica_id]
         if not state.live:
             return
-        shelf = self._shelf(replica_id)
-        ranks = self._ranks.setdefault(shelf, [])
-        heapq.heappush(ranks, (state.draining, state.load, self._place[replica_id]))
+        ranks = self._ranks.setdefault(Shelf(state.version, replica_id in self._reserved), [])
+        state.rank = (state.draining, state.load, self._place[replica_id])
+        heapq.heappush(ranks, state.rank)
         if len(ranks) > 4 * len(self._names):
-            ranks[:] = [rank for rank in set(ranks) if self._is_rank(rank, shelf)]
+            ranks[:] = [rank for rank in ranks if self._is_rank(rank)]
             heapq.heapify(ranks)
 
     def _first(self, shelf: Shelf) -> Rank | None:
         """Return the rank of the replica that takes the next request, if the shelf has one."""
         ranks = self._ranks[shelf]
-        while ranks and not self._is_rank(ranks[0], shelf):
+        while ranks and not self._is_rank(ranks[0]):
             heapq.heappop(ranks)
         if not ranks:
             del self._ranks[shelf]
             return None
         return ranks[0]
 
-    def _is_rank(self, rank: Rank, shelf: Shelf) -> bool:
-        draining, load, place = rank
-        name = self._names[place]
-        state = self._replicas[name]
-        return state.live and self._shelf(name) == shelf and (state.draining, state.load) == (draining, load)
-
-    def _shelf(self, replica_id: str) -> Shelf:
-        return Shelf(self._replicas[replica_id].version, replica_id in self._reserved)
+    def _is_rank(self, rank: Rank) -> bool:
+        state = self._replicas[self._names[rank[-1]]]
+        return state.live and state.rank is rank
 
     def _is_for(self, replica_id: str, reserved: bool) -> bool:
         """Return True if a replica takes requests that want a reserved one, or those that do not."""

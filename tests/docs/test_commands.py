@@ -68,6 +68,8 @@ def own_words(command: Command) -> list[str] | None:
     if command.program != "roll":
         return None
     words = list(command.words[1:])
+    if words[:1] == ["simulate"]:
+        words += ["--draws", "0"]  # without the interval, which takes sixteen simulations more
     return [*words, "--yes"] if words[:1] == ["init"] and "--yes" not in words else words
 
 

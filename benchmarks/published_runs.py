@@ -1,0 +1,269 @@
+"""Compare simulations with published step times of other systems.
+
+Of each family (a system's runs of one model on one kind of device) one row calibrates: the speeds of engine and trainer
+are fitted to its synchronous and its asynchronous step. The other rows are predicted with these speeds, and every row
+is predicted blind as well, with an interval. Lengths are the published means; where a source has none, the default.
+
+Large systems are simulated as an eighth or a fourth of themselves: as many prompts, replicas and trainer ranks less.
+That changes no time but that of the trainer's imperfect scaling, which is put back. Schedules of other systems are
+mapped to the nearest of ours: their staleness threshold, or number of steps off, is the ratio.
+
+    python benchmarks/published_runs.py published_runs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from roll.check import memory_parts
+from roll.configs.loader import config_from_tree
+from roll.configs.run import PipelineConfig
+from roll.simulation.inputs import Inputs, LengthInputs, TrainerInputs
+from roll.simulation.prediction import predict
+from roll.simulation.run import simulate
+
+DEEPSEEK_V3 = memory_parts.ModelShape(
+    129_280, 7168, 18432, 61, 128, 2, 144, False, experts=256, experts_per_token=9, expert_intermediate=2048
+)
+"""With the cache of its latent attention, 576 elements of a token and layer, and the shared expert among the chosen."""
+MODELS = {
+    "Qwen2.5-Math-7B": "Qwen2.5-7B",
+    "Qwen2.5-7B (ReTool)": "Qwen2.5-7B",
+    "Qwen3-30B-A3B-Base": "Qwen3-30B-A3B",
+    "R1-Distill-Qwen-1.5B": "Qwen2.5-1.5B",
+    "R1-Distill-Qwen-7B": "Qwen2.5-7B",
+}
+"""Published model -> one of the same sizes."""
+PROMPT = 150
+"""Tokens of a prompt where the source gives the mean of prompt and response."""
+SIGMA = 0.8
+LARGEST = 512
+"""Samples of a step that are simulated at most."""
+WITHIN = 0.15
+
+
+@dataclass
+class Case:
+    """One step time of a row."""
+
+    row: dict[str, Any]
+    asynchronous: bool
+
+    @property
+    def seconds(self) -> float:
+        """The published time of a step."""
+        return float(self.row[("async" if self.asynchronous else "sync") + "_step_seconds"])
+
+    @property
+    def family(self) -> str:
+        """The rows that share speeds."""
+        return f"{self.row['system'].split(' 0.')[0]}, {self.row['model']}, {self.row['gpus']['kind']}"
+
+    def build(self, inputs: Inputs) -> tuple[PipelineConfig, Inputs]:
+        """Return configuration and inputs of the simulation."""
+        row, settings = self.row, self.row.get("settings", {})
+        split, gpus = row["split"], row["gpus"]
+        train, generate = split["train"], split["generate"]
+        if not self.asynchronous:
+            train = generate = gpus.get("sync") or gpus["count"]
+        of_engine = settings.get("engine_tensor_parallel") or settings["engine_tp_" + self._name]
+        replicas, batch = max(1, generate // of_engine), row["batch"]
+        part = 1
+        while batch * row["group"] / part > LARGEST and not math.gcd(replicas, batch, train) % (2 * part):
+            part *= 2
+        train, generate, batch = train // part, replicas * of_engine // part, batch // part
+        devices = max(train, generate) if not self.asynchronous else train + generate
+        first = train if self.asynchronous else 0
+        ratio = row.get("staleness_threshold", row.get("steps_off", 1)) if self.asynchronous else 0
+        longest = row["lengths"].get("response_max") or row["lengths"]["total_max"] - PROMPT
+        tree = {
+            "pretrain": MODELS.get(row["model"], row["model"]),
+            "cluster": {"device": "cuda", "num_devices_per_node": devices},
+            "rollout_batch_size": batch,
+            "num_return_sequences_in_group": row["group"],
+            "prompt_length": row["lengths"].get("prompt_max") or 2 * PROMPT,
+            "response_length": longest,
+            "async_generation_ratio": ratio,
+            "old_logprobs": "behaviour" if self.asynchronous and row["system"].startswith("verl") else "recompute",
+            "actor_train": {"device_mapping": f"0-{train - 1}", "model_args": {"dtype": "bfloat16"}},
+            "actor_infer": {
+                "device_mapping": f"{first}-{first + generate - 1}",
+                "num_gpus_per_engine": of_engine,
+                "strategy_args": {"strategy_name": "vllm"},
+                "model_args": {"dtype": "bfloat16"},
+            },
+        }
+        if self.asynchronous and row["system"].startswith("verl fully"):
+            tree["actor_train"]["stream_groups"] = True
+        mean = row["lengths"].get("mean") or row["lengths"].get(f"mean_{self._name}")
+        lengths = inputs.lengths
+        if mean:
+            lengths = LengthInputs(prompt=PROMPT, median=median_of(mean - PROMPT, longest), sigma=SIGMA)
+        trainer = replace(inputs.trainer, scale=inputs.trainer.scale * part ** (inputs.trainer.exponent - 1))
+        return config_from_tree(tree), replace(inputs, device=gpus["kind"], lengths=lengths, trainer=trainer)
+
+    @property
+    def _name(self) -> str:
+        return "async" if self.asynchronous else "sync"
+
+
+def algorithms_of(config: PipelineConfig) -> Any:
+    """Return what a simulation asks of the algorithms; losses of other systems need not pass our checks."""
+    fields = {"proximal_logprobs"} if config.old_logprobs == "recompute" else set[str]()
+    objective = SimpleNamespace(token_fields=fields)
+    return SimpleNamespace(streams=config.actor_train.stream_groups is True, correction=None, objective=objective)
+
+
+def simulated(case: Case, inputs: Inputs, steps: int) -> float:
+    """Return the time of a step."""
+    config, own = case.build(inputs)
+    return simulate(config, own, steps=steps, algorithms=algorithms_of(config)).step_seconds
+
+
+def median_of(mean: float, longest: int) -> float:
+    """Return the median of log-normal lengths whose mean is this after they were cut at the longest."""
+    normal = NormalDist()
+
+    def cut_mean(median: float) -> float:
+        score = math.log(longest / median) / SIGMA
+        return median * math.exp(SIGMA**2 / 2) * normal.cdf(score - SIGMA) + longest * (1 - normal.cdf(score))
+
+    low, high = 1.0, 100.0 * longest
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+    return low
+
+
+def fit(cases: list[Case]) -> Inputs:
+    """Return inputs whose engine and trainer make the steps of these cases, with a weak pull to the defaults.
+
+    A compass search in logarithms: a step is the longer one of two, and a search by slopes runs in circles about it.
+    """
+
+    def cost(logs: np.ndarray) -> float:
+        inputs = with_scales(logs)
+        errors = [math.log(simulated(case, inputs, 3) / case.seconds) for case in cases]
+        return float(np.sum(np.square(errors)) + 0.02 * np.sum(np.square(logs)))
+
+    known, length = np.zeros(2), 1.0
+    best = cost(known)
+    while length > 0.1:
+        tried = [known + length * np.array(way) for way in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1))]
+        costs = [cost(each) for each in tried]
+        if min(costs) < best:
+            best, known = min(costs), tried[int(np.argmin(costs))]
+        else:
+            length /= 2
+    return with_scales(known)
+
+
+def with_scales(logs: np.ndarray) -> Inputs:
+    """Return default inputs with the scales of engine and trainer."""
+    engine, trainer = np.exp(logs)
+    return replace(
+        Inputs(),
+        engine=replace(Inputs().engine, scale=float(engine)),
+        trainer=replace(TrainerInputs(), scale=float(trainer)),
+        origins={"engine.scale": "fitted", "trainer.scale": "fitted"},
+    )
+
+
+def usable(row: dict[str, Any]) -> bool:
+    """Return True if a row tells devices, split and batch of two language-model steps."""
+    kind, split = row["gpus"]["kind"], row["split"]
+    name = MODELS.get(row["model"], row["model"]).lower()
+    told = bool(split.get("train") and row.get("settings") and row.get("async_step_seconds"))
+    text = "images" not in row["lengths"] and isinstance(row.get("group"), int)
+    return name in memory_parts.KNOWN and kind in ("H20", "H100", "GB200") and told and text
+
+
+@dataclass
+class Tally:
+    """What is counted over all rows."""
+
+    inside: list[bool] = field(default_factory=list)
+    close: list[bool] = field(default_factory=list)
+    signs: list[bool] = field(default_factory=list)
+
+
+def compare(case: Case, speeds: Inputs | None, fitted: bool, draws: int, tally: Tally) -> float:
+    """Print a line of the table. Returns the blind prediction of the step."""
+    config, inputs = case.build(Inputs())
+    blind = predict(config, inputs, draws=draws, steps=4, algorithms=algorithms_of(config))
+    tally.inside.append(blind.low <= case.seconds <= blind.high)
+    told = " | "
+    if speeds is not None:
+        seconds = simulated(case, speeds, 4)
+        off = seconds / case.seconds - 1
+        told = f"{seconds:.0f} | {off:+.0%}{' (fitted)' if fitted else ''}"
+        if not fitted:
+            tally.close.append(abs(off) <= WITHIN)
+    cells = [
+        case.row["id"],
+        "asynchronous" if case.asynchronous else "synchronous",
+        f"{case.seconds:.0f}",
+        f"{blind.outcome.step_seconds:.0f}",
+        f"{blind.low:.0f}-{blind.high:.0f}",
+        "yes" if tally.inside[-1] else "no",
+        told,
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return blind.outcome.step_seconds
+
+
+def compare_family(members: list[dict[str, Any]], draws: int, tally: Tally) -> None:
+    """Print the lines of a family; the first row with both steps calibrates the others."""
+    members.sort(key=lambda row: row.get("sync_step_seconds") is None)
+    first = members[0]
+    fits = len(members) > 1 and first.get("sync_step_seconds") is not None
+    speeds = fit([Case(first, False), Case(first, True)]) if fits else None
+    seen: set[tuple[int, float]] = set()
+    for row in members:
+        blind: dict[bool, float] = {}
+        synchronous = (row["gpus"].get("sync") or row["gpus"]["count"], row.get("sync_step_seconds"))
+        if synchronous[1] is not None and synchronous not in seen:  # several rows repeat one synchronous run
+            blind[False] = compare(Case(row, False), speeds, row is first, draws, tally)
+            seen.add(synchronous)
+        blind[True] = compare(Case(row, True), speeds, row is first, draws, tally)
+        if len(blind) == 2 and row["gpus"].get("sync") == row["gpus"].get("async"):
+            pays = row["async_step_seconds"] < row["sync_step_seconds"]
+            tally.signs.append((blind[True] < blind[False]) == pays)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--draws", type=int, default=8)
+    parser.add_argument("--only", default="", help="families whose name contains this")
+    options = parser.parse_args()
+    memory_parts.KNOWN["deepseek-v3"] = DEEPSEEK_V3
+    rows = json.loads(options.file.read_text())["rows"]
+    families: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if usable(row) and options.only in Case(row, True).family:
+            families[Case(row, True).family].append(row)
+    print(f"{sum(map(len, families.values()))} of {len(rows)} rows tell enough\n")
+    print("| row | step | published s | blind s | interval | inside | calibrated s | off |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    tally = Tally()
+    for members in families.values():
+        compare_family(members, options.draws, tally)
+    print(f"\ninside of the blind interval: {sum(tally.inside)} of {len(tally.inside)}")
+    print(f"calibrated on another row, within {WITHIN:.0%}: {sum(tally.close)} of {len(tally.close)}")
+    print(f"right about what pays, blind, on as many devices: {sum(tally.signs)} of {len(tally.signs)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`roll simulate FILE`: the time of a step, who waits, how stale tokens will be and what the run will cost.
+
+Nothing is started, and neither a GPU nor the model is needed: its name or its `config.json` tells the sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll.check.config import LACKING, check_elsewhere, loaded, read_config
+from roll.cli.main import refusal
+from roll.configs.errors import ConfigError
+from roll.configs.plugins import problem
+from roll.configs.run import PipelineConfig
+from roll.tracking.files import say
+
+DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
+PREFIX = "simulation."
+"""Before the name of an input on the command line."""
+SHORT = {"ratio": "async_generation_ratio"}
+"""Names in `--sweep` beside those of keys and inputs."""
+
+_EPILOG = """\
+examples:
+  roll simulate run.yaml
+  roll simulate run.yaml async_generation_ratio=1 simulation.device=H200 simulation.lengths.median=3000
+  roll simulate run.yaml --sweep ratio=0,0.5,1,2
+  roll simulate run.yaml --calibrate output/run/latest -o numbers.yaml
+  roll simulate run.yaml --inputs numbers.yaml --price 2.5
+
+Inputs are lengths, speeds and latencies; docs/simulation.md has them all, and says how far to trust the numbers.
+
+exit codes: 0 simulated; 2 the configuration or an input is wrong, every problem named with a remedy; 1 OUT cannot be
+written.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Simulate the run that is described on the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="roll simulate",
+        description="Predict what a run takes: the real scheduler in virtual time, with models of what computes.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="FILE", help="YAML file of a run; keys: docs/configuration.md")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help=f"dotted keys that replace values of the file; those that begin with `{PREFIX}` are inputs",
+    )  # fmt: skip
+    parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
+    calibrate_help = "folder of a run of this model, to take inputs from; several times: of several runs"
+    parser.add_argument("--calibrate", metavar="RUN", action="append", default=[], help=calibrate_help)
+    parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
+    parser.add_argument(
+        "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
+    )
+    parser.add_argument("--price", type=float, help="of a device and hour")
+    parser.add_argument("--draws", type=int, default=16, help="simulations for the interval (default 16)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        return _simulate(options)
+    except ConfigError as error:
+        say(refusal(options.config, error), error=True)
+        return BAD_CONFIGURATION
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from roll.simulation.calibration import calibrated
+    from roll.simulation.inputs import dump_inputs, overridden, read_inputs
+    from roll.simulation.prediction import predict, report, table
+
+    keys, numbers = _split(options.overrides)
+    config = _config(options.config, keys)
+    inputs = read_inputs(options.inputs, numbers)
+    if options.calibrate:
+        inputs, notes = calibrated(config, inputs, [Path(each) for each in options.calibrate])
+        say("\n".join(notes))
+    if options.out is not None:
+        try:
+            with Path(options.out).open("x", encoding="utf-8") as file:
+                file.write(dump_inputs(inputs))
+        except OSError as error:
+            say(f"cannot write {options.out}: {error.strerror or error}", error=True)
+            return FAILED
+    if options.sweep is None:
+        prediction = predict(config, inputs, draws=options.draws, seed=options.seed)
+        say(report(config, inputs, prediction, options.price))
+        return DONE
+    key, values = _sweep(options.sweep)
+    rows = []
+    for value in values:
+        change, number = _split([f"{key}={value}"])
+        swept = _config(options.config, [*keys, *change])
+        given = overridden(inputs, number)
+        rows.append((value, predict(swept, given, draws=options.draws, seed=options.seed)))
+    say(table(key, rows))
+    return DONE
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the configuration, and those of inputs without their prefix."""
+    numbers = [each.removeprefix(PREFIX) for each in overrides if each.startswith(PREFIX)]
+    return [each for each in overrides if not each.startswith(PREFIX)], numbers
+
+
+def _config(file: str, overrides: Sequence[str]) -> PipelineConfig:
+    """Return a configuration that can work on the machine of its run. Raises `ConfigError`."""
+    told: list[str] = []
+    config = loaded(lambda: read_config(file, overrides, told.append), here=False)
+    check_elsewhere(config, LACKING if told else ())
+    if not isinstance(config, PipelineConfig):
+        raise problem("pipeline", f"`{config.pipeline}` has no rollouts", "simulate a run of `rlvr` or `agentic`")
+    return config
+
+
+def _sweep(text: str) -> tuple[str, list[str]]:
+    key, sign, values = text.partition("=")
+    found = [value.strip() for value in values.split(",") if value.strip()]
+    if not sign or not found:
+        raise problem("--sweep", f"`{text}` names no values", "write KEY=A,B such as ratio=0,1,2")
+    return SHORT.get(key, key), found

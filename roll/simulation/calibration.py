@@ -1,0 +1,195 @@
+"""Inputs from a run: what its files tell is measured, and speeds are fitted until the simulated run is as busy.
+
+Used are `config.yaml`, `metrics.jsonl` and `samples.jsonl`, which each run writes. Times of weight updates and lengths
+are taken as they are. The speeds of engine and trainer follow from the seconds in which they worked: these depend on
+how many requests ran at once, and on a CPU on who else used the cores, so the run is simulated until they agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from roll.check.config import read_config
+from roll.configs import derived
+from roll.configs.devices import parse_device_mapping
+from roll.configs.plugins import problem
+from roll.configs.run import PipelineConfig, RLVRConfig
+from roll.simulation.inputs import Inputs, LatencyInputs
+from roll.simulation.run import Outcome, simulate
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.trackers import read_metrics
+
+WARM_UP_STEPS = 2
+"""First steps of a run, which take longer than later ones."""
+LEAST_STEPS = 3
+"""Steps after the warm-up that a calibration needs."""
+QUANTILES = 129
+"""Lengths that stand for a distribution."""
+ROUNDS = 4
+"""Simulations of a fit."""
+FORWARD_SHARE = 0.25
+"""Share of log-probabilities in the time of a trained token, where a run does both and does not tell them apart."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a run took."""
+
+    config: PipelineConfig
+    step_seconds: float
+    busy: Mapping[str, float]
+    """Role -> seconds of a step in which it worked; of replicas the mean."""
+
+
+def calibrated(config: PipelineConfig, inputs: Inputs, folders: Sequence[Path]) -> tuple[Inputs, list[str]]:
+    """Return the inputs with those that runs tell, and what was found, in words.
+
+    Lengths and updates are taken from the last run, speeds from all. Raises `ConfigError` if a folder holds no run, or
+    one of another model.
+    """
+    found = [_observed(folder) for folder in folders]
+    for folder, (observed, _) in zip(folders, found, strict=True):
+        ours, theirs = (derived.model_path(each, each.actor_train) for each in (config, observed.config))
+        if Path(ours).name != Path(theirs).name:
+            raise problem(str(folder), f"it trained {theirs}, not {ours}", "calibrate on a run of the same model")
+    observed, records = found[-1]
+    inputs = _measured(observed.config, inputs, records, folders[-1])
+    return fitted(inputs, [each for each, _ in found])
+
+
+def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tuple[Inputs, list[str]]:
+    """Return the inputs with the scales of engine and trainer that make simulations of these runs as busy as they
+    were, and how close the steps then are, in words."""
+    for _ in range(rounds):
+        outcomes = [simulate(run.config, inputs) for run in runs]
+        for section, role in (("engine", "actor_infer"), ("trainer", "actor_train")):
+            errors = [
+                math.log(run.busy[role] / busy)
+                for run, outcome in zip(runs, outcomes, strict=True)
+                if run.busy.get(role, 0) > 0 and (busy := busy_seconds(outcome, role)) > 0
+            ]
+            if errors:
+                old = vars(inputs)[section]
+                scaled = replace(old, scale=old.scale * math.exp(fmean(errors)))
+                inputs = _with_origin(replace(inputs, **{section: scaled}), f"{section}.scale", "fitted")
+        # On policy nothing overlaps: what neither of them takes is the driver's.
+        left = [
+            (run.step_seconds - outcome.step_seconds + errors_of(run, outcome)) / outcome.samples
+            for run, outcome in zip(runs, outcomes, strict=True)
+            if run.config.async_generation_ratio == 0
+        ]
+        if left:
+            seconds = max(0.0, inputs.driver.sample_seconds + fmean(left))
+            inputs = replace(inputs, driver=replace(inputs.driver, sample_seconds=seconds))
+            inputs = _with_origin(inputs, "driver.sample_seconds", "fitted")
+    lines = []
+    for run in runs:
+        simulated = simulate(run.config, inputs).step_seconds
+        off = simulated / run.step_seconds - 1
+        lines.append(
+            f"a step took {run.step_seconds:.3g} s; simulated with these inputs {simulated:.3g} s ({off:+.0%})"
+        )
+    return inputs, lines
+
+
+def errors_of(run: Observed, outcome: Outcome) -> float:
+    """Return the seconds of a step by which a simulation's engine and trainer worked longer than those of the run."""
+    roles = [role for role in ("actor_infer", "actor_train") if run.busy.get(role, 0) > 0]
+    return sum(busy_seconds(outcome, role) - run.busy[role] for role in roles)
+
+
+def busy_seconds(outcome: Outcome, role: str) -> float:
+    """Return the seconds of a step in which a role worked."""
+    return (1 - outcome.idle.get(role, 1.0)) * outcome.step_seconds
+
+
+def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
+    run = RunDirectory(folder)
+    if not run.metrics.is_file() or not run.config.is_file():
+        raise problem(str(folder), "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
+    config = read_config(run.config)
+    if not isinstance(config, PipelineConfig):
+        raise problem(str(folder), f"a run of `{config.pipeline}` has no rollouts", "give a run of `rlvr` or `agentic`")
+    records = [each for each in read_metrics(run.metrics) if each["step"] > WARM_UP_STEPS and "time/step" in each]
+    if len(records) < LEAST_STEPS:
+        message = f"it has {len(records)} steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
+        raise problem(str(folder), message, "let the run take more steps")
+    busy = {
+        role: median((1 - record[f"idle/{role}"]) * record["time/step"] for record in records)
+        for role in ("actor_infer", "actor_train")
+    }
+    return Observed(config, median(_all(records, "time/step")), busy), records
+
+
+def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
+    """Return the inputs with what a run's files tell directly."""
+    samples = derived.samples_per_step(config)
+    response = fmean(_all(records, "response/tokens")) / samples
+    # The trainer counts every token of its batches, once for each epoch.
+    trained = [each["tokens_per_second/actor_train"] * each["time/step"] / config.ppo_epochs for each in records]
+    prompt = max(0.0, fmean(trained) / samples - response)
+    lengths = replace(inputs.lengths, prompt=prompt, quantiles=_lengths(folder, response))
+    inputs = _with_origin(replace(inputs, lengths=lengths), "lengths.prompt", "measured")
+    inputs = _with_origin(inputs, "lengths.quantiles", "measured")
+    update, replicas = inputs.weight_update, derived.engine_replicas(config)
+    for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
+        if seconds := list(_all(records, f"weights/{name}_seconds")):
+            update = replace(update, **{f"{name}_seconds": median(seconds) / share})
+            inputs = _with_origin(replace(inputs, weight_update=update), f"weight_update.{name}_seconds", "measured")
+    ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
+    busy = fmean((1 - each["idle/actor_train"]) * each["time/step"] for each in records)
+    busy -= inputs.weight_update.gather_seconds or 0.0
+    token = max(1e-12, busy) / config.ppo_epochs / (fmean(trained)) * ranks
+    forward = token * FORWARD_SHARE
+    trainer = replace(
+        inputs.trainer, token_seconds=token, forward_token_seconds=forward, step_seconds=0.0, optimizer_seconds=0.0
+    )
+    if config.old_logprobs == "recompute" or config.train_infer_correction:
+        trainer = replace(trainer, token_seconds=token - forward)
+    inputs = replace(inputs, trainer=trainer)
+    for name in ("token_seconds", "forward_token_seconds", "step_seconds", "optimizer_seconds"):
+        inputs = _with_origin(inputs, f"trainer.{name}", "measured" if name == "token_seconds" else "fitted")
+    judged = [name for name in records[0] if name.startswith("idle/rewards.")]
+    if isinstance(config, RLVRConfig) and judged and inputs.origin("rewards.seconds") == "default":
+        workers = [config.rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
+        working = sum(
+            number * fmean((1 - each[name]) * each["time/step"] for each in records if each.get(name) is not None)
+            for name, number in zip(judged, workers, strict=True)
+        )
+        inputs = replace(inputs, rewards=LatencyInputs(working / samples, 0.0, sum(workers)))
+        for name in ("seconds", "sigma", "workers"):
+            inputs = _with_origin(inputs, f"rewards.{name}", "measured")
+    return inputs
+
+
+def _with_origin(inputs: Inputs, path: str, origin: str) -> Inputs:
+    return replace(inputs, origins={**inputs.origins, path: origin})  # type: ignore[dict-item]
+
+
+def _all(records: Iterable[Mapping[str, Any]], name: str) -> Iterable[float]:
+    return [record[name] for record in records if record.get(name) is not None]
+
+
+def _lengths(folder: Path, mean: float) -> list[float]:
+    """Return lengths at equally spaced quantiles: of the logged samples, scaled to the mean of all."""
+    lengths: list[float] = []
+    path = RunDirectory(folder).samples
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            sample = json.loads(line)
+            if sample["split"] == "train" and "tokens" in sample:
+                tokens = sample["tokens"]
+                sampled = sum(number for number, version in tokens["versions"] if version is not None)
+                lengths.append(float(sampled + tokens["left_out"]))
+    if len(lengths) < 2 or max(lengths) == 0:
+        return [mean, mean]
+    drawn = np.quantile(lengths, np.linspace(0, 1, QUANTILES))
+    return [float(f"{length:.6g}") for length in drawn * (mean / fmean(lengths))]

@@ -1,0 +1,227 @@
+"""Seconds of engines, trainers and weight updates, from sizes of the model, figures of the device and the inputs.
+
+- Decoding: a step of n requests takes a fixed time, plus the longer of reading the weights and computing 2 operations
+  a weight and request, plus reading keys and values (the roofline: Williams et al. 2009; for transformers: Pope et al.,
+  "Efficiently Scaling Transformer Inference", 2022). Of experts only those are read that some request chose.
+- Training: 6 operations a weight and token and 12 per layer, query element and pair of tokens, halved by the causal
+  mask (Kaplan et al. 2020, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"). n ranks do the work
+  of n to the power of `trainer.exponent`. A step takes at least as long as its longest sequence on the ranks of one
+  model.
+- Measured seconds take the place of any of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from roll.check.memory import find_shape
+from roll.check.memory_parts import ELEMENT_BYTES, GIB, ModelShape, ShapeUnknown
+from roll.check.memory_roles import HF_MAX_RUNNING, SGLANG_MAX_RUNNING, VLLM_BATCHES
+from roll.configs import derived
+from roll.configs.devices import parse_device_mapping
+from roll.configs.plugins import problem
+from roll.configs.roles import WorkerConfig
+from roll.configs.run import PipelineConfig
+from roll.configs.strategies import Options
+from roll.simulation.inputs import Hardware, Inputs
+
+PCIE_BANDWIDTH = 2e10
+"""Bytes a second between host and device."""
+STATE_BYTES = 16
+"""Of a trained weight on the device: weight, gradient and two moments in float32."""
+ENGINE_MEMORY = 0.9
+"""Share of the device's memory that an engine takes by default."""
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """The time of one replica."""
+
+    step: Sequence[float]
+    """Running requests -> seconds of a decoding step without reading their caches."""
+    cached_token: float
+    """Seconds that each token of keys and values adds to a step."""
+    prefill_token: float
+    """Seconds of a prompt token."""
+    max_running: int
+    cache_tokens: float
+    """Tokens of keys and values that it has room for."""
+    threads: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of some samples, prompts included."""
+
+    samples: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    """Sum of the squares of the lengths."""
+    longest: float = 0.0
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(
+            self.samples + other.samples,
+            self.total + other.total,
+            self.squares + other.squares,
+            max(self.longest, other.longest),
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time of everything that computes."""
+
+    engine: EngineCosts
+    train: Callable[[Tokens], float]
+    """Tokens of a batch, or of a part -> seconds that grow with them."""
+    train_step: float
+    """Seconds of a step that do not."""
+    forward: dict[str, Callable[[Tokens], float]]
+    """Role -> seconds of the log-probabilities of tokens. `actor_train`: before its first update."""
+    gather: float
+    send: float
+    fetch: float
+    load: float
+    exchange: dict[str, float]
+    """Role -> seconds to move its states onto the devices, or away."""
+    train_threads: float
+    """Cores that the trainer keeps busy."""
+
+
+def shape_of(config: PipelineConfig, role: WorkerConfig) -> ModelShape:
+    """Return the sizes of a role's model. Raises `ConfigError` if they are unknown."""
+    model = derived.model_path(config, role)
+    try:
+        return find_shape(model)
+    except ShapeUnknown as reason:
+        raise problem("pretrain", str(reason), "give a folder with the model's config.json") from reason
+
+
+def active_parameters(shape: ModelShape) -> float:
+    """Return the weights that a token passes through; of the embedding it reads a row only."""
+    idle = shape.layers * shape.expert_parameters * (1 - _chosen_share(shape)) if shape.experts else 0.0
+    return shape.parameters - idle - (0 if shape.tied else shape.embedding_parameters)
+
+
+def _chosen_share(shape: ModelShape) -> float:
+    return shape.experts_per_token / shape.experts
+
+
+def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
+    """Return the costs of a configuration. Raises `ConfigError` if a size or a device is unknown."""
+    hardware, given = inputs.hardware(config.cluster.device), inputs.trainer
+    infer, roles = config.actor_infer, derived.present_roles(config)
+    shape = shape_of(config, config.actor_train)
+    size = float(shape.parameters * ELEMENT_BYTES[infer.model_args.dtype])
+    optimizer_steps = derived.optimizer_steps_per_step(config, config.actor_train)
+    passes = _Passes(config, inputs, hardware, config.actor_train)
+    update = inputs.weight_update
+    moved = {
+        role: (STATE_BYTES if role in ("actor_train", "critic") else 2) * shape_of(config, section).parameters
+        / (len(parse_device_mapping(section.device_mapping)) or 1) / PCIE_BANDWIDTH
+        for role, section in roles.items()
+    }  # fmt: skip
+    moved["actor_infer"] = size / infer.num_gpus_per_engine / PCIE_BANDWIDTH
+    if update.exchange_seconds is not None:
+        moved = dict.fromkeys(moved, update.exchange_seconds)
+    on_load = size / infer.num_gpus_per_engine / update.load_bandwidth
+    return Costs(
+        engine_costs(config, inputs, shape, hardware),
+        train=lambda tokens: config.ppo_epochs * passes.trained(tokens),
+        train_step=given.step_seconds + optimizer_steps * given.optimizer_seconds,
+        forward={
+            role: _Passes(config, inputs, hardware, roles[role]).forward
+            for role in ("actor_train", "reference", "teacher")
+            if role in roles
+        },
+        gather=size / update.gather_bandwidth if update.gather_seconds is None else update.gather_seconds,
+        send=size / update.send_bandwidth if update.send_seconds is None else update.send_seconds,
+        fetch=update.fetch_seconds,
+        load=on_load if update.load_seconds is None else update.load_seconds,
+        exchange=moved,
+        train_threads=given.threads * len(parse_device_mapping(config.actor_train.device_mapping)),
+    )
+
+
+def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hardware: Hardware) -> EngineCosts:
+    """Return the costs of a replica of the engine."""
+    given, gpus = inputs.engine, config.actor_infer.num_gpus_per_engine
+    element = ELEMENT_BYTES[config.actor_infer.model_args.dtype]
+    running = given.max_running or _running(config, hardware)
+    bandwidth, flops = given.bandwidth * hardware.bandwidth * gpus, given.efficiency * hardware.flops * gpus
+    active = active_parameters(shape)
+    experts = float(shape.layers * shape.expert_parameters)
+    dense = shape.parameters - experts - (0 if shape.tied else shape.embedding_parameters)
+    sums = 2 * shape.layers * given.communication_seconds if gpus > 1 else 0.0
+    measured = given.step_seconds is not None
+
+    def step(requests: int) -> float:
+        if given.step_seconds is not None:
+            return given.scale * (given.step_seconds + given.request_seconds * requests)
+        read = dense + (experts * (1 - (1 - _chosen_share(shape)) ** requests) if experts else 0.0)
+        return given.scale * (
+            given.overhead_seconds + sums + max(read * element / bandwidth, 2 * active * requests / flops)
+        )
+
+    known: list[float] = [step(requests) for requests in range(running + 1)]
+    cached = shape.cache_bytes_per_token(element)
+    room = ENGINE_MEMORY * hardware.memory * gpus - shape.parameters * element
+    tokens = math.inf if config.cluster.device == "cpu" else room / (cached * max(1, gpus / shape.kv_heads))
+    if given.cache_tokens is None and tokens <= derived.sequence_length(config):
+        message = f"a replica of {gpus} has room for {max(0, tokens):,.0f} tokens, less than one sequence"
+        raise problem("actor_infer.num_gpus_per_engine", message, "give a replica more devices, or larger ones")
+    prefill = 0.0 if measured else 2 * active / flops
+    return EngineCosts(
+        step=known,
+        cached_token=0.0 if measured else given.scale * cached / bandwidth,
+        prefill_token=given.scale * (prefill if given.prefill_token_seconds is None else given.prefill_token_seconds),
+        max_running=running,
+        cache_tokens=tokens if given.cache_tokens is None else given.cache_tokens,
+        threads=given.threads,
+    )
+
+
+def _running(config: PipelineConfig, hardware: Hardware) -> int:
+    """Return the requests that a replica runs at once, by its option or its default."""
+    options = Options.of(config.actor_infer)
+    if options.strategy == "sglang":
+        return int(options.get("max_running_requests", SGLANG_MAX_RUNNING))
+    if options.strategy == "hf_infer":
+        return int(options.get("max_running_requests", HF_MAX_RUNNING))
+    usual = next(requests for below, _, requests in VLLM_BATCHES if hardware.memory < below * GIB)
+    return int(options.get("max_num_seqs", usual) if options.strategy == "vllm" else usual)
+
+
+class _Passes:
+    """The passes of a role over tokens."""
+
+    def __init__(self, config: PipelineConfig, inputs: Inputs, hardware: Hardware, role: WorkerConfig) -> None:
+        self._given, shape = inputs.trainer, shape_of(config, role)
+        self._weights = active_parameters(shape)
+        self._pairs = shape.layers * shape.queries
+        self._ranks = len(parse_device_mapping(role.device_mapping)) or 1
+        self._of_one_model = self._ranks / max(1, derived.data_parallel_ranks(role))
+        self._flops = hardware.flops
+
+    def trained(self, tokens: Tokens) -> float:
+        """Return the seconds of forward and backward passes over these tokens."""
+        return self._seconds(tokens, 3, self._given.mfu, self._given.token_seconds)
+
+    def forward(self, tokens: Tokens) -> float:
+        """Return the seconds of a forward pass over these tokens."""
+        return self._seconds(tokens, 1, self._given.forward_mfu, self._given.forward_token_seconds)
+
+    def _seconds(self, tokens: Tokens, passes: int, mfu: float, measured: float | None) -> float:
+        if measured is not None:
+            return self._given.scale * measured * tokens.total / self._ranks**self._given.exponent
+        peak = self._flops * mfu / passes
+        together = self._operations(tokens.total, tokens.squares) / (peak * self._ranks**self._given.exponent)
+        longest = self._operations(tokens.longest, tokens.longest**2) / (peak * self._of_one_model)
+        return self._given.scale * max(together, longest)
+
+    def _operations(self, total: float, squares: float) -> float:
+        """Return the operations of one forward pass."""
+        return 2 * self._weights * total + 2 * self._pairs * squares

@@ -1,0 +1,329 @@
+"""What a simulation must be told beside the configuration: speeds, latencies and lengths, each with a default.
+
+Every number can be set in a small YAML file (`roll simulate FILE --inputs NUMBERS`) or as `simulation.engine.scale=1.2`
+on the command line. An input is *given* (written by the user), *measured* or *fitted* (written by `--calibrate`), or a
+*default*. The less is known of an input, the further it is varied for the printed interval (`SPREADS`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among
+from roll.configs.fields import Count, NotNegative, Nucleus, Positive, Range, Share, changes, option
+from roll.configs.loader import dump_yaml, read_mapping, validated
+from roll.configs.plugins import problem
+
+Origin = Literal["default", "given", "fitted", "measured"]
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peak figures of one device, from its data sheet."""
+
+    flops: float
+    """Dense bfloat16 operations a second; of a CPU slot: float32, measured."""
+    bandwidth: float
+    """Bytes a second from the device's memory."""
+    memory: float
+    """Bytes."""
+
+
+DEVICES: dict[str, Hardware] = {
+    "A100": Hardware(312e12, 2.04e12, 80e9),
+    "H100": Hardware(989e12, 3.35e12, 80e9),
+    "H800": Hardware(989e12, 3.35e12, 80e9),
+    "H20": Hardware(148e12, 4.0e12, 96e9),
+    "H200": Hardware(989e12, 4.8e12, 141e9),
+    "GB200": Hardware(2450e12, 8.0e12, 186e9),
+    "CPU": Hardware(7e10, 1e10, 8e9),
+}
+"""NVIDIA's data sheets (SXM variants; GB200: one of its GPUs), and a core of the machine of `benchmarks/README.md`."""
+
+
+@dataclass
+class LengthInputs:
+    """Lengths in tokens: of an episode, all its responses together."""
+
+    prompt: NotNegative | None = option(None, "Mean prompt. Default: half of `prompt_length`.")
+    median: Positive | None = option(None, "Median response before the limit. Default: a quarter of the longest.")
+    sigma: NotNegative = option(0.8, "Standard deviation of the logarithm of a response's length.")
+    correlation: Share = option(
+        0.5, "Share of the variance (of logarithms) that the samples of a group have in common."
+    )
+    quantiles: list[float] = option(
+        list, "Lengths at equally spaced quantiles, from the shortest to the longest, in place of `median` and `sigma`."
+    )
+
+
+@dataclass
+class EngineInputs:
+    """The time of an engine replica."""
+
+    scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
+    efficiency: Nucleus = option(0.5, "Share of the peak operations that matrix products reach.")
+    bandwidth: Nucleus = option(0.7, "Share of the peak memory bandwidth that reading weights and caches reaches.")
+    overhead_seconds: NotNegative = option(0.004, "Fixed time of a decoding step: scheduling, sampling, launches.")
+    communication_seconds: NotNegative = option(
+        2e-5, "Time of one of the two sums over GPUs in each layer, if a replica has several."
+    )
+    step_seconds: NotNegative | None = option(
+        None, "Measured time of a decoding step, in place of what model and device say (with `request_seconds`)."
+    )
+    request_seconds: NotNegative = option(0.0, "Time that each running request adds to `step_seconds`.")
+    prefill_token_seconds: NotNegative | None = option(None, "Measured time of a prompt token.")
+    max_running: Count | None = option(None, "Requests that a replica runs at once. Default: the engine's option.")
+    cache_tokens: Positive | None = option(None, "Tokens of keys and values that a replica has room for.")
+    threads: Positive = option(1.0, "Cores that a decoding replica keeps busy (see `host.cores`).")
+
+
+@dataclass
+class TrainerInputs:
+    """The time of a trainer, and of the roles that compute log-probabilities."""
+
+    scale: Positive = option(1.0, "Seconds that grow with tokens are multiplied by this.")
+    mfu: Nucleus = option(0.35, "Share of the peak operations that forward and backward passes reach on one rank.")
+    forward_mfu: Nucleus = option(0.35, "The same of passes for log-probabilities.")
+    exponent: Annotated[float, Range(above=0, at_most=1)] = option(
+        0.95, "n ranks do the work of n to this power; 0.82 was published for a mixture of experts on 8 to 32 GPUs."
+    )
+    step_seconds: NotNegative = option(2.0, "Fixed time of a training step.")
+    optimizer_seconds: NotNegative = option(0.5, "Time of an optimizer step.")
+    token_seconds: NotNegative | None = option(None, "Measured time of a trained token on one rank.")
+    forward_token_seconds: NotNegative | None = option(None, "The same of a pass for log-probabilities.")
+    threads: Positive = option(1.0, "Cores that a training rank keeps busy (see `host.cores`).")
+
+
+@dataclass
+class UpdateInputs:
+    """The time of a weight update."""
+
+    gather_seconds: NotNegative | None = option(None, "Trainer stands still. Default: bytes / `gather_bandwidth`.")
+    send_seconds: NotNegative | None = option(None, "In the background. Default: bytes / `send_bandwidth`.")
+    fetch_seconds: NotNegative = option(0.0, "A replica receives, and decodes meanwhile.")
+    load_seconds: NotNegative | None = option(
+        None, "A replica stands still. Default: bytes / GPUs of the replica / `load_bandwidth`."
+    )
+    gather_bandwidth: Positive = option(2e10, "Bytes a second.")
+    send_bandwidth: Positive = option(1e10, "Bytes a second.")
+    load_bandwidth: Positive = option(2e10, "Bytes a second of one GPU.")
+    exchange_seconds: NotNegative | None = option(
+        None, "Shared devices: time to move a role's states away, and to bring them back. Default: over PCIe, 2e10 B/s."
+    )
+
+
+@dataclass
+class LatencyInputs:
+    """Something that is waited for: a log-normal time, at a number of workers."""
+
+    seconds: NotNegative = option(0.05, "Median time.")
+    sigma: NotNegative = option(0.5, "Standard deviation of its logarithm.")
+    workers: Count | None = option(None, "How many at a time. Default: any number.")
+
+
+@dataclass
+class EnvironmentInputs(LatencyInputs):
+    """The environments of an episode."""
+
+    turns: Count | None = option(None, "Turns of an episode. Default: half of `max_steps` of its environment.")
+
+
+@dataclass
+class DriverInputs:
+    """The driver, which does one thing at a time."""
+
+    sample_seconds: NotNegative = option(5e-4, "Time for each sample, from request to batch (`benchmarks/README.md`).")
+
+
+@dataclass
+class HostInputs:
+    """The cores of a machine, where all roles compute on them."""
+
+    cores: Positive | None = option(
+        None, "With `cluster.device: cpu`, work beyond so many cores slows all down. Default: the cores here."
+    )
+
+
+@dataclass
+class Inputs:
+    """All inputs of a simulation beside the configuration."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    device: str | None = option(None, f"Device: {', '.join(DEVICES)}. Default: H100, or CPU as `cluster.device` says.")
+    lengths: LengthInputs = option(LengthInputs, "Lengths of prompts and responses.")
+    engine: EngineInputs = option(EngineInputs, "The engine.")
+    trainer: TrainerInputs = option(TrainerInputs, "The trainer.")
+    weight_update: UpdateInputs = option(UpdateInputs, "The weight update.")
+    rewards: LatencyInputs = option(LatencyInputs, "Judging a response.")
+    environments: EnvironmentInputs = option(EnvironmentInputs, "A step of an environment.")
+    driver: DriverInputs = option(DriverInputs, "The driver.")
+    host: HostInputs = option(HostInputs, "The host.")
+    filtered_share: Annotated[float, Range(at_least=0, below=1)] = option(
+        0.3, "Share of the groups that `group_filter` drops."
+    )
+    origins: dict[str, Literal["given", "fitted", "measured"]] = option(
+        dict, "Where numbers of this file come from; `roll simulate --calibrate` writes it. Default: given."
+    )
+
+    def hardware(self, kind: str) -> Hardware:
+        """Return the figures of a device. ``kind``: `cluster.device`. Raises `ConfigError` for an unknown name."""
+        name = self.device or ("CPU" if kind == "cpu" else "H100")
+        if name not in DEVICES:
+            raise problem("simulation.device", f"`{name}` is no known device", choose_among(name, DEVICES))
+        return DEVICES[name]
+
+    def cores(self, kind: str) -> float:
+        """Return the cores that all work shares; infinite on GPUs."""
+        return math.inf if kind != "cpu" else self.host.cores or float(os.cpu_count() or 1)
+
+    def origin(self, path: str) -> Origin:
+        """Return where an input comes from."""
+        changed = {where for where, _ in changes(self) if not where.startswith("origins")}
+        return self.origins.get(path, "given") if path in changed else "default"
+
+    def known(self) -> dict[Origin, list[str]]:
+        """Return the paths of all inputs that are no defaults, by origin."""
+        found: dict[Origin, list[str]] = {}
+        for path, value in changes(self):
+            if not path.startswith("origins"):
+                shown = (
+                    f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if _number(value) else value
+                )
+                found.setdefault(self.origins.get(path, "given"), []).append(f"{path}={shown}")
+        return found
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def read_inputs(file: str | None, overrides: Sequence[str] = ()) -> Inputs:
+    """Read inputs from a YAML file (None: all defaults) and lay ``key=value`` overrides over them.
+
+    Raises `ConfigError` with every unknown key and wrong value.
+    """
+    return _overridden(read_mapping(Path(file)) if file is not None else {}, overrides)
+
+
+def overridden(inputs: Inputs, overrides: Sequence[str]) -> Inputs:
+    """Return inputs with ``key=value`` overrides laid over them. Raises `ConfigError`."""
+    return _overridden(_tree(inputs), overrides) if overrides else inputs
+
+
+def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> Inputs:
+    wrong = [each for each in overrides if "=" not in each]
+    if wrong:
+        raise ConfigError([ConfigProblem(f"simulation.{each}", "is no input", "write `key=value`") for each in wrong])
+    return inputs_from_tree(OmegaConf.to_container(OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))))
+
+
+def inputs_from_tree(tree: Any) -> Inputs:
+    """Return the inputs of a tree. Raises `ConfigError`."""
+    inputs, problems = validated(Inputs, tree)
+    problems = [*problems, *_out_of_range(inputs)] if inputs is not None else problems
+    if problems:
+        raise ConfigError([replace(each, path=f"simulation.{each.path}") for each in problems])
+    assert isinstance(inputs, Inputs)
+    return inputs
+
+
+def _out_of_range(inputs: Inputs) -> list[ConfigProblem]:
+    from roll.check.rules import numbers_are_in_range
+
+    problems = list(numbers_are_in_range(inputs))  # type: ignore[arg-type]
+    table = inputs.lengths.quantiles
+    if table and (len(table) < 2 or sorted(table) != table or table[0] < 0):
+        message = "these are no lengths at rising quantiles"
+        problems.append(ConfigProblem("lengths.quantiles", message, "write at least two, from the shortest on"))
+    known = {item.name for item in fields(Inputs)}
+    for path in inputs.origins:
+        if path.partition(".")[0] not in known:
+            problems.append(ConfigProblem(f"origins.{path}", "there is no such input", choose_among(path, known)))
+    return problems
+
+
+def dump_inputs(inputs: Inputs) -> str:
+    """Return the YAML that `read_inputs` reads as equal inputs; defaults are left out."""
+    return dump_yaml(_tree(inputs))
+
+
+def _tree(inputs: Inputs) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in changes(inputs):
+        *above, last = path.split(".") if not path.startswith("origins") else [path]
+        below = tree
+        for name in above:
+            below = below.setdefault(name, {})
+        below[last] = value
+    return tree
+
+
+SPREADS: Mapping[str, float] = {
+    "lengths.median": 0.6,
+    "lengths.sigma": 0.2,
+    "engine.scale": 0.45,
+    "trainer.scale": 0.45,
+    "trainer.step_seconds": 0.5,
+    "trainer.optimizer_seconds": 0.5,
+    "weight_update.gather_bandwidth": 0.5,
+    "weight_update.send_bandwidth": 0.5,
+    "weight_update.load_bandwidth": 0.5,
+    "rewards.seconds": 0.5,
+    "environments.seconds": 0.5,
+    "driver.sample_seconds": 0.3,
+}
+"""Input -> standard deviation of the logarithm of what its default may be off by: a judgement, checked against the
+published runs (`docs/simulation.md`)."""
+REMAINING: Mapping[Origin, float] = {"default": 1.0, "fitted": 0.25, "measured": 0.1, "given": 0.0}
+"""Origin of an input -> share of that spread which remains."""
+STANDS_FOR: Mapping[str, tuple[str, ...]] = {
+    "lengths.median": ("lengths.quantiles",),
+    "lengths.sigma": ("lengths.quantiles", "lengths.median"),
+    "engine.scale": ("engine.step_seconds",),
+    "trainer.scale": ("trainer.token_seconds",),
+    "weight_update.gather_bandwidth": ("weight_update.gather_seconds",),
+    "weight_update.send_bandwidth": ("weight_update.send_seconds",),
+    "weight_update.load_bandwidth": ("weight_update.load_seconds",),
+}
+"""Input -> others that tell the same, so that its spread is theirs."""
+
+
+def varied(inputs: Inputs, factors: Mapping[str, float], longest: int) -> Inputs:
+    """Return the inputs with some of them multiplied.
+
+    ``factors``: by path, at one standard deviation each (`SPREADS`). ``longest``: the longest response in tokens.
+    """
+    for path, factor in factors.items():
+        section, _, name = path.partition(".")
+        old = vars(inputs)[section]
+        value = vars(old)[name]
+        if path == "lengths.median" and old.quantiles:
+            name, value = "quantiles", [min(longest, length * factor) for length in old.quantiles]
+        elif value is None:
+            value = longest / 4 * factor
+        else:
+            value *= factor
+        inputs = replace(inputs, **{section: replace(old, **{name: value})})
+    return inputs
+
+
+def drawn_factors(inputs: Inputs, random: np.random.Generator) -> dict[str, float]:
+    """Draw by how much each uncertain input is off, log-normal."""
+    factors = {}
+    for path, spread in SPREADS.items():
+        told = [inputs.origin(each) for each in (path, *STANDS_FOR.get(path, ()))]
+        left = spread * min(REMAINING[origin] for origin in told)
+        drawn = math.exp(left * random.standard_normal())
+        if left:
+            factors[path] = drawn
+    return factors

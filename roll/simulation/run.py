@@ -1,0 +1,441 @@
+"""A simulated run: the real scheduler, admission, buffer, ledger, router, stages, locks and weight buffers of a run, in
+virtual time. Only what computes is replaced by the time that it takes.
+
+The stages are those of `roll.pipeline.stages`, without tensors. As in a real run, each batch is checked against the
+staleness bound and the ledger; a simulation that broke either would end with an error. The result does not depend on
+the machine: a seed gives the same events each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heapreplace
+from typing import Any, cast
+
+from roll.configs import derived
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.roles import COMPARED_ROLES
+from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.pipeline.algorithm import build_algorithms
+from roll.pipeline.roles import role_locks
+from roll.pipeline.rollouts import EngineGate
+from roll.pipeline.stage import Channel, Stage, StageGraph, StepCounter
+from roll.pipeline.stages import compared_is_next, publication_due, room_for_weights
+from roll.pipeline.streaming import least_groups
+from roll.rollout.buffer import FinishedGroup
+from roll.rollout.clock import VirtualTimeLoop, run_virtual
+from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
+from roll.simulation.costs import Costs, Tokens, costs_of
+from roll.simulation.engines import Engines, Host, Request
+from roll.simulation.inputs import Inputs
+from roll.simulation.workload import GroupWork, groups, turns
+
+MEASURED_STEPS = 8
+"""Steps that are averaged by default."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run did in the steps that were measured."""
+
+    step_ends: tuple[float, ...]
+    """Virtual seconds at which each step ended, from the first one on."""
+    measured: tuple[int, int]
+    """The first and the last step of the mean; the run starts before, and has nothing more to begin after them."""
+    samples: int
+    """In a step."""
+    tokens: float
+    """Sampled tokens trained on in a second."""
+    generated: float
+    """Tokens generated in a second."""
+    idle: dict[str, float]
+    """Role -> share of the time in which it did not compute."""
+    lags: dict[int, float]
+    """Lag in versions -> share of the tokens trained on."""
+    wasted: float
+    """Share of the generated tokens that no step trains on: of groups that were dropped."""
+    recomputed: float
+    """Tokens whose keys and values were computed again, over tokens generated."""
+    ledger: dict[str, int]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a step."""
+        first, last = self.measured
+        return (self.step_ends[last] - self.step_ends[first]) / (last - first)
+
+
+@dataclass(frozen=True)
+class RolledOut:
+    """A finished group."""
+
+    tokens: Tokens
+    spans: dict[int, float]
+    """Sampled tokens by version."""
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of a step, or a part of them."""
+
+    step: int
+    tokens: Tokens
+    complete: bool
+    gathered: bool = False
+
+    def note_time(self, name: str, seconds: float) -> None:
+        """Need no time of a stage."""
+
+
+class Unchecked(AssertionError):
+    """A simulated batch held a token older than the bound."""
+
+
+class _NoTimeline:
+    """A timeline that is not kept."""
+
+    def transition(self, lane: str, state: str, **details: Any) -> None:
+        """Forget a change of state."""
+
+
+class _Workers:
+    """Workers that take what waits in turn."""
+
+    def __init__(self, number: int | None) -> None:
+        self._free_at = None if number is None else [0.0] * number
+
+    def end_of(self, now: float, seconds: float) -> float:
+        """Return when a job that comes now ends."""
+        if self._free_at is None:
+            return now + seconds
+        end = max(now, self._free_at[0]) + seconds
+        heapreplace(self._free_at, end)
+        return end
+
+
+class _States:
+    """The states of a role that shares its devices."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def load_states(self) -> None:
+        """Take the time to bring them."""
+        await asyncio.sleep(self._seconds)
+
+    offload_states = load_states
+
+
+@dataclass(eq=False)
+class _Run:
+    """The services of one run."""
+
+    config: PipelineConfig
+    inputs: Inputs
+    costs: Costs
+    streams: bool
+    needs_proximal: bool
+    seed: int
+    steps: StepCounter = field(default_factory=StepCounter)
+    published: StepCounter = field(default_factory=StepCounter)
+    spans: dict[int, float] = field(default_factory=dict)
+    """Tokens trained on in the measured steps, by lag."""
+    busy: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Spans of work by role."""
+    ends: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    """Of each step: when it ended, and the engines' counters by then."""
+    so_far: Tokens = Tokens()
+    """Of the batch whose advantages are computed next."""
+    dropped_tokens: float = 0.0
+
+    async def main(self, measured: tuple[int, int]) -> Outcome:
+        """Run to the last step."""
+        config, self._loop = self.config, cast(VirtualTimeLoop, asyncio.get_running_loop())
+        self.host = Host(self.inputs.cores(config.cluster.device), self._loop)
+        self.pool = Engines(config, self.costs, self.host)
+        self._judges = _Workers(self._workers())
+        self._driver = asyncio.Lock()
+        self._turns = turns(config, self.inputs)
+        self.locks = role_locks(config)
+        for role in derived.present_roles(config):
+            resident = self.pool if role == "actor_infer" else _States(self.costs.exchange[role])
+            self.locks[role].register(role, resident)
+        gate = EngineGate(cast(Any, self.pool), self.locks["actor_infer"], "actor_infer")
+        self.gate = cast(Any, gate)
+        self.bound, self.measured = derived.resolved_max_staleness(config), measured
+        plan = SchedulePlan(
+            batch_size=config.rollout_batch_size,
+            max_steps=config.max_steps,
+            ratio=config.async_generation_ratio,
+            max_staleness=self.bound,
+            order=derived.resolved_consumption(config),
+            staleness_policy=config.staleness_policy,
+            max_consecutive_refunds=config.max_consecutive_refunds,
+        )
+        source = groups(config, self.inputs, self.seed)
+        self.scheduler: RolloutScheduler[GroupWork, RolledOut] = RolloutScheduler(
+            plan, source, self.rollout, group_filter=self._kept
+        )
+        await self.pool.buffers.acquire(0)
+        self.pool.buffers.publishing(0)
+        self.pool.buffers.published(0)
+        await StageGraph(self.stages()).run({"scheduler": self.scheduler.run, "gate": gate.run})
+        self.scheduler.ledger.check()
+        return self.outcome()
+
+    def _workers(self) -> int | None:
+        if isinstance(self.config, AgenticConfig):
+            return self.inputs.environments.workers or self.config.env_workers.max_sessions
+        return self.inputs.rewards.workers
+
+    def _kept(self, made: RolledOut) -> bool:
+        if not made.kept:
+            self.dropped_tokens += sum(made.spans.values())
+        return made.kept
+
+    # The rollout side
+
+    async def rollout(self, asked: GroupRequest[GroupWork]) -> RolledOut:
+        """Generate and judge a group."""
+        work, config = asked.item, self.config
+        spans: dict[int, float] = {}
+        if isinstance(config, AgenticConfig):
+            async with asyncio.TaskGroup() as episodes:
+                for sample, tokens in enumerate(work.responses):
+                    episodes.create_task(self._play(asked, sample, tokens, spans))
+        else:
+            judged = [self._loop.time()]
+
+            def judge(request: Request) -> None:
+                judged.append(self._judges.end_of(self._loop.time(), work.latencies[len(judged) - 1][0]))
+
+            made = [Request(tokens, work.prompt, work.prompt, asked.group_id, judge) for tokens in work.responses]
+            expand = derived.rlvr(config).is_num_return_sequences_expand
+            key = None if expand else f"group-{asked.group_id}"
+            await self.gate.generate(made, sticky_key=key, min_version=asked.start_version)
+            if key is not None:
+                self.pool.forget(key)
+            for request in made:
+                _add(spans, request.spans)
+            await asyncio.sleep(max(judged) - self._loop.time())
+        async with self._driver:
+            await self.host.work(len(work.responses) * self.inputs.driver.sample_seconds, 1)
+        lengths = [work.prompt + tokens for tokens in work.responses]
+        total = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
+        return RolledOut(total, spans, work.kept)
+
+    async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
+        """Play one episode of a group, turn by turn."""
+        work, key = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}"
+        own = max(1.0, tokens / self._turns)
+        for turn, seconds in enumerate(work.latencies[sample]):
+            # A later turn finds the tokens before it in the cache of its replica.
+            prefill = own if turn else work.prompt
+            prompt = hash((asked.group_id, turn, sample)) if turn else asked.group_id
+            request = Request(own, work.prompt + own * turn, prefill, prompt, lambda request: None)
+            await self.gate.generate([request], sticky_key=key, min_version=asked.start_version)
+            _add(spans, request.spans)
+            await asyncio.sleep(self._judges.end_of(self._loop.time(), seconds) - self._loop.time())
+        self.pool.forget(key)
+
+    # The stages, as in `roll.pipeline.stages`
+
+    def stages(self) -> list[Stage]:
+        """Build the chain of stages."""
+        config = self.config
+        compared = [role for role in COMPARED_ROLES if role in derived.role_sections(config)]
+        # An item is passed on whole unless a later stage can use parts, as `build_stages` has it.
+        chain: list[tuple[str, Callable[[Any], Any], str | None, bool]] = [
+            ("rollout", self._rollout_stage, None, True),
+            *((role, partial(self._compare, role), role, True) for role in compared),
+            ("advantage", self._advantage, None, self.streams),
+            ("train", self._train, "actor_train", False),
+            ("param_update", self._param_update, None, False),
+        ]
+        stages: list[Stage] = []
+        source: AsyncIterator[Any] = self._groups_of_steps()
+        for name, work, role, passes_parts in chain:
+            last = name == "param_update"
+            outbox = None if last else Channel(f"after {name}")
+            hold, before = None, None
+            if role is not None:
+                holder = self.holder(role)
+                hold = partial(self.locks[holder].hold, holder)
+                waits = room_for_weights if role == "actor_train" else partial(compared_is_next, role=role)
+                before = partial(waits, cast(Any, self))
+            finish = self._record if last else None
+            stages.append(
+                Stage(name, work, source, cast(Any, _NoTimeline()), outbox, before=before, hold=hold,
+                      finish=finish, passes_parts=passes_parts)
+            )  # fmt: skip
+            if outbox is not None:
+                source = outbox
+        return stages
+
+    def holder(self, role: str) -> str:
+        """Return the role whose devices a role computes on."""
+        return "actor_train" if derived.is_trainer(self.config, role) else role
+
+    async def _groups_of_steps(self) -> AsyncIterator[tuple[int, list[FinishedGroup[GroupWork, RolledOut]], bool]]:
+        least = least_groups(self.config, self.streams)
+        for step in range(self.config.max_steps):
+            complete = False
+            while not complete:
+                part = await self.scheduler.next_groups(least)
+                complete = part.completes
+                yield step, part.groups, complete
+
+    async def _rollout_stage(self, part: tuple[int, list[FinishedGroup[GroupWork, RolledOut]], bool]) -> Batch:
+        step, finished, complete = part
+        self.scheduler.ledger.check()
+        tokens = Tokens()
+        for group in finished:
+            tokens += group.result.tokens
+            oldest = min(group.result.spans, default=step)
+            if step - oldest > self.bound:
+                raise Unchecked(f"step {step} holds a token of version {oldest}, and the bound is {self.bound}")
+            if self.measured[0] < step <= self.measured[1]:
+                _add(self.spans, ((step - version, number) for version, number in group.result.spans.items()))
+        return Batch(step, tokens, complete)
+
+    async def _compare(self, role: str, batch: Batch) -> Batch:
+        with self._computing(role):
+            seconds = self.costs.forward[self.holder(role)](batch.tokens)
+            await self.host.work(seconds, self.costs.train_threads)
+        return batch
+
+    async def _advantage(self, batch: Batch) -> Batch:
+        if self.streams:
+            return batch
+        self.so_far += batch.tokens
+        tokens, self.so_far = self.so_far, Tokens() if batch.complete else self.so_far
+        return replace(batch, tokens=tokens)
+
+    async def _train(self, batch: Batch) -> Batch:
+        costs, version = self.costs, batch.step + 1
+        seconds = costs.train(batch.tokens)
+        if self.needs_proximal and not self.streams:
+            seconds += costs.forward["actor_train"](batch.tokens)
+        if batch.complete:
+            seconds += costs.train_step
+        with self._computing("actor_train"):
+            await self.host.work(seconds, costs.train_threads)
+        if not batch.complete:
+            return batch
+        gathered = publication_due(self.config, version)
+        if gathered:
+            await self.pool.buffers.acquire(version)
+            with self._computing("actor_train"):
+                await self.host.work(costs.gather, costs.train_threads)
+        self.scheduler.training_step_done(version)
+        self.steps.advance(version)
+        return replace(batch, gathered=gathered)
+
+    async def _param_update(self, batch: Batch) -> Batch:
+        version = batch.step + 1
+        if batch.gathered:
+            await asyncio.sleep(self.costs.send)
+            async with self.locks["actor_infer"].hold("actor_infer"):
+                await self.pool.publish(version)
+        self.published.advance(version)
+        if batch.gathered:
+            self.scheduler.weights_published(version)
+        return batch
+
+    async def _record(self, batch: Batch) -> None:
+        replicas = self.pool.replicas.values()
+        for replica in replicas:
+            replica.advance()
+        counted = {
+            "busy": sum(replica.busy_seconds for replica in replicas),
+            "generated": sum(replica.generated for replica in replicas),
+            "recomputed": sum(replica.recomputed for replica in replicas),
+            "dropped": self.dropped_tokens + self.pool.wasted,
+        }
+        self.ends.append((self._loop.time(), counted))
+
+    @contextmanager
+    def _computing(self, role: str) -> Iterator[None]:
+        began = self._loop.time()
+        yield
+        self.busy.setdefault(role, []).append((began, self._loop.time()))
+
+    def outcome(self) -> Outcome:
+        """Sum up the steps that are measured."""
+        first, last = self.measured
+        (start, before), (end, after) = self.ends[first], self.ends[last]
+        seconds = max(end - start, 1e-12)
+        gained = {name: after[name] - before[name] for name in after}
+        idle = {"actor_infer": 1 - gained["busy"] / seconds / len(self.pool.replicas)}
+        for role, spans in self.busy.items():
+            busy = sum(max(0.0, min(until, end) - max(since, start)) for since, until in spans)
+            idle[role] = 1 - busy / seconds
+        generated, trained = gained["generated"], sum(self.spans.values())
+        return Outcome(
+            step_ends=tuple(at for at, _ in self.ends),
+            measured=self.measured,
+            samples=derived.samples_per_step(self.config),
+            tokens=trained / seconds,
+            generated=generated / seconds,
+            idle={role: max(0.0, share) for role, share in sorted(idle.items())},
+            lags={lag: tokens / trained for lag, tokens in sorted(self.spans.items())},
+            wasted=gained["dropped"] / max(generated, 1e-12),
+            recomputed=gained["recomputed"] / max(generated, 1e-12),
+            ledger=self.scheduler.ledger.counts(),
+        )
+
+
+def _add(counts: dict[int, float], more: Iterable[tuple[int, float]]) -> None:
+    for key, number in more:
+        counts[key] = counts.get(key, 0.0) + number
+
+
+NOT_SIMULATED = {
+    "critic": "a critic",
+    "actor_logp": "a role that computes log-probabilities beside the trainer",
+    "stages": "stages of your own",
+}
+
+
+def check_simulated(config: PipelineConfig) -> None:
+    """Raise `ConfigError` for parts of a configuration that a simulation does not know."""
+    found = [
+        ConfigProblem(key, f"{what} is not simulated yet", f"leave `{key}` out, or set it to null")
+        for key, what in NOT_SIMULATED.items()
+        if vars(config)[key]
+    ]
+    if config.weight_update.mode == "pull":
+        remedy = "set `weight_update.mode=push` on the command line: the times differ little"
+        found.append(ConfigProblem("weight_update.mode", "replicas that pull are not simulated yet", remedy))
+    if found:
+        raise ConfigError(found)
+
+
+def simulate(
+    config: PipelineConfig, inputs: Inputs, *, seed: int = 0, steps: int = MEASURED_STEPS, algorithms: Any = None
+) -> Outcome:
+    """Simulate a run until ``steps`` steps beyond the start have ended. Validations and checkpoints are left out.
+
+    ``algorithms``: what `build_algorithms` returns for the configuration, if it is at hand. Raises `ConfigError`.
+    """
+    check_simulated(config)
+    algorithms = algorithms or build_algorithms(config)
+    ahead = math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps
+    measured = ahead, ahead + steps
+    config = replace(config, max_steps=measured[1] + ahead + 1, eval_steps=0)
+    needs_proximal = algorithms.correction is not None or "proximal_logprobs" in algorithms.objective.token_fields
+    run = _Run(config, inputs, costs_of(config, inputs), algorithms.streams, needs_proximal, seed)
+    collects = gc.isenabled()
+    gc.disable()  # a collection would scan all that is imported, again and again
+    try:
+        return run_virtual(run.main(measured))
+    finally:
+        if collects:
+            gc.enable()
