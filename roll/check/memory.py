@@ -147,7 +147,7 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
         else:
             host_of_first.append(publication)
         if transport == "nccl":
-            bucket = max(derived.load_bucket_bytes(config), element * shape.largest_matrix)
+            bucket = derived.load_bucket_bytes(config) + element * shape.largest_matrix
             always.insert(
                 -1, Part("weights on their way", 4 * bucket, "two buckets and their tensors, of the first rank")
             )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from torch.cuda import check_error, cudart
 from torch.multiprocessing.reductions import reduce_tensor
 
 from roll.runtime.placement import free_port
@@ -42,6 +43,12 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 Offer = list[dict[str, tuple[Any, ...]]]
 """Chunk by chunk: UUID of a device -> what opens the chunk's copy there in another process."""
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of the memory that smaller tensors of a pushed copy share. Larger ones have memory of their own size: with much
+larger chunks, two matrices of a large model would not fit into one, and half of it would be empty."""
+Handle = tuple[str, tuple[Any, ...]]
+"""UUID of a device, and what opens memory there in another process."""
 
 WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
 """Transports that vLLM itself implements -> vLLM's names for them."""
@@ -178,24 +185,23 @@ class PushPublisher(WeightPublisher):
         rank: int,
         host: str,
         connect: Callable[..., TrainerWeightTransferEngine] | None = None,
-        export: Callable[[torch.Tensor], tuple[str, tuple[Any, ...]]] | None = None,
+        export: Callable[[torch.Tensor], Handle] | None = None,
     ) -> None:
         """Prepare without connecting.
 
         ``connect(init_info, client=, source=)`` defaults to vLLM's own factory, ``export`` to `device_handle`.
         """
         self.copies: dict[int, dict[str, torch.Tensor]] = {}
-        """Buffer -> copies of the weights: on the host (``nccl``), or on the trainer's device, in memory that is
-        allocated once."""
+        """Buffer -> copies of the weights."""
         self._chunks: dict[int, list[Chunk]] = {}
-        """Buffer -> the memory of the copies on the device."""
+        """Buffer -> their memory, which is allocated once: on the host (``nccl``), or on the trainer's device."""
         self._spec = spec
         self._rank = rank
         self._host = host
         self._connect = connect
         self._export = export or device_handle
         self._device = torch.device("cpu")
-        """Device that the weights came from."""
+        """Device of the weights."""
         self._buffers: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
         self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine | IpcConnection]] = {}
@@ -213,12 +219,10 @@ class PushPublisher(WeightPublisher):
         """Copy the weights; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
         started = time.perf_counter()
         self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
-        if self._spec.name == "cuda_ipc":
-            earlier = self._chunks.get(buffer, [])
-            self._chunks[buffer] = packed(cast(weights, dtype, uncast), self._spec.bucket_bytes, earlier, self._export)
+        if self._rank == 0 or self._spec.name == "cuda_ipc":
+            size, earlier = min(CHUNK_BYTES, self._spec.bucket_bytes), self._chunks.get(buffer, [])
+            self._chunks[buffer] = packed(cast(weights, dtype, uncast), size, earlier, self._allocate)
             self.copies[buffer] = {name: view for chunk in self._chunks[buffer] for name, view in chunk.tensors.items()}
-        elif self._rank == 0:
-            self.copies[buffer] = self._staged(cast(weights, dtype, uncast), self.copies.get(buffer, {}))
         else:
             _draw(weights)
             self.copies[buffer] = {}
@@ -226,17 +230,13 @@ class PushPublisher(WeightPublisher):
             torch.cuda.synchronize()  # checksums and transfers read the copies in other streams
         self._seconds[version] = time.perf_counter() - started
 
-    def _staged(self, weights: NamedTensors, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy weights to the host, into the ``memory`` of earlier copies if they fit."""
-        copies = {}
-        for name, tensor in weights:
-            target = memory.get(name)
-            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-                # Pinned, so that copies in both directions run while the device computes.
-                target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = target.copy_(tensor, non_blocking=True)
-            self._device = tensor.device
-        return copies
+    def _allocate(self, size: int, device: torch.device) -> tuple[torch.Tensor, Handle | None]:
+        """Return memory (uint8 ``[size]``) for copies of tensors of a device, and its handle if it is on the device."""
+        self._device = device
+        if self._spec.name == "nccl":
+            return host_memory(size, pinned=device.type == "cuda"), None
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return memory, self._export(memory)
 
     def send(self, version: int) -> Publication:
         """Take the checksums, and return the `Publication`. The bytes are pushed once each engine is paused."""
@@ -254,7 +254,8 @@ class PushPublisher(WeightPublisher):
         )
 
     def offer(self, version: int) -> Offer:
-        return [dict([chunk.handle]) for chunk in self._chunks.get(self._buffers[version], [])]
+        chunks = self._chunks.get(self._buffers[version], [])
+        return [dict([chunk.handle]) for chunk in chunks if chunk.handle is not None]
 
     def push(self, version: int, target: PushTarget, offers: Sequence[Offer]) -> None:
         """Push a version into a paused engine.
@@ -329,12 +330,12 @@ def cast(weights: NamedTensors, float_dtype: torch.dtype, uncast: Collection[str
 
 @dataclass(frozen=True)
 class Chunk:
-    """Memory on a device that several tensors of one dtype fill from its start, without gaps."""
+    """Memory that several tensors of one dtype fill from its start, without gaps."""
 
     memory: torch.Tensor
     """uint8 ``[bytes]``."""
-    handle: tuple[str, tuple[Any, ...]]
-    """UUID of the device, and what opens the memory in another process."""
+    handle: Handle | None
+    """What opens it in another process; None on the host."""
     tensors: dict[str, torch.Tensor]
 
 
@@ -342,12 +343,12 @@ def packed(
     weights: NamedTensors,
     chunk_bytes: int,
     earlier: Sequence[Chunk],
-    export: Callable[[torch.Tensor], tuple[str, tuple[Any, ...]]],
+    allocate: Callable[[int, torch.device], tuple[torch.Tensor, Handle | None]],
 ) -> list[Chunk]:
-    """Copy weights into chunks of at most ``chunk_bytes``, or of one larger tensor.
+    """Copy weights into chunks of ``chunk_bytes``, or of one larger tensor.
 
-    The memory of ``earlier`` chunks is used again, under its handle, where it is large enough. The order of chunks is
-    that of their first tensors, the same on all ranks.
+    The memory of ``earlier`` chunks is used again, under its handle, where it is large enough; with the same tensors
+    that is all of it. The order of chunks is that of their first tensors, the same on all ranks.
     """
     spare = list(earlier)
     chunks: list[Chunk] = []
@@ -358,18 +359,28 @@ def packed(
             size = max(chunk_bytes, tensor.nbytes)
             fitting = next((number for number, each in enumerate(spare) if len(each.memory) >= size), None)
             if fitting is None:
-                memory = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-                chunk, filled = Chunk(memory, export(memory), {}), 0
+                chunk, filled = Chunk(*allocate(size, tensor.device), {}), 0
             else:
                 chunk, filled = replace(spare.pop(fitting), tensors={}), 0
             chunks.append(chunk)
         view = chunk.memory[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        chunk.tensors[name] = view.copy_(tensor)
+        chunk.tensors[name] = view.copy_(tensor, non_blocking=True)
         open_chunks[tensor.dtype] = chunk, filled + tensor.nbytes
     return chunks
 
 
-def device_handle(memory: torch.Tensor) -> tuple[str, tuple[Any, ...]]:
+def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
+    """Return memory of the host (uint8 ``[size]``), ``pinned`` for copies that run while the device computes.
+
+    torch's own pinned memory is rounded up to a power of two, which for a large model is nearly twice its size.
+    """
+    memory = torch.empty(size, dtype=torch.uint8)
+    if pinned:
+        check_error(cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+    return memory
+
+
+def device_handle(memory: torch.Tensor) -> Handle:
     """Return the UUID of the memory's device, and the arguments of torch's ``rebuild_cuda_tensor`` for it."""
     _, arguments = reduce_tensor(memory)
     return str(torch.cuda.get_device_properties(memory.device).uuid), arguments
@@ -390,6 +401,11 @@ class IpcConnection:
 
         Raises ``ValueError`` if a rank does not offer as many chunks.
         """
+        for rank, offer in enumerate(offers):
+            if len(offer) != len(chunks):
+                raise ValueError(
+                    f"rank {rank} offers {len(offer)} chunks of weights, and the first rank has {len(chunks)}"
+                )
         self._client.start_weight_update()
         for chunk, *handles in zip(chunks, *offers, strict=True):
             tensors = chunk.tensors.values()
@@ -420,7 +436,8 @@ def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]], device: torc
         buffer = 0
 
         def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(name, copy.dtype, tuple(copy.shape)) for name, copy in copies[self.buffer].items()]
+            held = copies[self.buffer].items()
+            return [ParamMeta(name=name, dtype=copy.dtype, shape=tuple(copy.shape)) for name, copy in held]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name, copy in copies[self.buffer].items():

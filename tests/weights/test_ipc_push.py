@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from roll.weights import publisher
 from roll.weights.publisher import IpcConnection, PushPublisher, PushTarget, cast, packed
 from roll.weights.transports import TransportSpec
 
@@ -27,6 +28,10 @@ class Memories:
 
     def __init__(self) -> None:
         self.exported: list[tuple[str, torch.Tensor]] = []
+
+    def allocate(self, size, device):
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return memory, self.export_from("gpu")(memory)
 
     def export_from(self, device: str):
         def export(memory):
@@ -68,7 +73,7 @@ def ranks():
 
 def test_chunks_hold_every_tensor_one_dtype_each_and_no_more_than_their_size():
     memories = Memories()
-    chunks = packed(cast(weights(), torch.bfloat16, UNCAST), CHUNK_BYTES, [], memories.export_from("gpu"))
+    chunks = packed(cast(weights(), torch.bfloat16, UNCAST), CHUNK_BYTES, [], memories.allocate)
     assert [list(chunk.tensors) for chunk in chunks] == [["a"], ["bias"], ["b"], ["n"]]
     assert [len(chunk.memory) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 600, CHUNK_BYTES]
     for chunk in chunks:
@@ -77,7 +82,7 @@ def test_chunks_hold_every_tensor_one_dtype_each_and_no_more_than_their_size():
             assert tensor.data_ptr() == chunk.memory.data_ptr() + position
             position += tensor.nbytes
     small = [(str(number), torch.full((10,), float(number))) for number in range(8)]
-    chunks = packed(cast(small, torch.float32), CHUNK_BYTES, [], memories.export_from("gpu"))
+    chunks = packed(cast(small, torch.float32), CHUNK_BYTES, [], memories.allocate)
     assert [list(chunk.tensors) for chunk in chunks] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
 
 
@@ -103,8 +108,24 @@ def test_an_engine_is_told_where_each_devices_chunks_are(ranks):
     chunks = [call[1] for call in engine.calls if call[0] == "update_weights"][:4]
     assert [chunk["names"] for chunk in chunks] == [["a"], ["bias"], ["b"], ["n"]]
     assert all(chunk["ipc_handles"].keys() == {"gpu-0", "gpu-1"} for chunk in chunks)
-    with pytest.raises(ValueError, match="zip"):
+    calls = len(engine.calls)
+    with pytest.raises(ValueError, match="rank 1 offers 3 chunks"):
         first.push(1, PushTarget("e", "actor", 2), [first.offer(1), second.offer(1)[:-1]])
+    assert len(engine.calls) == calls, "nothing of the update has begun"
+
+
+def test_a_large_model_takes_little_more_than_its_bytes():
+    """Two of its matrices do not fit into what one of them leaves of 256 MiB."""
+    hidden, inner, layers = 3584, 18944, 28
+    shapes = [(152064, hidden)] * 2 + [(inner, hidden), (inner, hidden), (hidden, inner), (hidden, hidden)] * layers
+    tensors = [(str(number), torch.empty(shape, device="meta")) for number, shape in enumerate(shapes)]
+
+    def allocate(size, device):
+        return torch.empty(size, dtype=torch.uint8, device=device), None
+
+    chunks = packed(cast(tensors, torch.bfloat16), publisher.CHUNK_BYTES, [], allocate)
+    held, needed = sum(len(chunk.memory) for chunk in chunks), sum(2 * tensor.numel() for _, tensor in tensors)
+    assert needed <= held < 1.05 * needed
 
 
 @pytest.mark.parametrize("fails_at", [2, 3, 5, 7])
