@@ -148,9 +148,8 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
             host_of_first.append(publication)
         if transport == "nccl":
             bucket = derived.load_bucket_bytes(config) + element * shape.largest_matrix
-            always.insert(
-                -1, Part("weights on their way", 4 * bucket, "two buckets and their tensors, of the first rank")
-            )
+            how = "two buckets and their tensors, of the first rank"
+            always.insert(-1, Part("weights on their way", 4 * bucket, how))
     if name == "actor_train":
         model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
         # With checkpoints a model is written while training continues. On GPUs it always adds to the host's memory.

@@ -365,7 +365,8 @@ def packed(
             chunks.append(chunk)
         view = chunk.memory[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         chunk.tensors[name] = view.copy_(tensor, non_blocking=True)
-        open_chunks[tensor.dtype] = chunk, filled + tensor.nbytes
+        if tensor.nbytes <= chunk_bytes:  # what stands beside a larger one goes on to be filled
+            open_chunks[tensor.dtype] = chunk, filled + tensor.nbytes
     return chunks
 
 
@@ -403,9 +404,7 @@ class IpcConnection:
         """
         for rank, offer in enumerate(offers):
             if len(offer) != len(chunks):
-                raise ValueError(
-                    f"rank {rank} offers {len(offer)} chunks of weights, and the first rank has {len(chunks)}"
-                )
+                raise ValueError(f"rank {rank} offers {len(offer)} chunks of weights, the first rank has {len(chunks)}")
         self._client.start_weight_update()
         for chunk, *handles in zip(chunks, *offers, strict=True):
             tensors = chunk.tensors.values()
