@@ -98,6 +98,10 @@ mutants: venv-for-tests
 	$(RUN) tests/mutants.py --count $(COUNT) --seed $(SEED) --workers $(TEST_WORKERS)
 
 # A new release: read its sources before it is installed anywhere.
+VLLM ?=
+SGLANG ?=
+MEGATRON ?=
+DEEPSPEED ?=
 contracts: venv-for-all-tests
 	$(RUN) -m tests.contracts.check $(if $(VLLM),vllm==$(VLLM)) $(if $(SGLANG),sglang==$(SGLANG)) \
 		$(if $(MEGATRON),megatron-core==$(MEGATRON)) $(if $(DEEPSPEED),deepspeed==$(DEEPSPEED))
