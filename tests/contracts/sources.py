@@ -215,11 +215,15 @@ class Sources:
                 yield from self.bases(found)
 
     def abstract_methods(self, owner: Symbol) -> set[str]:
-        """Return the names of methods that a class leaves to those that inherit from it."""
+        """Return the names of methods that a class leaves to those that inherit from it; a protocol leaves them all."""
         names = {name for each in (owner, *self.bases(owner)) for name, _ in _defined(each.node.body)}  # type: ignore[attr-defined]
         found = [self._in_class(owner, name) for name in names]
         methods = [each for each in found if each is not None and isinstance(each.node, Function)]
-        return {each.name for each in methods if any("abstract" in word for word in decorators(each.node))}  # type: ignore[arg-type]
+        return {
+            each.name
+            for each in methods
+            if "Protocol" in _head(each.owner) or any("abstract" in word for word in decorators(each.node))  # type: ignore[arg-type]
+        }
 
     def named(self, module: Module, expression: ast.expr) -> Symbol | None:
         """Return what a dotted name stands for in a module."""

@@ -48,6 +48,9 @@ OBJECTS: dict[str, dict[str, str]] = {
         ),
         "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         "self.model_config": "vllm.config.ModelConfig",
+        "roll_held_adapter:model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
+        "roll_held_adapter:module": "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
+        "readable_tensors:model": "vllm.model_executor.models.qwen2.Qwen2ForCausalLM",
     },
     "weights/publisher.py": {
         "connect": f"{VLLM}.WeightTransferTrainerFactory.trainer_init",
@@ -100,6 +103,35 @@ OWN, KEYWORD = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
 IMPLEMENTED = {"weights/publisher.py:RayEngineCalls": f"{VLLM}.VLLMWeightSyncClient"}
 """Classes of ours that a library calls without being their base."""
 
+EXTENDS = {"engines/vllm/worker.py:WorkerCalls": "vllm.v1.worker.gpu_worker.Worker"}
+"""Classes of ours that a library adds to the bases of one of its own."""
+
+ALSO = {
+    "engines/vllm/worker.py": ("vllm.v1.worker.gpu.model_runner.GPUModelRunner.get_model",),
+    "trainers/deepspeed.py": (f"{ZERO}.stage3.DeepSpeedZeroOptimizer_Stage3.loss_scale",),
+}
+"""File of ours -> what its expressions stand for beside what `OBJECTS` says."""
+
+WORDS = {
+    "engines/vllm/strategy.py": {"kv_cache": "vllm.v1.worker.gpu_worker", "weights": "vllm.v1.worker.gpu_worker"},
+    "trainers/deepspeed.py": {
+        "DS_ACCELERATOR": "deepspeed.accelerator.real_accelerator",
+        "LOCAL_RANK": "deepspeed.comm.comm",
+    },
+    "trainers/megatron/strategy.py": {
+        "main_param": f"{CORE}.optimizer.optimizer",
+        "param_map": f"{CORE}.optimizer.distrib_optimizer",
+        "param": f"{CORE}.optimizer.distrib_optimizer",
+        "wd_mult": f"{CORE}.optimizer",
+    },
+    "trainers/megatron/weights.py": {"tensor_model_parallel": f"{CORE}.tensor_parallel.layers"},
+    "trainers/megatron/model.py": {"sequence_parallel": f"{CORE}.distributed.finalize_model_grads"},
+}
+"""File of ours -> key, tag, variable, or attribute of a tensor -> module of the library that writes or reads it."""
+
+AWAITING = ("self._answer",)
+"""Methods of ours that await what they are given."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -112,8 +144,10 @@ class Use:
     symbol: Symbol | None
     """None if the library does not have it."""
     call: ast.Call | None = None
-    override: ast.FunctionDef | None = None
+    override: Function | None = None
     """Method of ours that takes the place of the symbol."""
+    awaited: bool = False
+    """True if the call is awaited."""
 
     def problem(self, sources: Sources, passed: Sequence[Mapping[str, object]] = ({},)) -> str | None:
         """Return what is wrong; None if nothing. ``passed``: dictionaries that the call passes on."""
@@ -127,6 +161,8 @@ class Use:
             signature = sources.signature(self.symbol)
         except Missing as error:
             return str(error)
+        if self.awaited != is_awaitable(self.symbol):
+            return "is awaited, but gives nothing to wait for" if self.awaited else "has to be awaited"
         return next(filter(None, (misfit(self.call, signature, each) for each in passed)), None)
 
     @property
@@ -153,6 +189,9 @@ class _File:
         self.name, self.library, self.sources = name, library, sources
         self.objects = OBJECTS.get(name, {})
         self.functions: list[str] = []
+        self.own: list[set[str]] = []
+        """Names that the classes around the place give their objects."""
+        self.awaited: set[ast.AST] = set()
         self.scopes: list[dict[str, tuple[Symbol | None, bool]]] = [{}]
         """Name -> what it is, and whether it is an object of that class (or the class, function, module itself)."""
         self.found: list[Use] = []
@@ -162,12 +201,20 @@ class _File:
             if isinstance(node, (ast.ImportFrom, ast.Import)):
                 self._import(node)
         self._walk(tree)
+        for name in ALSO.get(self.name, ()):
+            if self._is_ours(name):
+                self._find(tree, name)
+        for word, module in WORDS.get(self.name, {}).items():
+            if self._is_ours(module):
+                theirs = self.sources.module(module)
+                known = theirs is not None and word in words(theirs.tree) and word in words(tree)
+                self._add(tree, f"{module}: {word!r}", Symbol(theirs, theirs.tree, "") if known else None)
         return self.found
 
     def _is_ours(self, name: str | None) -> bool:
         return name is not None and name.partition(".")[0] == self.library
 
-    def _add(self, node: ast.AST, name: str, symbol: Symbol | None, **more: ast.AST) -> None:
+    def _add(self, node: ast.AST, name: str, symbol: Symbol | None, **more: ast.AST | bool) -> None:
         self.found.append(Use(f"roll/{self.name}:{getattr(node, 'lineno', 0)}", name, symbol, **more))  # type: ignore[arg-type]
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -192,6 +239,12 @@ class _File:
             self.functions.append(node.name)  # type: ignore[attr-defined]
             self.scopes.append({})
             self._enter(node)
+        if isinstance(node, ast.ClassDef):
+            self.own.append(_own_names(node))
+        if isinstance(node, ast.Await):
+            self.awaited.add(node.value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in AWAITING:
+            self.awaited |= set(node.args)
         for child in ast.iter_child_nodes(node):
             self._walk(child)
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -203,6 +256,8 @@ class _File:
         if opens:
             self.functions.pop()
             self.scopes.pop()
+        if isinstance(node, ast.ClassDef):
+            self.own.pop()
 
     def _enter(self, node: ast.AST) -> None:
         if isinstance(node, ast.ClassDef):
@@ -210,6 +265,9 @@ class _File:
             stated = IMPLEMENTED.get(f"{self.name}:{node.name}")
             if stated and self._is_ours(stated):
                 bases.append(self._find(node, stated))
+            extended = EXTENDS.get(f"{self.name}:{node.name}")
+            if extended and self._is_ours(extended):
+                self.scopes[-1]["self"] = (self._find(node, extended), True)
             for owner in filter(None, bases):
                 self.scopes[-1] |= {"self": (owner, True), "super()": (owner, True)}
                 self._overrides(node, owner)
@@ -220,11 +278,11 @@ class _File:
                 self.scopes[-1][argument.arg] = (self._annotated(argument.annotation), True)
 
     def _overrides(self, node: ast.ClassDef, owner: Symbol) -> None:
-        own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        own = {each.name for each in node.body if isinstance(each, Function)}
         for name in self.sources.abstract_methods(owner) - own:
             self._add(node, f"{self.name}:{node.name} lacks {name}", None)
         for method in node.body:
-            if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
+            if isinstance(method, Function) and not method.name.startswith("__"):
                 theirs = self.sources.member(owner, method.name)
                 if theirs is not None and theirs.is_function and self._is_ours(theirs.module.name):
                     self._add(method, str(theirs), theirs, override=method)
@@ -272,8 +330,8 @@ class _File:
         if owner is None or not isinstance(owner.node, (ast.Module, ast.ClassDef)):
             return
         member = self.sources.member(owner, name)
-        if member is None and ast.unparse(value) == "self":
-            return  # a name of our own class
+        if member is None and ast.unparse(value) == "self" and name in self.own[-1]:
+            return
         if member is None or self._is_ours(member.module.name):
             self._add(node, f"{owner}.{name}" if member is None else str(member), member)
 
@@ -288,7 +346,38 @@ class _File:
             owner, _ = self._meaning(node.func.value)
             symbol = owner and self.sources.member(owner, node.func.attr)
         if symbol is not None and (symbol.is_class or symbol.is_function) and self._is_ours(symbol.module.name):
-            self._add(node, str(symbol), symbol, call=node)
+            self._add(node, str(symbol), symbol, call=node, awaited=node in self.awaited)
+
+
+def _own_names(node: ast.ClassDef) -> set[str]:
+    """Return what a class of ours defines or assigns; an annotation alone does neither."""
+    names = {each.name for each in node.body if isinstance(each, Function)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            names.add(each.attr)
+    for each in node.body:
+        targets = each.targets if isinstance(each, ast.Assign) else [each.target] if _has_value(each) else []
+        names |= {ast.unparse(target) for target in targets}
+    return names
+
+
+def _has_value(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and node.value is not None
+
+
+def words(tree: ast.AST) -> set[str]:
+    """Return all strings, and all names of attributes."""
+    found = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    return found | {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+
+
+def is_awaitable(symbol: Symbol) -> bool:
+    """Return True if a call of the symbol has to be awaited."""
+    node = symbol.node
+    if isinstance(node, ast.AsyncFunctionDef):
+        return not any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
+    text = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns is not None else ""
+    return text.partition("[")[0].rpartition(".")[2] in ("Awaitable", "Coroutine", "Future", "Task")
 
 
 def _is_class(name: str) -> bool:
@@ -320,7 +409,7 @@ def possible_values(parameter: Parameter) -> list[object]:
     return [each.value for each in ast.walk(annotation.slice) if isinstance(each, ast.Constant)]
 
 
-def unlike(ours: ast.FunctionDef, theirs: Signature) -> str | None:
+def unlike(ours: Function, theirs: Signature) -> str | None:
     """Why a method of ours cannot take the place of a library's; its arguments must have the same names and order."""
     arguments = [each.arg for each in [*ours.args.posonlyargs, *ours.args.args]][1:] + [
         each.arg for each in ours.args.kwonlyargs
