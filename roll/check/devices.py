@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
+from roll.check.memory_parts import has_experts
 from roll.configs import derived
 from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
@@ -128,7 +129,8 @@ def _cannot_be_pulled(config: PipelineConfig, mappings: Mapping[str, list[int]])
         yield ConfigProblem(path, message, remedy)
 
 
-def _adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
+def adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Yield why adapters cannot be published alone."""
     path, remedy = "weight_update.content", "write `full`"
     arguments, role = config.actor_train.model_args, config.actor_infer
     engine, name = strategy_of("actor_infer", role), role.strategy_args.strategy_name
@@ -137,7 +139,7 @@ def _adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, message, f"{remedy}, or set `actor_train.model_args.lora_target`")
     if isinstance(engine, Engine) and not engine.largest_adapter:
         able = [f"`{each}`" for each, record in ENGINES.built_in.items() if record.largest_adapter]
-        message = f"'adapter', but {name} cannot replace an adapter that running requests use"
+        message = f"'adapter', but {name} takes whole models"
         yield ConfigProblem(path, message, f"{remedy}, or use {' or '.join(able)}")
     elif isinstance(engine, Engine) and arguments.lora_rank > engine.largest_adapter:
         message = f"{arguments.lora_rank}: {name} takes adapters of rank {engine.largest_adapter:g} or less"
@@ -148,6 +150,29 @@ def _adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if derived.needs_whole_models(config):
         message = "'adapter', but actor_logp takes whole models"
         yield ConfigProblem(path, message, f"{remedy}, or remove `actor_logp`")
+    yield from _bases_differ(config)
+    model = derived.model_path(config, role)
+    if name == "vllm" and has_experts(model):
+        message = f"'adapter', but with adapters vLLM fails at the first request of a model with experts ({model})"
+        yield ConfigProblem(path, message, f"{remedy}, or use `hf_infer`")
+
+
+def _bases_differ(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Yield why the engine's base would not be the one of the trainer."""
+    trainer, role = config.actor_train, config.actor_infer
+    dtype, remedy = role.model_args.dtype, "or write `weight_update.content: full`"
+    if trainer.model_args.dtype not in ("float32", dtype):
+        message = f"{shown(trainer.model_args.dtype)}, but adapters are published alone, to a base in {dtype}"
+        yield ConfigProblem("actor_train.model_args.dtype", message, f"write `{dtype}` or `float32`, {remedy}")
+    model = derived.model_path(config, trainer)
+    if derived.model_path(config, role) != model:
+        message = f"the adapters that are published alone belong to {model}"
+        yield ConfigProblem("actor_infer.model_args.model_name_or_path", message, f"remove this key, {remedy}")
+    options = role.strategy_args.strategy_config
+    if role.strategy_args.strategy_name == "vllm" and options.get("load_format") == "dummy":
+        path = "actor_infer.strategy_args.strategy_config.load_format"
+        message = "'dummy', but adapters are published alone, to a base that the engine has loaded"
+        yield ConfigProblem(path, message, f"remove this key, {remedy}")
 
 
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -158,7 +183,7 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if config.weight_update.mode == "pull":
         yield from _cannot_be_pulled(config, mappings)
     if config.weight_update.content == "adapter":
-        yield from _adapters_cannot_travel(config)
+        yield from adapters_cannot_travel(config)
     if transport == "shared_memory" and derived.present_roles(config).keys() <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:

@@ -136,7 +136,7 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
         dtype, buffers = config.actor_infer.model_args.dtype, derived.weight_buffers(config)
         transport, element = derived.weight_transport(config), ELEMENT_BYTES[dtype]
         parameters, what = shape.parameters, "the whole model"
-        if derived.weight_content(config) == "adapter":
+        if config.weight_update.content == "adapter":
             parameters, what = trainer.learned.parameters, "the adapters"
         holder = "each rank" if transport == "cuda_ipc" else "the first rank"
         how = f"{count(buffers, 'buffer')} of {what} in {dtype}, of {holder}"

@@ -263,6 +263,8 @@ meta-llama/Llama-3.*."""
 _VARIANT = re.compile(r"-(instruct|base|it|chat|thinking|\d{4})$")
 _BIASED_FAMILIES = ("qwen2", "qwen2_moe")
 _NORMED_FAMILIES = ("qwen3", "qwen3_moe")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts, which differ by family."""
 
 
 def find_shape(model: str) -> ModelShape:
@@ -284,9 +286,17 @@ def find_shape(model: str) -> ModelShape:
     return KNOWN[name]
 
 
+def has_experts(model: str) -> bool:
+    """Return True if a model is known to have experts; False also if its sizes are not known."""
+    try:
+        return find_shape(model).experts > 0
+    except ShapeUnknown:
+        return False
+
+
 def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
     family, heads, hidden = facts["model_type"], int(facts["num_attention_heads"]), int(facts["hidden_size"])
-    experts = int(facts.get("num_experts") or facts.get("num_local_experts") or 0)
+    experts = int(next(filter(None, map(facts.get, _EXPERTS)), 0))
     return ModelShape(
         vocabulary=int(facts["vocab_size"]),
         hidden=hidden,

@@ -199,7 +199,7 @@ def _weights(config: PipelineConfig) -> str:
     transport = derived.weight_transport(config).replace("_", " ")
     rhythm = _steps(config.weight_update.interval_steps)
     pulled = ", pulled by each replica" if config.weight_update.mode == "pull" else ""
-    alone = ", adapters alone" if derived.weight_content(config) == "adapter" else ""
+    alone = ", adapters alone" if config.weight_update.content == "adapter" else ""
     return f"published every {rhythm} ({transport}{alone}{pulled}); running requests: {config.weight_update.in_flight}"
 
 

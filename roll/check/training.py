@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from roll.check.devices import generating_arguments, readable_mappings
+from roll.check.devices import adapters_cannot_travel, generating_arguments, readable_mappings
 from roll.configs import derived
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
@@ -282,6 +282,12 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
             "is not reported"
         )
     infer = config.actor_infer
+    is_rounded = config.weight_update.content == "full" and infer.model_args.dtype != "float32"
+    if is_rounded and not list(adapters_cannot_travel(config)):
+        yield (
+            f"adapters are added to weights in {infer.model_args.dtype}, whose rounding drops most of a small one: "
+            "write `weight_update.content: adapter` (docs/weights.md, Adapters alone)"
+        )
     if infer.silence_timeout_seconds >= infer.request_timeout_seconds:
         yield (
             f"actor_infer.silence_timeout_seconds {infer.silence_timeout_seconds:g} is not below "

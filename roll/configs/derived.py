@@ -34,7 +34,7 @@ from roll.configs.run import (
     RunConfig,
     SFTConfig,
 )
-from roll.configs.strategies import Engine, Options, strategy_of
+from roll.configs.strategies import Options
 
 SYNCHRONOUS_KEYS = (
     "async_generation_ratio",
@@ -237,23 +237,6 @@ def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> st
     return "shared_memory" if platform == "linux" and len(publication_nodes(config)) == 1 else "object_store"
 
 
-def weight_content(config: PipelineConfig) -> Literal["full", "adapter"]:
-    """Return what is published.
-
-    `auto` is the adapters in bfloat16 or float16, where most of what they add is lost when it is added to the weights
-    themselves, unless something in the run needs whole models.
-    """
-    chosen = config.weight_update.content
-    if chosen != "auto":
-        return chosen
-    arguments, engine = config.actor_train.model_args, strategy_of("actor_infer", config.actor_infer)
-    able = isinstance(engine, Engine) and arguments.lora_rank <= engine.largest_adapter
-    whole = config.weight_update.transport in ("nccl", "cuda_ipc") or needs_whole_models(config)
-    if arguments.lora_target is None or config.actor_infer.model_args.dtype == "float32" or whole or not able:
-        return "full"
-    return "adapter"
-
-
 def needs_whole_models(config: PipelineConfig) -> bool:
     """Return True if a role beside the engine gets the trainer's weights."""
     return config.actor_logp is not None and not logp_is_trainer(config)
@@ -261,7 +244,7 @@ def needs_whole_models(config: PipelineConfig) -> bool:
 
 def adapter_rank(config: PipelineConfig) -> int | None:
     """Return the rank of the adapters that are published alone; None if all weights are published."""
-    return config.actor_train.model_args.lora_rank if weight_content(config) == "adapter" else None
+    return config.actor_train.model_args.lora_rank if config.weight_update.content == "adapter" else None
 
 
 def publication_nodes(config: PipelineConfig) -> set[int]:

@@ -136,12 +136,11 @@ class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
     interval_steps: Count = option(1, "Publish weights every n training steps.")
-    content: Literal["auto", "full", "adapter"] = option(
-        "auto",
+    content: Literal["full", "adapter"] = option(
+        "full",
         "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
-        "full speed. `adapter`: the adapters alone, about a hundredth of the bytes; `hf_infer` and `vllm` add them to "
-        "the base that they have loaded. `auto`: the adapters, if the engine's precision would round away what they "
-        "add and it can take them; else all weights.",
+        "full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the adapters alone, "
+        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded.",
     )
     mode: Literal["push", "pull"] = option(
         "push",

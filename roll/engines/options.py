@@ -130,6 +130,10 @@ VLLM_RESERVED = {
     "weight_transfer_config": "`weight_update.transport`",
     "enable_lora": "`weight_update.content: adapter`",
     "max_loras": "nothing: the policy is one adapter",
+    "max_cpu_loras": "nothing: the policy is one adapter",
+    "lora_dtype": "`actor_infer.model_args.dtype`",
+    "lora_target_modules": "`actor_train.model_args.lora_target`",
+    "fully_sharded_loras": "nothing: adapters are read back from each device as a whole",
     "max_lora_rank": "`actor_train.model_args.lora_rank`",
     "enable_sleep_mode": "nothing: set where the engine shares its devices",
 }

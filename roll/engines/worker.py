@@ -69,6 +69,8 @@ class EngineSpec:
     def build(self, device: Literal["cpu", "cuda"]) -> InferStrategy:
         """Return the engine of this process; it is not started yet."""
         options = dict(vars(self))
+        if self.adapter_rank is None:
+            del options["adapter_rank"]  # a class from outside may not know it
         strategy = strategy_class(ENGINES, options.pop("strategy_name"), options.pop("strategy_cls"))
         engine: InferStrategy = strategy(options.pop("model_path"), device=device, **options)
         return engine

@@ -178,6 +178,7 @@ class PlainLoop:
         await self._engine.start()
         roles = derived.present_roles(config)
         self.trainer = self._load(build_trainer, "actor_train")
+        await self._hand_over(0)
         self._critic = self._load(build_trainer, "critic") if "critic" in roles else None
         self._compared = {role: self._load(build_forward_strategy, role) for role in COMPARED_ROLES if role in roles}
         self._rollout = self._side.rollout(_Direct(self._engine))
@@ -258,7 +259,7 @@ class PlainLoop:
 
     async def _hand_over(self, version: int) -> None:
         dtype = getattr(torch, self._config.actor_infer.model_args.dtype)
-        weights, uncast = self.trainer.published(derived.weight_content(self._config))
+        weights, uncast = self.trainer.published(self._config.weight_update.content)
         buckets = pack_buckets(weights, _BUCKET_BYTES, float_dtype=dtype, uncast=uncast)
         await self._engine.prepare_weights(buckets, version)
         await self._engine.pause("keep")

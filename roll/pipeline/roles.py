@@ -143,7 +143,7 @@ class Roles:
             directory=claim_weight_folder(self._run, update.checkpoint_dir, self._config.exp_name),
             bucket_bytes=derived.load_bucket_bytes(self._config),
             timeout_seconds=update.timeout_seconds,
-            content=derived.weight_content(self._config),
+            content=self._config.weight_update.content,
             corrupted_versions=corrupted_versions,
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +44,8 @@ from roll.trainers.step import (
     plan_micro_batches,
     results_by_token,
 )
-from roll.weights.buckets import WeightContent, WeightMismatch, tensor_checksum
+from roll.weights.adapters import base_checksums
+from roll.weights.buckets import WeightContent, WeightMismatch
 from roll.weights.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
@@ -385,8 +387,7 @@ class TrainStrategy(ForwardStrategy):
     def published_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of `named_weights`, and the model's persistent buffers, under the names of a checkpoint,
         which engines load. Collective."""
-        buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
-        return self.checkpoint_names.of(chain(self.named_weights(), buffers))
+        return self._as_in_checkpoint(self.named_weights())
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what `named_weights` would without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there
@@ -407,13 +408,16 @@ class TrainStrategy(ForwardStrategy):
     def base_checksums(self, dtype: torch.dtype) -> dict[str, int]:
         """Return the checksums of `base_weights` in an engine's ``dtype``, and of the buffers, by their names in a
         checkpoint, on rank 0; empty on the others. Collective."""
+        tensors = self._as_in_checkpoint(self.base_weights())
+        if self.setup.rank == 0:
+            return base_checksums(tensors, self.checkpoint_names, dtype)
+        deque(tensors, maxlen=0)
+        return {}
+
+    def _as_in_checkpoint(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights and the model's persistent buffers under the names of a checkpoint."""
         buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
-        checksums = {}
-        for name, tensor in self.checkpoint_names.of(chain(self.base_weights(), buffers)):
-            if self.setup.rank == 0:
-                as_sent = tensor if name in self.checkpoint_names.uncast else tensor.to(dtype)
-                checksums[name] = tensor_checksum(as_sent)
-        return checksums
+        return self.checkpoint_names.of(chain(weights, buffers))
 
     def export(self) -> ModelExport | None:
         """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.

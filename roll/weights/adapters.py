@@ -9,18 +9,17 @@ in the engine's precision; so a base that differs is found before the first adap
 from __future__ import annotations
 
 import json
-import shutil
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from roll.weights.buckets import MemoryFile, WeightBucket, WeightMismatch, safetensors_file, tensor_checksum
+from roll.weights.buckets import MemoryFile, WeightMismatch, tensor_checksum
 
 if TYPE_CHECKING:
     from roll.weights.checkpoint_names import CheckpointNames
@@ -72,45 +71,36 @@ def adapter_config(adapted: Sequence[str], rank: int, base: str) -> dict[str, An
     }
 
 
-class AdapterFolder:
-    """A folder in peft's format whose tensors are in memory. Its path stays while its content is replaced; it goes with
-    the object."""
-
-    def __init__(self, rank: int, base: str) -> None:
-        self.path = mkdtemp(prefix="roll-adapter-")
-        self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-        """Removes the folder. Harmless to repeat."""
-        self._rank, self._base = rank, base
-        self._file: MemoryFile | None = None
-
-    def replace(self, file: MemoryFile, adapted: Sequence[str]) -> None:
-        """Let the folder hold this safetensors file, of an adapter of these layers."""
-        folder = Path(self.path)
-        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(adapted, self._rank, self._base)))
-        link = folder / "adapter_model.safetensors"
-        link.unlink(missing_ok=True)
-        link.symlink_to(file.path)
-        self._file = file
+@contextmanager
+def adapter_folder(file: MemoryFile, config: Mapping[str, Any]) -> Iterator[str]:
+    """Within the block, offer an adapter's safetensors file in memory as a folder in peft's format; yield its path."""
+    with TemporaryDirectory(prefix="roll-adapter-") as folder:
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        (Path(folder) / "adapter_model.safetensors").symlink_to(file.path)
+        yield folder
 
 
-def adapter_file(buckets: Sequence[WeightBucket]) -> MemoryFile:
-    """Return one safetensors file in memory of all tensors."""
-    file, _ = safetensors_file(buckets)
-    return file
+def base_checksums(
+    tensors: Iterable[tuple[str, torch.Tensor]], names: CheckpointNames, dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the checksum of each tensor of a base model, by its name in a checkpoint, as an engine of ``dtype`` has
+    it. Buffers, whose precision may be one in the model and another in its files, are compared in float32."""
+    return {
+        name: tensor_checksum(tensor.to(torch.float32 if name in names.uncast else dtype)) for name, tensor in tensors
+    }
 
 
 def file_checksums(model_path: str, names: CheckpointNames, dtype: torch.dtype) -> dict[str, int]:
-    """Return the checksum of each tensor of a model's files, cast to ``dtype`` (buffers keep their precision).
+    """Return the `base_checksums` of a model's files.
 
     Raises `WeightMismatch` naming a tensor that the files do not have under the name that a checkpoint of transformers
     gives it.
     """
-    checksums = {}
+    checksums: dict[str, int] = {}
     for path in _weight_files(model_path):
         with safe_open(path, "pt") as file:
-            for name in names.parts.keys() & set(file.keys()):
-                tensor = file.get_tensor(name)
-                checksums[name] = tensor_checksum(tensor if name in names.uncast else tensor.to(dtype))
+            known = names.parts.keys() & set(file.keys())
+            checksums |= base_checksums(((name, file.get_tensor(name)) for name in known), names, dtype)
     missing = sorted(names.parts.keys() - checksums.keys())
     if missing:
         raise WeightMismatch(

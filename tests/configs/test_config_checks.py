@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from roll.check.config import check_config, config_warnings
 from roll.check.devices import sees_gpus
 from roll.check.plan import plan
 from roll.configs.derived import (
+    adapter_rank,
     batch_wait_seconds,
     data_parallel_ranks,
     is_base,
@@ -24,7 +27,6 @@ from roll.configs.derived import (
     shares_devices,
     synchronous,
     total_optimizer_steps,
-    weight_content,
     weight_transport,
 )
 from roll.configs.errors import ConfigError, ConfigProblem
@@ -765,22 +767,25 @@ def test_all_problems_are_reported_at_once(tree):
 
 
 @pytest.mark.parametrize(
-    ("changes", "content"),
+    ("changes", "warned"),
     [
-        ({}, "adapter"),
-        ({"actor_infer.model_args.dtype": "float32"}, "full"),
-        ({"actor_train.model_args.lora_target": None}, "full"),
-        ({"actor_infer.strategy_args.strategy_name": "vllm"}, "adapter"),
-        ({"actor_infer.strategy_args.strategy_name": "vllm", "actor_train.model_args.lora_rank": 513}, "full"),
-        ({"actor_infer.strategy_args.strategy_name": "sglang"}, "full"),
-        ({"weight_update.transport": "cuda_ipc"}, "full"),
-        ({"actor_logp": {"device_mapping": [2]}}, "full"),
-        ({"weight_update.content": "full"}, "full"),
+        ({}, True),
+        ({"actor_infer.model_args.dtype": "float32"}, False),
+        ({"actor_train.model_args.lora_target": None}, False),
+        ({"actor_infer.strategy_args.strategy_name": "vllm"}, True),
+        ({"actor_infer.strategy_args.strategy_name": "vllm", "actor_train.model_args.lora_rank": 513}, False),
+        ({"actor_infer.strategy_args.strategy_name": "sglang"}, False),
+        ({"weight_update.transport": "cuda_ipc"}, False),
+        ({"actor_logp": {"device_mapping": [2]}}, False),
+        ({"weight_update.content": "adapter"}, False),
     ],
 )
-def test_adapters_that_rounding_would_eat_travel_alone_if_nothing_needs_whole_models(tree, changes, content):
+def test_adapters_that_rounding_eats_are_warned_of_where_they_could_travel_alone(tree, changes, warned):
     adapters = {"actor_train.model_args.lora_target": "all-linear", "actor_infer.model_args.dtype": "bfloat16"}
-    assert weight_content(config_from_tree(merged(tree, adapters | changes))) == content
+    config = config_from_tree(merged(tree, adapters | changes))
+    assert any("write `weight_update.content: adapter`" in each for each in config_warnings(config)) == warned
+    if not changes:
+        assert adapter_rank(config) is None, "nothing is chosen in secret"
 
 
 ADAPTERS = {"actor_train.model_args.lora_target": "all-linear", "weight_update.content": "adapter"}
@@ -793,7 +798,7 @@ ADAPTERS = {"actor_train.model_args.lora_target": "all-linear", "weight_update.c
         (
             {"actor_infer.strategy_args.strategy_name": "sglang", "cluster.device": "cuda"},
             "weight_update.content",
-            "sglang cannot replace an adapter",
+            "sglang takes whole models",
         ),
         (
             {"actor_infer.strategy_args.strategy_name": "vllm", "actor_train.model_args.lora_rank": 513},
@@ -802,6 +807,22 @@ ADAPTERS = {"actor_train.model_args.lora_target": "all-linear", "weight_update.c
         ),
         ({"weight_update.transport": "nccl"}, "weight_update.content", "way for all weights"),
         ({"actor_logp": {"device_mapping": [2]}}, "weight_update.content", "takes whole models"),
+        ({"actor_train.model_args.dtype": "bfloat16"}, "actor_train.model_args.dtype", "to a base in float32"),
+        (
+            {"actor_infer.model_args.model_name_or_path": "other/model"},
+            "actor_infer.model_args.model_name_or_path",
+            "alone belong to",
+        ),
+        (
+            {"actor_infer.strategy_args": {"strategy_name": "vllm", "strategy_config": {"load_format": "dummy"}}},
+            "actor_infer.strategy_args.strategy_config.load_format",
+            "a base that the engine has loaded",
+        ),
+        (
+            {"actor_infer.strategy_args.strategy_name": "vllm", "pretrain": "Qwen/Qwen3-30B-A3B"},
+            "weight_update.content",
+            "a model with experts",
+        ),
     ],
 )
 def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, changes, path, words):
@@ -810,6 +831,20 @@ def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, 
     assert "adapters alone" in plan(config)
     problem = problems_of(merged(tree, ADAPTERS | changes))[path]
     assert words in problem.message and "full" in problem.remedy
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_read_from_the_models_files_and_only_vllm_cannot_add_adapters_beside_them(tree, tmp_path, key):
+    vllm = {"actor_infer.strategy_args.strategy_name": "vllm"}
+    folder = tmp_path / "experts"
+    shutil.copytree(tree["pretrain"], folder)
+    facts = {"model_type": "some_moe", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    facts |= {"num_attention_heads": 2, "vocab_size": 9, key: 4}
+    (folder / "config.json").write_text(json.dumps(facts))
+    found = problems_of(merged(tree, ADAPTERS | vllm | {"pretrain": str(folder)}))
+    assert str(folder) in found["weight_update.content"].message
+    for changes in (vllm, {"pretrain": str(folder)}, vllm | {"pretrain": "owner/unknown-model"}):
+        check_config(config_from_tree(merged(tree, ADAPTERS | changes)))
 
 
 @pytest.mark.parametrize(

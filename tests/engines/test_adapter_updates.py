@@ -6,12 +6,16 @@ Each engine of a kind that takes them is held against peft's own model with the 
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, GPTJConfig, GPTJForCausalLM
 
 from roll.engines.base import InferStrategy
 from roll.engines.hf.strategy import HFInferStrategy
@@ -19,7 +23,7 @@ from roll.engines.vllm.strategy import VLLMInferStrategy
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.placement import WorkerPlace
 from roll.runtime.workers import WorkerIdentity
-from roll.weights.adapters import matrix_names
+from roll.weights.adapters import base_checksums, file_checksums, matrix_names
 from roll.weights.buckets import WeightMismatch, manifest, pack_buckets, tensor_checksum
 from roll.weights.checkpoint_names import CheckpointNames
 from roll.weights.publisher import Publication, WeightsDiffer
@@ -79,11 +83,11 @@ def base_path(tmp_path_factory) -> str:
     return str(path)
 
 
-def strategy_of(kind: type[InferStrategy], path: str, **strategy_config) -> InferStrategy:
+def strategy_of(kind: type[InferStrategy], path: str, dtype: str = "float32", **strategy_config) -> InferStrategy:
     return kind(
         path,
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         attn_implementation="sdpa",
         max_length=MAX_LENGTH,
         adapter_rank=RANK,
@@ -91,7 +95,20 @@ def strategy_of(kind: type[InferStrategy], path: str, **strategy_config) -> Infe
     )
 
 
-VLLM = pytest.param("vllm", marks=[pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)])
+VLLM_MARKS = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
+VLLM = pytest.param("vllm", marks=VLLM_MARKS)
+
+
+def vllm_only(test):
+    """The marks of a test that starts a vLLM of its own."""
+    for mark in VLLM_MARKS:
+        test = mark(test)
+    return test
+
+
+def base_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    named = CheckpointNames.like(model).of(model.named_parameters())
+    return {name: tensor_checksum(tensor.to(dtype)) for name, tensor in named}
 
 
 @pytest.fixture(scope="module", params=["hf_infer", VLLM])
@@ -182,14 +199,45 @@ def test_what_does_not_fit_is_refused_by_name_and_the_adapter_stays(engine):
 
 def test_the_base_is_what_the_engine_has_loaded(engine, base_path):
     """Asked of an engine of its own, because it is asked before the first adapter comes."""
-    named = CheckpointNames.like(make_model()).of(make_model().named_parameters())
-    expected = {name: tensor_checksum(tensor) for name, tensor in named}
+    expected = base_of(make_model())
     if isinstance(engine.strategy, VLLMInferStrategy):
         assert engine.run(engine.strategy.base_checksums) == expected
         return
     fresh = RunningEngine(base_path, strategy=strategy_of(HFInferStrategy, base_path))
     assert fresh.run(fresh.strategy.base_checksums) == expected
     fresh.close()
+
+
+@vllm_only
+def test_vllm_in_bfloat16_has_the_base_of_a_float32_trainer_and_leaves_no_folder(base_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    strategy = strategy_of(VLLMInferStrategy, base_path, "bfloat16", max_num_seqs=PLACES + 1)
+    running = RunningEngine(base_path, strategy=strategy)
+    first = running.run(strategy.generate, request("before the first adapter", 8, seed=1, ignore_eos=True))
+    assert np.abs(expected_logprobs(make_model(), first) - first.logprobs).max() < 0.1
+    assert running.run(strategy.base_checksums) == base_of(make_model(), torch.bfloat16)
+    adapted = make_adapted(1)
+    as_sent = {name: tensor_checksum(tensor.bfloat16()) for name, tensor in matrices(adapted).items()}
+    assert (
+        publish(running, list(pack_buckets(matrices(adapted).items(), 4096, float_dtype=torch.bfloat16))).checksums
+        == as_sent
+    )
+    completion = running.run(strategy.generate, request("after", 24, seed=3, ignore_eos=True))
+    assert np.abs(expected_logprobs(adapted, completion) - completion.logprobs).max() < 0.1
+    assert np.abs(expected_logprobs(make_model(), completion) - completion.logprobs).max() > 0.3
+    sent = {name: tensor_checksum(tensor) for name, tensor in matrices(adapted).items()}
+    assert publish(running, adapted).checksums == as_sent != sent, "rounding in the engine is no part that is missing"
+    assert not list(tmp_path.glob("roll-adapter-*"))
+    running.close()
+
+
+@vllm_only
+def test_a_model_that_vllm_has_no_adapters_for_is_refused_with_the_key_to_write(tmp_path):
+    sizes = dict(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=MAX_LENGTH, rotary_dim=16)
+    GPTJForCausalLM(GPTJConfig(**sizes)).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no adapters for GPTJForCausalLM: write `weight_update.content: full`"):
+        asyncio.run(strategy_of(VLLMInferStrategy, str(tmp_path), max_num_seqs=4).start())
 
 
 def test_a_request_has_the_same_bits_whatever_runs_beside_it(base_path):
@@ -209,6 +257,41 @@ def test_a_request_has_the_same_bits_whatever_runs_beside_it(base_path):
     running.close()
 
 
+# The base is compared with the files
+
+
+def test_a_buffer_that_files_keep_in_another_precision_is_the_same_base(tmp_path):
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16, n_routed_experts=4, num_experts_per_tok=2)
+    made = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **heads, first_k_dense_replace=1, n_group=1, topk_group=1))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    made.get_buffer(bias).normal_()
+    made.bfloat16().save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")[bias].dtype == torch.bfloat16
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    names = CheckpointNames.like(trained)
+    assert names.uncast == {bias} and trained.get_buffer(bias).dtype == torch.float32
+    held = [*trained.named_parameters(), (bias, trained.get_buffer(bias))]
+    expected = base_checksums(names.of(held), names, torch.bfloat16)
+    assert file_checksums(str(tmp_path), names, torch.bfloat16) == expected
+    trained.get_buffer(bias)[0] += 1
+    assert base_checksums(names.of(held), names, torch.bfloat16)[bias] != expected[bias]
+
+
+def test_a_base_in_several_files_is_read_and_a_tensor_that_they_lack_is_named(tmp_path):
+    make_model().save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    names = CheckpointNames.like(make_model())
+    assert file_checksums(str(tmp_path), names, torch.float32) == base_of(make_model())
+    index = tmp_path / "model.safetensors.index.json"
+    lost = "model.layers.1.mlp.up_proj.weight"
+    shard = tmp_path / json.loads(index.read_text())["weight_map"][lost]
+    tensors = load_file(shard)
+    save_file({name.replace(lost, "renamed"): tensor for name, tensor in tensors.items()}, shard, {"format": "pt"})
+    with pytest.raises(WeightMismatch, match=rf"'{lost}' is not in the files of .*`weight_update.content: full`"):
+        file_checksums(str(tmp_path), names, torch.float32)
+
+
 # A worker compares the base before it takes the first adapter
 
 
@@ -225,8 +308,7 @@ def test_an_adapter_with_other_bytes_or_of_another_base_is_refused_with_the_tens
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] += 1e-3
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    named = CheckpointNames.like(make_model()).of(make_model().named_parameters())
-    base = {name: tensor_checksum(tensor) for name, tensor in named}
+    base = base_of(make_model())
 
     async def main(path: str):
         worker = InferWorker(WorkerIdentity("actor_infer", 0, 1, WorkerPlace(0, "cpu", (0,), 1), None))
@@ -253,3 +335,31 @@ def test_an_adapter_with_other_bytes_or_of_another_base_is_refused_with_the_tens
         WeightsDiffer, match=r"base model of actor_infer/0.*'model.layers.1.mlp.up_proj.weight' differs"
     ):
         asyncio.run(main(str(other)))
+
+
+# What a class from outside is asked for
+
+
+def test_an_engine_from_outside_that_knows_no_adapters_is_built_as_ever(monkeypatch):
+    class Outside:
+        def __init__(
+            self,
+            model_path,
+            *,
+            device,
+            dtype,
+            attn_implementation,
+            max_length,
+            trust_remote_code,
+            devices_per_engine,
+            shares_devices,
+            transport,
+            strategy_config,
+        ):
+            self.model_path = model_path
+
+    monkeypatch.setattr("roll.engines.worker.strategy_class", lambda kind, name, own: Outside)
+    spec = EngineSpec("outside", {}, "model", "float32", "sdpa", False, 128)
+    assert spec.build("cpu").model_path == "model"
+    with pytest.raises(TypeError, match="adapter_rank"):
+        replace(spec, adapter_rank=RANK).build("cpu")

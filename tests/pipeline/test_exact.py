@@ -65,6 +65,13 @@ EVERYTHING = {
 }
 
 
+ADAPTERS_ALONE = {
+    "actor_train__model_args": {"lora_target": "all-linear", "lora_rank": 4},
+    "actor_train__training_args__learning_rate": 1e-2,
+    "weight_update__content": "adapter",
+}
+
+
 OWN_TEACHER = {
     "teacher": {"weights": "policy", "prompt": "{ground_truth}={prompt}"},
     "distillation": {"use": "loss", "reward_coef": 0},
@@ -79,8 +86,16 @@ OWN_TEACHER = {
         lambda task: critic_config(task, critic_warmup=1),
         lambda task: tiny_config(task, **OWN_TEACHER),
         lambda task: agentic_config(task, async_generation_ratio=2, adv_estimator="gigpo"),
+        lambda task: tiny_config(task, **ADAPTERS_ALONE),
     ],
-    ids=["plain", "reference, teacher, correction, filter, two epochs", "critic", "a teacher of its own", "agentic"],
+    ids=[
+        "plain",
+        "reference, teacher, correction, filter, two epochs",
+        "critic",
+        "a teacher of its own",
+        "agentic",
+        "adapters alone",
+    ],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(task, run_of, make):
     config, run = run_of(make(task))

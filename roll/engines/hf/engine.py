@@ -40,7 +40,7 @@ from roll.engines.base import (
 )
 from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, add_adapter, counter_uniforms, round_up, sample
 from roll.engines.options import HFInferConfig
-from roll.weights.adapters import adapted_layers, adapter_shapes, linear_layers
+from roll.weights.adapters import adapted_layers, adapter_shapes, base_checksums, linear_layers
 from roll.weights.buckets import DTYPES, HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
 from roll.weights.checkpoint_names import CheckpointNames
 
@@ -233,10 +233,7 @@ class HFEngine:
 
     def base_checksums(self) -> dict[str, int]:
         """Return the checksums of the model in its precision; see `InferStrategy.base_checksums`."""
-        dtype, checksums = self._model.dtype, {}
-        for name, tensor in self._names.of(self._held_tensors().items()):
-            checksums[name] = tensor_checksum(tensor if name in self._names.uncast else tensor.to(dtype))
-        return checksums
+        return base_checksums(self._names.of(self._held_tensors().items()), self._names, self._model.dtype)
 
     def _held_tensors(self) -> dict[str, torch.Tensor]:
         """Return all that a weight update replaces, by its name in memory. A sleep makes new buffers."""

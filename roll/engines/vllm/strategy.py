@@ -24,12 +24,21 @@ from roll.data.records import derive_seed
 from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, Layout, PauseMode, PreparedWeights, checked
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE, engine_arguments, stream_interval
 from roll.engines.process_engine import ProcessEngine, Response
-from roll.weights.adapters import AdapterFolder, adapted_layers, adapter_file
-from roll.weights.buckets import BucketLocation, HeldWeights, MemoryFile, TransferStep, WeightBucket, WeightMismatch
+from roll.weights.adapters import adapted_layers, adapter_config, adapter_folder
+from roll.weights.buckets import (
+    BucketLocation,
+    HeldWeights,
+    MemoryFile,
+    TransferStep,
+    WeightBucket,
+    WeightMismatch,
+    safetensors_file,
+)
 from roll.weights.publisher import WEIGHT_BACKENDS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+    from vllm import AsyncEngineArgs
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
@@ -46,6 +55,9 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     """One engine replica. With the transports ``nccl`` and ``cuda_ipc`` weights are pushed (`transfer_step`); with all
     others they are loaded from buckets. Adapters are vLLM's own (LoRA), one for all requests, replaced in place."""
 
+    _policy: LoRARequest | None = None
+    """vLLM's name for the adapter, whose folder it read once; None before the first one is loaded."""
+
     async def _launch(self, config: PretrainedConfig) -> tuple[AsyncLLM, int]:
         """Start vLLM. Blocks the event loop meanwhile, because vLLM's start does."""
         self._sleeps = self._shares_devices and self._spec.device == "cuda"  # vLLM's CPU engine cannot sleep
@@ -58,8 +70,6 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
             adapter_rank=self._adapter_rank,
         )
-        if self._adapter_rank is not None:
-            self._folder = AdapterFolder(self._adapter_rank, self._spec.model_path)
         _set_environment(arguments)
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -67,7 +77,13 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
         # vLLM's defaults for the size of a batch depend on who asks. These are those of its own server.
         context = UsageContext.OPENAI_API_SERVER
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context)
+        engine_args = AsyncEngineArgs(**arguments)
+        try:
+            engine = AsyncLLM.from_engine_args(engine_args, usage_context=context)
+        except Exception as error:
+            if self._adapter_rank is not None:
+                _require_adapters(engine_args, error)
+            raise
         try:
             await self._answer(engine.update_weight_version("0"))
         except BaseException:
@@ -92,8 +108,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         engine = self._live_engine()
         # Leaving the iteration is what aborts the request inside vLLM.
         with _failures_reported():
-            policy = self._policy()
-            async with aclosing(engine.generate(prompt, params, response.engine_id, lora_request=policy)) as outputs:
+            updates = engine.generate(prompt, params, response.engine_id, lora_request=self._policy)
+            async with aclosing(updates) as outputs:
                 async for output in outputs:
                     if response.begins_again and not response.aborted:
                         return
@@ -120,23 +136,19 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def _continue(self) -> None:
         await self._answer(self._live_engine().resume_generation())
 
-    def _policy(self, replaces: bool = False) -> LoRARequest | None:
-        """Return vLLM's name for the adapter; None if there is none. A call that ``replaces`` it has it read anew."""
-        from vllm.lora.request import LoRARequest
-
-        if self._adapter_rank is None:
-            return None
-        return LoRARequest("policy", 1, self._folder.path, load_inplace=replaces)
-
     def _stage(self, buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[MemoryFile]] | MemoryFile:
-        return located(buckets) if self._adapter_rank is None else adapter_file(buckets)
+        return located(buckets) if self._adapter_rank is None else safetensors_file(buckets)[0]
 
     async def _load_adapter(self, prepared: PreparedWeights) -> None:
         """Let vLLM read an adapter in the place of the one it has, with which running requests then go on."""
+        from vllm.lora.request import LoRARequest
+
         engine, adapted = self._live_engine(), adapted_layers(prepared.layout, self._layers)
-        self._folder.replace(prepared.content, adapted)
-        if not await self._answer(engine.add_lora(self._policy(replaces=True))):
-            raise EngineFailed(f"vLLM did not take the adapter of version {prepared.held.version}")
+        config = adapter_config(adapted, cast(int, self._adapter_rank), self._spec.model_path)
+        with adapter_folder(prepared.content, config) as path:
+            if not await self._answer(engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))):
+                raise EngineFailed(f"vLLM did not take the adapter of version {prepared.held.version}")
+        self._policy = LoRARequest("policy", 1, path)
         await self._answer(engine.update_weight_version(str(prepared.held.version)))
 
     async def _load(self, prepared: PreparedWeights) -> None:
@@ -185,10 +197,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     async def base_checksums(self) -> Mapping[str, int]:
         """See `InferStrategy.base_checksums`. Tensors that vLLM's workers hold in a checkpoint's layout are read there,
-        a sample of them; all others in the files."""
-        layout = {name: (self._spec.dtype, shape) for name, shape in self._shapes.items()}
+        all others in the files."""
+        layout = {name: (self._spec.dtype, shape) for name, shape in self._shapes.items() if name not in self._buffers}
         checksums = dict(await super().base_checksums())
-        for held in await self._answer(self._live_engine().collective_rpc("roll_held_checksums", args=(layout, 0))):
+        for held in await self._answer(self._live_engine().collective_rpc("roll_held_checksums", args=(layout,))):
             checksums |= held
         return checksums
 
@@ -228,8 +240,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         values = np.zeros(len(tokens), dtype=np.float32)
         engine = self._live_engine()
         with _failures_reported():
-            name, policy = self._requests.engine_id(), self._policy()
-            async for output in engine.generate(tokens_input(tokens.tolist()), params, name, lora_request=policy):
+            prompt, name = tokens_input(tokens.tolist()), self._requests.engine_id()
+            async for output in engine.generate(prompt, params, name, lora_request=self._policy):
                 if output.prompt_logprobs is not None:
                     pairs = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
                     values[1:] = [position[token].logprob for token, position in pairs]
@@ -258,8 +270,6 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                 await self._halt("keep")
 
     async def _stop(self, engine: AsyncLLM, running: Sequence[Response]) -> None:
-        if self._adapter_rank is not None:
-            self._folder.close()
         if not engine.errored:
             await engine.abort([response.engine_id for response in running])
             deadline = asyncio.get_running_loop().time() + _FAREWELL_SECONDS
@@ -289,6 +299,18 @@ def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     head_size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size * getattr(torch, dtype).itemsize
+
+
+def _require_adapters(arguments: AsyncEngineArgs, cause: Exception) -> None:
+    """Raise ``ValueError`` if a start failed because vLLM has no adapters for the model. Its own error says only that
+    one of its processes ended."""
+    from vllm.model_executor.model_loader import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    model = get_model_cls(arguments.create_model_config())
+    if not supports_lora(model):
+        message = f"vLLM has no adapters for {model.__name__}: write `weight_update.content: full`"
+        raise ValueError(message) from cause
 
 
 def _set_environment(arguments: dict[str, Any]) -> None:

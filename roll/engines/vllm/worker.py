@@ -136,16 +136,17 @@ class WorkerCalls:
             return []
         return sorted(engine.wanted - engine.loaded)
 
-    def roll_held_checksums(self, layout: Layout, version: int) -> dict[str, int]:
-        """Return checksums of some tensors that this worker holds in the layout of a checkpoint; others at each
-        version. Tensors that kernels have repacked cannot be read back."""
+    def roll_held_checksums(self, layout: Layout, version: int | None = None) -> dict[str, int]:
+        """Return checksums of the tensors that this worker holds in the layout of a checkpoint; with a ``version`` of
+        some of them, others at each version. Tensors that kernels have repacked cannot be read back."""
         shapes = {name: tuple(shape) for name, (_, shape) in layout.items()}
         readable = {
             name: tensor
             for name, tensor in readable_tensors(self.model_runner.get_model(), shapes)
             if str(tensor.dtype) == f"torch.{layout[name][0]}"
         }
-        return {name: tensor_checksum(readable[name]) for name in sample_of(readable, version)}
+        chosen = readable if version is None else sample_of(readable, version)
+        return {name: tensor_checksum(readable[name]) for name in chosen}
 
     def roll_held_adapter(self, layout: Layout) -> dict[str, int | None]:
         """Return the checksums of the adapter's tensors in the layers that compute with them; None for one of which
@@ -161,10 +162,9 @@ class WorkerCalls:
             for part, *matrices in parts:
                 for name, slots in zip(matrix_names(f"{root}.{part}"), matrices, strict=True):
                     if name in layout:
-                        dtype, (rows, columns) = layout[name]
+                        _, (rows, columns) = layout[name]
                         held = slots[0, 0, :rows, :columns]  # the only adapter is in the only slot
-                        whole = held.shape == (rows, columns) and str(held.dtype) == f"torch.{dtype}"
-                        found[name] = tensor_checksum(held) if whole else None
+                        found[name] = tensor_checksum(held) if held.shape == (rows, columns) else None
         return found
 
 
