@@ -7,7 +7,6 @@ how many requests ran at once, and on a CPU on who else used the cores, so the r
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import PipelineConfig, RLVRConfig
-from roll.simulation.inputs import Inputs, LatencyInputs
+from roll.simulation.inputs import Inputs, LatencyInputs, is_number
 from roll.simulation.run import Outcome, simulate
+from roll.tracking.files import read_json_lines
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.trackers import read_metrics
 
 WARM_UP_STEPS = 2
 """First steps of a run, which take longer than later ones."""
@@ -35,6 +34,8 @@ QUANTILES = 129
 """Lengths that stand for a distribution."""
 ROUNDS = 4
 """Simulations of a fit."""
+NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
+"""Metrics that a step must have to count."""
 FORWARD_SHARE = 0.25
 """Share of log-probabilities in the time of a trained token, where a run does both and does not tell them apart."""
 
@@ -118,10 +119,15 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     config = read_config(run.config)
     if not isinstance(config, PipelineConfig):
         raise problem(str(folder), f"a run of `{config.pipeline}` has no rollouts", "give a run of `rlvr` or `agentic`")
-    records = [each for each in read_metrics(run.metrics) if each["step"] > WARM_UP_STEPS and "time/step" in each]
-    if len(records) < LEAST_STEPS:
-        message = f"it has {len(records)} steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
-        raise problem(str(folder), message, "let the run take more steps")
+    records = [each for each in _lines(run.metrics) if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS]
+    whole = [each for each in records if all(is_number(each.get(name)) for name in NEEDED)]
+    if len(whole) < LEAST_STEPS:
+        message = f"it has {len(whole)} usable steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
+        lacking = [name for name in NEEDED if sum(is_number(each.get(name)) for each in records) < LEAST_STEPS]
+        if len(records) >= LEAST_STEPS:
+            message += f"; no number in the others: {', '.join(lacking or NEEDED)}"
+        raise problem(str(folder), message, "let the run take more steps, or give another run")
+    records = whole
     busy = {
         role: median((1 - record[f"idle/{role}"]) * record["time/step"] for record in records)
         for role in ("actor_infer", "actor_train")
@@ -141,7 +147,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     inputs = _with_origin(inputs, "lengths.quantiles", "measured")
     update, replicas = inputs.weight_update, derived.engine_replicas(config)
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
-        if seconds := list(_all(records, f"weights/{name}_seconds")):
+        if seconds := _all(records, f"weights/{name}_seconds"):
             update = replace(update, **{f"{name}_seconds": median(seconds) / share})
             inputs = _with_origin(replace(inputs, weight_update=update), f"weight_update.{name}_seconds", "measured")
     ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
@@ -157,11 +163,16 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     inputs = replace(inputs, trainer=trainer)
     for name in ("token_seconds", "forward_token_seconds", "step_seconds", "optimizer_seconds"):
         inputs = _with_origin(inputs, f"trainer.{name}", "measured" if name == "token_seconds" else "fitted")
-    judged = [name for name in records[0] if name.startswith("idle/rewards.")]
+    names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
+    judged = [
+        name
+        for name in names
+        if name.removeprefix("idle/rewards.") in getattr(config, "rewards", {}) and _all(records, name)
+    ]
     if isinstance(config, RLVRConfig) and judged and inputs.origin("rewards.seconds") == "default":
         workers = [config.rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
         working = sum(
-            number * fmean((1 - each[name]) * each["time/step"] for each in records if each.get(name) is not None)
+            number * fmean((1 - each[name]) * each["time/step"] for each in records if is_number(each.get(name)))
             for name, number in zip(judged, workers, strict=True)
         )
         inputs = replace(inputs, rewards=LatencyInputs(working / samples, 0.0, sum(workers)))
@@ -174,8 +185,15 @@ def _with_origin(inputs: Inputs, path: str, origin: str) -> Inputs:
     return replace(inputs, origins={**inputs.origins, path: origin})  # type: ignore[dict-item]
 
 
-def _all(records: Iterable[Mapping[str, Any]], name: str) -> Iterable[float]:
-    return [record[name] for record in records if record.get(name) is not None]
+def _all(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if is_number(record.get(name))]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_json_lines(path)
+    except ValueError as error:
+        raise problem(str(path), str(error), "give a run whose files are whole") from error
 
 
 def _lengths(folder: Path, mean: float) -> list[float]:
@@ -183,9 +201,8 @@ def _lengths(folder: Path, mean: float) -> list[float]:
     lengths: list[float] = []
     path = RunDirectory(folder).samples
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            sample = json.loads(line)
-            if sample["split"] == "train" and "tokens" in sample:
+        for sample in _lines(path):
+            if sample.get("split") == "train" and "tokens" in sample:
                 tokens = sample["tokens"]
                 sampled = sum(number for number, version in tokens["versions"] if version is not None)
                 lengths.append(float(sampled + tokens["left_out"]))

@@ -197,14 +197,15 @@ class Inputs:
         for path, value in changes(self):
             if not path.startswith("origins"):
                 shown = (
-                    f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if _number(value) else value
+                    f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if is_number(value) else value
                 )
                 found.setdefault(self.origins.get(path, "given"), []).append(f"{path}={shown}")
         return found
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float)
+def is_number(value: Any) -> bool:
+    """Return True for a number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_inputs(file: str | None, overrides: Sequence[str] = ()) -> Inputs:

@@ -16,7 +16,7 @@ from roll.cli.main import main
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
-from roll.simulation.calibration import calibrated
+from roll.simulation.calibration import NEEDED, calibrated
 from roll.simulation.inputs import Inputs, dump_inputs, read_inputs
 from roll.simulation.prediction import predict
 from roll.simulation.run import simulate
@@ -140,6 +140,10 @@ def test_a_calibration_finds_the_speeds_of_the_run(tmp_path):
     ])  # fmt: skip
     config = gpus(tmp_path, async_generation_ratio=0)
     taken = written_run(tmp_path / "run", config, truth)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "time/step": null}\n{"step": 10, "time/st')
+    with (tmp_path / "run" / "samples.jsonl").open("a") as file:
+        file.write('{"split": "tr')
     found, notes = calibrated(config, Inputs(), [tmp_path / "run"])
     assert found.weight_update.load_seconds == pytest.approx(1) and found.lengths.prompt == pytest.approx(200, rel=0.01)
     assert found.engine.scale == pytest.approx(1.7, rel=0.1)
@@ -154,6 +158,23 @@ def test_a_calibration_finds_the_speeds_of_the_run(tmp_path):
         calibrated(replace(config, pretrain="Qwen/Qwen2.5-3B"), Inputs(), [tmp_path / "run"])
     with pytest.raises(ConfigError, match="there is no run in this folder"):
         calibrated(config, Inputs(), [tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"idle/actor_train": None}, "no number in the others: idle/actor_train"),
+        ({"response/tokens": "many", "time/step": True}, "no number in the others: time/step, response/tokens"),
+        ("not JSON", "line 1: not a JSON object"),
+    ],
+)
+def test_a_run_without_the_metrics_of_a_calibration_is_refused(tmp_path, change, told):
+    (tmp_path / "config.yaml").write_text(dump_config(gpus(tmp_path)))
+    whole = {name: 0.5 for name in NEEDED}
+    lines = [change if change == "not JSON" else json.dumps({"step": step, **whole, **change}) for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    with pytest.raises(ConfigError, match=told):
+        calibrated(gpus(tmp_path), Inputs(), [tmp_path])
 
 
 def test_the_command_prints_times_rates_and_what_they_rest_on(capsys):
