@@ -76,6 +76,26 @@ def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float
     )
 
 
+def engine_share(config: PipelineConfig, device_bytes: float) -> float:
+    """Return the bytes of one device that weights, keys and values of an engine may take, by its option or default."""
+    options = Options.of(config.actor_infer)
+    if options.strategy != "sglang":
+        own = options.strategy == "vllm"
+        return device_bytes * (options.get("gpu_memory_utilization", VLLM_MEMORY_SHARE) if own else VLLM_MEMORY_SHARE)
+    requests, ranks = options.get("max_running_requests", SGLANG_MAX_RUNNING), config.actor_infer.num_gpus_per_engine
+    part = options.get(
+        "mem_fraction_static", _sglang_share(device_bytes, _sglang_prefill(config, device_bytes), requests, ranks)
+    )
+    return float(part * (device_bytes - overhead(True, ranks).size))
+
+
+def _sglang_prefill(config: PipelineConfig, device_bytes: float) -> int:
+    """Return the tokens that SGLang prefills at a time."""
+    usual = next((tokens for below, tokens in SGLANG_PREFILL if device_bytes < below * GIB), 16384)
+    tokens = Options.of(config.actor_infer).get("chunked_prefill_size", usual)
+    return tokens if tokens > 0 else derived.sequence_length(config)
+
+
 def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> RoleMemory:
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
     size = USUAL_GPU if device_bytes is None else device_bytes
@@ -98,10 +118,7 @@ def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | Non
     only."""
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
     requests = options.get("max_running_requests", SGLANG_MAX_RUNNING)
-    size = USUAL_GPU if device_bytes is None else device_bytes
-    usual = next((tokens for below, tokens in SGLANG_PREFILL if size < below * GIB), 16384)
-    tokens = options.get("chunked_prefill_size", usual)
-    tokens = tokens if tokens > 0 else derived.sequence_length(config)
+    tokens = _sglang_prefill(config, USUAL_GPU if device_bytes is None else device_bytes)
     weights = _weights(config, shape, ranks)
     share: Part | None = None
     computing = _computing(config, shape, tokens, requests, graphs=not options.get("disable_cuda_graph", False))

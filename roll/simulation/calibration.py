@@ -7,7 +7,6 @@ how many requests ran at once, and on a CPU on who else used the cores, so the r
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,11 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import PipelineConfig, RLVRConfig
-from roll.simulation.inputs import Inputs, LatencyInputs
+from roll.simulation.costs import shape_of
+from roll.simulation.inputs import Inputs, Origin, is_number
 from roll.simulation.run import Outcome, simulate
+from roll.tracking.files import read_json_lines
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.trackers import read_metrics
 
 WARM_UP_STEPS = 2
 """First steps of a run, which take longer than later ones."""
@@ -35,6 +35,8 @@ QUANTILES = 129
 """Lengths that stand for a distribution."""
 ROUNDS = 4
 """Simulations of a fit."""
+NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
+"""Metrics that a step must have to count."""
 FORWARD_SHARE = 0.25
 """Share of log-probabilities in the time of a trained token, where a run does both and does not tell them apart."""
 
@@ -49,20 +51,56 @@ class Observed:
     """Role -> seconds of a step in which it worked; of replicas the mean."""
 
 
-def calibrated(config: PipelineConfig, inputs: Inputs, folders: Sequence[Path]) -> tuple[Inputs, list[str]]:
+def calibrated(
+    config: PipelineConfig, inputs: Inputs, folders: Sequence[Path], rounds: int = ROUNDS
+) -> tuple[Inputs, list[str]]:
     """Return the inputs with those that runs tell, and what was found, in words.
 
-    Lengths and updates are taken from the last run, speeds from all. Raises `ConfigError` if a folder holds no run, or
-    one of another model.
+    Lengths and updates are taken from the last run, speeds from all; what is given stays as it is. Raises `ConfigError`
+    if a folder holds no run, or one of another model or on another kind of device.
     """
     found = [_observed(folder) for folder in folders]
-    for folder, (observed, _) in zip(folders, found, strict=True):
-        ours, theirs = (derived.model_path(each, each.actor_train) for each in (config, observed.config))
-        if Path(ours).name != Path(theirs).name:
-            raise problem(str(folder), f"it trained {theirs}, not {ours}", "calibrate on a run of the same model")
+    notes = [
+        note for folder, (run, _) in zip(folders, found, strict=True) for note in _compared(config, run.config, folder)
+    ]
     observed, records = found[-1]
-    inputs = _measured(observed.config, inputs, records, folders[-1])
-    return fitted(inputs, [each for each, _ in found])
+    given = [path for path, _ in inputs.told() if inputs.origin(path) == "given"]
+    inputs, lines = fitted(
+        _measured(observed.config, inputs, records, folders[-1]), [each for each, _ in found], rounds
+    )
+    if given:
+        notes.append(f"given, and so not taken from a run: {', '.join(given)}")
+    return inputs, [*notes, *lines]
+
+
+def _compared(config: PipelineConfig, theirs: PipelineConfig, folder: Path) -> list[str]:
+    """Return what differs from the run but can be allowed for. Raises `ConfigError` for other devices or sizes."""
+    if theirs.cluster.device != config.cluster.device:
+        message = f"it computed on `{theirs.cluster.device}`, and this configuration has `{config.cluster.device}`"
+        raise problem(str(folder), message, "calibrate on a run on the same kind of device")
+    ours, trained = (replace(shape_of(each, each.actor_train), stored="") for each in (config, theirs))
+    if ours != trained:
+        models = [derived.model_path(each, each.actor_train) for each in (theirs, config)]
+        message = f"it trained {models[0]}, whose sizes are not those of {models[1]}"
+        raise problem(str(folder), message, "calibrate on a run of the same model")
+    pairs = {
+        "actor_infer.num_gpus_per_engine": (
+            theirs.actor_infer.num_gpus_per_engine,
+            config.actor_infer.num_gpus_per_engine,
+        )
+    }
+    for role in ("actor_infer", "actor_train"):
+        there, here = vars(theirs)[role], vars(config)[role]
+        pairs[f"{role}.model_args.dtype"] = (there.model_args.dtype, here.model_args.dtype)
+        pairs[f"{role}.strategy_args.strategy_name"] = (
+            there.strategy_args.strategy_name,
+            here.strategy_args.strategy_name,
+        )
+    return [
+        f"{folder} had {path} {there}, not {here}: its speeds may not hold"
+        for path, (there, here) in pairs.items()
+        if there != here
+    ]
 
 
 def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tuple[Inputs, list[str]]:
@@ -77,9 +115,8 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
                 if run.busy.get(role, 0) > 0 and (busy := busy_seconds(outcome, role)) > 0
             ]
             if errors:
-                old = vars(inputs)[section]
-                scaled = replace(old, scale=old.scale * math.exp(fmean(errors)))
-                inputs = _with_origin(replace(inputs, **{section: scaled}), f"{section}.scale", "fitted")
+                scale = vars(inputs)[section].scale * math.exp(fmean(errors))
+                inputs = _with(inputs, f"{section}.scale", scale, "fitted")
         # On policy nothing overlaps: what neither of them takes is the driver's.
         left = [
             (run.step_seconds - outcome.step_seconds + errors_of(run, outcome)) / outcome.samples
@@ -88,8 +125,7 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
         ]
         if left:
             seconds = max(0.0, inputs.driver.sample_seconds + fmean(left))
-            inputs = replace(inputs, driver=replace(inputs.driver, sample_seconds=seconds))
-            inputs = _with_origin(inputs, "driver.sample_seconds", "fitted")
+            inputs = _with(inputs, "driver.sample_seconds", seconds, "fitted")
     lines = []
     for run in runs:
         simulated = simulate(run.config, inputs).step_seconds
@@ -118,10 +154,15 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     config = read_config(run.config)
     if not isinstance(config, PipelineConfig):
         raise problem(str(folder), f"a run of `{config.pipeline}` has no rollouts", "give a run of `rlvr` or `agentic`")
-    records = [each for each in read_metrics(run.metrics) if each["step"] > WARM_UP_STEPS and "time/step" in each]
-    if len(records) < LEAST_STEPS:
-        message = f"it has {len(records)} steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
-        raise problem(str(folder), message, "let the run take more steps")
+    records = [each for each in _lines(run.metrics) if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS]
+    whole = [each for each in records if all(is_number(each.get(name)) for name in NEEDED)]
+    if len(whole) < LEAST_STEPS:
+        message = f"it has {len(whole)} usable steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
+        lacking = [name for name in NEEDED if sum(is_number(each.get(name)) for each in records) < LEAST_STEPS]
+        if len(records) >= LEAST_STEPS:
+            message += f"; no number in the others: {', '.join(lacking or NEEDED)}"
+        raise problem(str(folder), message, "let the run take more steps, or give another run")
+    records = whole
     busy = {
         role: median((1 - record[f"idle/{role}"]) * record["time/step"] for record in records)
         for role in ("actor_infer", "actor_train")
@@ -136,46 +177,69 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     # The trainer counts every token of its batches, once for each epoch.
     trained = [each["tokens_per_second/actor_train"] * each["time/step"] / config.ppo_epochs for each in records]
     prompt = max(0.0, fmean(trained) / samples - response)
-    lengths = replace(inputs.lengths, prompt=prompt, quantiles=_lengths(folder, response))
-    inputs = _with_origin(replace(inputs, lengths=lengths), "lengths.prompt", "measured")
-    inputs = _with_origin(inputs, "lengths.quantiles", "measured")
-    update, replicas = inputs.weight_update, derived.engine_replicas(config)
+    inputs = _with(inputs, "lengths.prompt", prompt, "measured")
+    inputs = _with(inputs, "lengths.quantiles", _lengths(folder, response), "measured")
+    replicas = derived.engine_replicas(config)
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
-        if seconds := list(_all(records, f"weights/{name}_seconds")):
-            update = replace(update, **{f"{name}_seconds": median(seconds) / share})
-            inputs = _with_origin(replace(inputs, weight_update=update), f"weight_update.{name}_seconds", "measured")
+        if seconds := _all(records, f"weights/{name}_seconds"):
+            inputs = _with(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
     ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
     busy = fmean((1 - each["idle/actor_train"]) * each["time/step"] for each in records)
     busy -= inputs.weight_update.gather_seconds or 0.0
     token = max(1e-12, busy) / config.ppo_epochs / (fmean(trained)) * ranks
     forward = token * FORWARD_SHARE
-    trainer = replace(
-        inputs.trainer, token_seconds=token, forward_token_seconds=forward, step_seconds=0.0, optimizer_seconds=0.0
-    )
     if config.old_logprobs == "recompute" or config.train_infer_correction:
-        trainer = replace(trainer, token_seconds=token - forward)
-    inputs = replace(inputs, trainer=trainer)
-    for name in ("token_seconds", "forward_token_seconds", "step_seconds", "optimizer_seconds"):
-        inputs = _with_origin(inputs, f"trainer.{name}", "measured" if name == "token_seconds" else "fitted")
-    judged = [name for name in records[0] if name.startswith("idle/rewards.")]
-    if isinstance(config, RLVRConfig) and judged and inputs.origin("rewards.seconds") == "default":
+        token -= forward
+    before, inputs = inputs, _with(inputs, "trainer.token_seconds", token, "measured")
+    if inputs is not before:  # the time of a token has all of a step
+        for name, value in (("forward_token_seconds", forward), ("step_seconds", 0.0), ("optimizer_seconds", 0.0)):
+            inputs = _with(inputs, f"trainer.{name}", value, "fitted")
+    names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
+    judged = [
+        name
+        for name in names
+        if name.removeprefix("idle/rewards.") in getattr(config, "rewards", {}) and _all(records, name)
+    ]
+    if isinstance(config, RLVRConfig) and judged:
         workers = [config.rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
         working = sum(
-            number * fmean((1 - each[name]) * each["time/step"] for each in records if each.get(name) is not None)
+            number * fmean((1 - each[name]) * each["time/step"] for each in records if is_number(each.get(name)))
             for name, number in zip(judged, workers, strict=True)
         )
-        inputs = replace(inputs, rewards=LatencyInputs(working / samples, 0.0, sum(workers)))
-        for name in ("seconds", "sigma", "workers"):
-            inputs = _with_origin(inputs, f"rewards.{name}", "measured")
+        for name, number in (("seconds", working / samples), ("sigma", 0.0), ("workers", sum(workers))):
+            inputs = _with(inputs, f"rewards.{name}", number, "measured")
     return inputs
 
 
-def _with_origin(inputs: Inputs, path: str, origin: str) -> Inputs:
-    return replace(inputs, origins={**inputs.origins, path: origin})  # type: ignore[dict-item]
+INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
+    "lengths.quantiles": ("lengths.median", "lengths.sigma"),
+    "trainer.token_seconds": ("trainer.mfu",),
+    "trainer.forward_token_seconds": ("trainer.forward_mfu",),
+    "weight_update.gather_seconds": ("weight_update.gather_bandwidth",),
+    "weight_update.send_seconds": ("weight_update.send_bandwidth",),
+    "weight_update.load_seconds": ("weight_update.load_bandwidth",),
+}
+"""Input of a run -> others that it would take the place of."""
 
 
-def _all(records: Iterable[Mapping[str, Any]], name: str) -> Iterable[float]:
-    return [record[name] for record in records if record.get(name) is not None]
+def _with(inputs: Inputs, path: str, value: Any, origin: Origin) -> Inputs:
+    """Return the inputs with one of a run, unless the user gave it, or another that says the same."""
+    if any(inputs.origin(each) == "given" for each in (path, *INSTEAD_OF.get(path, ()))):
+        return inputs
+    section, _, name = path.partition(".")
+    changed = replace(vars(inputs)[section], **{name: value})
+    return replace(inputs, **{section: changed}, origins={**inputs.origins, path: origin})
+
+
+def _all(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if is_number(record.get(name))]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_json_lines(path)
+    except ValueError as error:
+        raise problem(str(path), str(error), "give a run whose files are whole") from error
 
 
 def _lengths(folder: Path, mean: float) -> list[float]:
@@ -183,9 +247,8 @@ def _lengths(folder: Path, mean: float) -> list[float]:
     lengths: list[float] = []
     path = RunDirectory(folder).samples
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            sample = json.loads(line)
-            if sample["split"] == "train" and "tokens" in sample:
+        for sample in _lines(path):
+            if sample.get("split") == "train" and "tokens" in sample:
                 tokens = sample["tokens"]
                 sampled = sum(number for number, version in tokens["versions"] if version is not None)
                 lengths.append(float(sampled + tokens["left_out"]))

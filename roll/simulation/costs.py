@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from roll.check.memory import find_shape
 from roll.check.memory_parts import ELEMENT_BYTES, GIB, ModelShape, ShapeUnknown
-from roll.check.memory_roles import HF_MAX_RUNNING, SGLANG_MAX_RUNNING, VLLM_BATCHES
+from roll.check.memory_roles import HF_MAX_RUNNING, SGLANG_MAX_RUNNING, VLLM_BATCHES, engine_share
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
@@ -31,8 +32,6 @@ PCIE_BANDWIDTH = 2e10
 """Bytes a second between host and device."""
 STATE_BYTES = 16
 """Of a trained weight on the device: weight, gradient and two moments in float32."""
-ENGINE_MEMORY = 0.9
-"""Share of the device's memory that an engine takes by default."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,9 @@ def shape_of(config: PipelineConfig, role: WorkerConfig) -> ModelShape:
     try:
         return find_shape(model)
     except ShapeUnknown as reason:
-        raise problem("pretrain", str(reason), "give a folder with the model's config.json") from reason
+        recipe = Path(model).parent / "make_model.py"
+        remedy = f"make it with `python {recipe}`" if recipe.is_file() else "give a folder with the model's config.json"
+        raise problem("pretrain", str(reason), remedy) from reason
 
 
 def active_parameters(shape: ModelShape) -> float:
@@ -167,12 +168,13 @@ def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hard
         )
 
     known: list[float] = [step(requests) for requests in range(running + 1)]
-    cached = shape.cache_bytes_per_token(element)
-    room = ENGINE_MEMORY * hardware.memory * gpus - shape.parameters * element
-    tokens = math.inf if config.cluster.device == "cpu" else room / (cached * max(1, gpus / shape.kv_heads))
+    cached = shape.cache_bytes_per_token(element) * max(1, gpus / shape.kv_heads)  # fewer heads than GPUs are copied
+    room = engine_share(config, hardware.memory) * gpus - shape.parameters * element
+    tokens = math.inf if config.cluster.device == "cpu" else room / cached
     if given.cache_tokens is None and tokens <= derived.sequence_length(config):
         message = f"a replica of {gpus} has room for {max(0, tokens):,.0f} tokens, less than one sequence"
-        raise problem("actor_infer.num_gpus_per_engine", message, "give a replica more devices, or larger ones")
+        remedy = "give a replica more devices, larger ones, or a larger share of their memory"
+        raise problem("actor_infer.num_gpus_per_engine", message, remedy)
     prefill = 0.0 if measured else 2 * active / flops
     return EngineCosts(
         step=known,

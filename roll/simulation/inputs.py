@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from omegaconf import OmegaConf
 
+from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among
-from roll.configs.fields import Count, NotNegative, Nucleus, Positive, Range, Share, changes, option
+from roll.configs.fields import Count, NotNegative, Nucleus, Positive, Range, Share, changes, option, values_below
 from roll.configs.loader import dump_yaml, read_mapping, validated
 from roll.configs.plugins import problem
+from roll.configs.run import PipelineConfig
 
 Origin = Literal["default", "given", "fitted", "measured"]
 Section = TypeVar("Section")
@@ -171,7 +173,7 @@ class Inputs:
     filtered_share: Annotated[float, Range(at_least=0, below=1)] = option(
         0.3, "Share of the groups that `group_filter` drops."
     )
-    origins: dict[str, Literal["given", "fitted", "measured"]] = option(
+    origins: dict[str, Origin] = option(
         dict, "Where numbers of this file come from; `roll simulate --calibrate` writes it. Default: given."
     )
 
@@ -189,26 +191,33 @@ class Inputs:
     def origin(self, path: str) -> Origin:
         """Return where an input comes from."""
         changed = {where for where, _ in changes(self) if not where.startswith("origins")}
-        return self.origins.get(path, "given") if path in changed else "default"
+        return self.origins.get(path, "given" if path in changed else "default")
 
     def known(self) -> dict[Origin, list[str]]:
-        """Return the paths of all inputs that are no defaults, by origin."""
+        """Return the inputs that are no defaults, as ``path=value``, by origin."""
         found: dict[Origin, list[str]] = {}
-        for path, value in changes(self):
-            if not path.startswith("origins"):
-                shown = (
-                    f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if _number(value) else value
-                )
-                found.setdefault(self.origins.get(path, "given"), []).append(f"{path}={shown}")
+        for path, value in self.told():
+            shown = f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if is_number(value) else value
+            found.setdefault(self.origin(path), []).append(f"{path}={shown}")
         return found
 
+    def told(self) -> Iterator[tuple[str, Any]]:
+        """Yield path and value of each input that differs from its default, or that was set to it."""
+        changed = {path for path, _ in changes(self)}
+        for path, _, value, item in values_below(self):
+            if item.name != "origins" and not is_dataclass(value) and (path in changed or path in self.origins):
+                yield path, value
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float)
+
+def is_number(value: Any) -> bool:
+    """Return True for a number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_inputs(file: str | None, overrides: Sequence[str] = ()) -> Inputs:
     """Read inputs from a YAML file (None: all defaults) and lay ``key=value`` overrides over them.
+
+    What either sets is `given`, also where it is the default, unless ``origins`` of the file says otherwise.
 
     Raises `ConfigError` with every unknown key and wrong value.
     """
@@ -224,7 +233,34 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> Inputs:
     wrong = [each for each in overrides if "=" not in each]
     if wrong:
         raise ConfigError([ConfigProblem(f"simulation.{each}", "is no input", "write `key=value`") for each in wrong])
-    return inputs_from_tree(OmegaConf.to_container(OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))))
+    above = OmegaConf.from_dotlist(list(overrides))
+    given = _leaves(OmegaConf.to_container(above))
+    if given.keys() & {"lengths.median", "lengths.sigma"} and "lengths.quantiles" not in given:
+        # Lengths of a calibration give way to those of the command line.
+        if (
+            isinstance(lengths := tree.get("lengths"), dict)
+            and _origins(tree).get("lengths.quantiles", "given") != "given"
+        ):
+            tree = {**tree, "lengths": {name: each for name, each in lengths.items() if name != "quantiles"}}
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(tree, above))
+    origins = {path: origin for path, origin in _origins(merged).items() if path not in given}
+    return inputs_from_tree({**merged, "origins": origins} if origins or "origins" in merged else merged)
+
+
+def _origins(tree: Any) -> dict[str, Any]:
+    origins = tree.get("origins")
+    return origins if isinstance(origins, dict) else {}
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree that set something, by path."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= _leaves(value, f"{prefix}{name}.")
+        elif value is not None and value != []:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def inputs_from_tree(tree: Any) -> Inputs:
@@ -234,7 +270,8 @@ def inputs_from_tree(tree: Any) -> Inputs:
     if problems:
         raise ConfigError([replace(each, path=f"simulation.{each.path}") for each in problems])
     assert isinstance(inputs, Inputs)
-    return inputs
+    written = _leaves({name: value for name, value in tree.items() if name != "origins"})
+    return replace(inputs, origins={path: inputs.origins.get(path, "given") for path in written})
 
 
 def _out_of_range(inputs: Inputs) -> list[ConfigProblem]:
@@ -245,6 +282,9 @@ def _out_of_range(inputs: Inputs) -> list[ConfigProblem]:
     if table and (len(table) < 2 or sorted(table) != table or table[0] < 0):
         message = "these are no lengths at rising quantiles"
         problems.append(ConfigProblem("lengths.quantiles", message, "write at least two, from the shortest on"))
+    if table and inputs.lengths.median is not None:
+        message = "there is `lengths.quantiles` too, which takes its place"
+        problems.append(ConfigProblem("lengths.median", message, "leave one of them out"))
     known = {item.name for item in fields(Inputs)}
     for path in inputs.origins:
         if path.partition(".")[0] not in known:
@@ -259,20 +299,25 @@ def dump_inputs(inputs: Inputs) -> str:
 
 def _tree(inputs: Inputs) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, value in changes(inputs):
-        *above, last = path.split(".") if not path.startswith("origins") else [path]
+    for path, value in inputs.told():
+        *above, last = path.split(".")
         below = tree
         for name in above:
             below = below.setdefault(name, {})
         below[last] = value
-    return tree
+    origins = {path: origin for path, origin in inputs.origins.items() if origin != "given"}
+    return {**tree, "origins": origins} if origins else tree
 
 
 SPREADS: Mapping[str, float] = {
     "lengths.median": 0.6,
     "lengths.sigma": 0.2,
+    "lengths.prompt": 0.5,
+    "lengths.correlation": 0.4,
+    "filtered_share": 0.5,
     "engine.scale": 0.45,
     "trainer.scale": 0.45,
+    "trainer.exponent": 0.05,
     "trainer.step_seconds": 0.5,
     "trainer.optimizer_seconds": 0.5,
     "weight_update.gather_bandwidth": 0.5,
@@ -286,34 +331,35 @@ SPREADS: Mapping[str, float] = {
 published runs (`docs/simulation.md`)."""
 REMAINING: Mapping[Origin, float] = {"default": 1.0, "fitted": 0.25, "measured": 0.1, "given": 0.0}
 """Origin of an input -> share of that spread which remains."""
-STANDS_FOR: Mapping[str, tuple[str, ...]] = {
-    "lengths.median": ("lengths.quantiles",),
-    "lengths.sigma": ("lengths.quantiles", "lengths.median"),
-    "engine.scale": ("engine.step_seconds",),
-    "trainer.scale": ("trainer.token_seconds",),
-    "weight_update.gather_bandwidth": ("weight_update.gather_seconds",),
-    "weight_update.send_bandwidth": ("weight_update.send_seconds",),
-    "weight_update.load_bandwidth": ("weight_update.load_seconds",),
+STANDS_FOR: Mapping[str, Mapping[str, float]] = {
+    "lengths.median": {"lengths.quantiles": 0},
+    "lengths.sigma": {"lengths.quantiles": 0},
+    "engine.scale": {"engine.step_seconds": 0, "engine.bandwidth": 0.3, "engine.efficiency": 0.5},
+    "trainer.scale": {"trainer.token_seconds": 0, "trainer.mfu": 0},
+    "weight_update.gather_bandwidth": {"weight_update.gather_seconds": 0},
+    "weight_update.send_bandwidth": {"weight_update.send_seconds": 0},
+    "weight_update.load_bandwidth": {"weight_update.load_seconds": 0},
 }
-"""Input -> others that tell the same, so that its spread is theirs."""
+"""Input -> others that tell the same -> share of its spread that is left where that other one is certain."""
+LARGEST: Mapping[str, float] = {"lengths.correlation": 1.0, "trainer.exponent": 1.0, "filtered_share": 0.95}
+"""Input -> the largest value that a variation may reach."""
 
 
-def varied(inputs: Inputs, factors: Mapping[str, float], longest: int) -> Inputs:
-    """Return the inputs with some of them multiplied.
-
-    ``factors``: by path, at one standard deviation each (`SPREADS`). ``longest``: the longest response in tokens.
-    """
+def varied(inputs: Inputs, factors: Mapping[str, float], config: PipelineConfig) -> Inputs:
+    """Return the inputs with some of them multiplied by ``factors``, by path; a default that follows from the
+    configuration too."""
+    longest = derived.max_new_tokens(config)
+    unset = {"lengths.median": longest / 4, "lengths.prompt": config.prompt_length / 2}
     for path, factor in factors.items():
-        section, _, name = path.partition(".")
-        old = vars(inputs)[section]
-        value = vars(old)[name]
+        section, _, name = path.rpartition(".")
+        old: Any = vars(inputs)[section] if section else inputs
+        value: Any = vars(old)[name]
         if path == "lengths.median" and old.quantiles:
             name, value = "quantiles", [min(longest, length * factor) for length in old.quantiles]
-        elif value is None:
-            value = longest / 4 * factor
         else:
-            value *= factor
-        inputs = replace(inputs, **{section: replace(old, **{name: value})})
+            value = min((unset[path] if value is None else value) * factor, LARGEST.get(path, math.inf))
+        changed: Any = replace(old, **{name: value})
+        inputs = replace(inputs, **{section: changed}) if section else changed
     return inputs
 
 
@@ -321,9 +367,11 @@ def drawn_factors(inputs: Inputs, random: np.random.Generator) -> dict[str, floa
     """Draw by how much each uncertain input is off, log-normal."""
     factors = {}
     for path, spread in SPREADS.items():
-        told = [inputs.origin(each) for each in (path, *STANDS_FOR.get(path, ()))]
-        left = spread * min(REMAINING[origin] for origin in told)
-        drawn = math.exp(left * random.standard_normal())
+        left = REMAINING[inputs.origin(path)]
+        for other, share in STANDS_FOR.get(path, {}).items():
+            if (origin := inputs.origin(other)) != "default":
+                left = min(left, max(share, REMAINING[origin]))
+        drawn = math.exp(spread * left * random.standard_normal())
         if left:
             factors[path] = drawn
     return factors

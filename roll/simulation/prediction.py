@@ -56,10 +56,10 @@ def predict(
     """
     algorithms = algorithms or build_algorithms(config)
     outcome = simulate(config, inputs, seed=seed, steps=steps, algorithms=algorithms)
-    random, longest = np.random.default_rng(seed), derived.max_new_tokens(config)
+    random = np.random.default_rng(seed)
     seconds = [outcome.step_seconds]
     for draw in range(draws):
-        drawn = varied(inputs, drawn_factors(inputs, random), longest)
+        drawn = varied(inputs, drawn_factors(inputs, random), config)
         fewer = max(2, steps // 2)
         seconds.append(simulate(config, drawn, seed=seed + draw, steps=fewer, algorithms=algorithms).step_seconds)
     low, high = np.quantile(seconds, INTERVAL)

@@ -16,8 +16,9 @@ from roll.cli.main import main
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
-from roll.simulation.calibration import calibrated
-from roll.simulation.inputs import Inputs, dump_inputs, read_inputs
+from roll.simulation.calibration import NEEDED, calibrated
+from roll.simulation.costs import engine_costs, shape_of
+from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
 from roll.simulation.prediction import predict
 from roll.simulation.run import simulate
 from roll.simulation.workload import response_lengths
@@ -140,6 +141,10 @@ def test_a_calibration_finds_the_speeds_of_the_run(tmp_path):
     ])  # fmt: skip
     config = gpus(tmp_path, async_generation_ratio=0)
     taken = written_run(tmp_path / "run", config, truth)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "time/step": null}\n{"step": 10, "time/st')
+    with (tmp_path / "run" / "samples.jsonl").open("a") as file:
+        file.write('{"split": "tr')
     found, notes = calibrated(config, Inputs(), [tmp_path / "run"])
     assert found.weight_update.load_seconds == pytest.approx(1) and found.lengths.prompt == pytest.approx(200, rel=0.01)
     assert found.engine.scale == pytest.approx(1.7, rel=0.1)
@@ -147,13 +152,78 @@ def test_a_calibration_finds_the_speeds_of_the_run(tmp_path):
     assert simulate(config, found).step_seconds == pytest.approx(taken.step_seconds, rel=0.1)
     other = gpus(tmp_path, async_generation_ratio=2)
     assert simulate(other, found).step_seconds == pytest.approx(simulate(other, truth).step_seconds, rel=0.1)
+    told = read_inputs(None, ["trainer.token_seconds=1e-3", "lengths.median=300", "weight_update.send_bandwidth=7e9"])
+    kept, notes = calibrated(config, told, [tmp_path / "run"], rounds=0)
+    assert kept.trainer.token_seconds == 1e-3 and kept.lengths.median == 300 and not kept.lengths.quantiles
+    assert kept.weight_update.send_seconds is None and kept.weight_update.load_seconds == pytest.approx(1)
+    assert "not taken from a run: lengths.median, trainer.token_seconds, weight_update.send_bandwidth" in notes[0]
     again = tmp_path / "numbers.yaml"
     again.write_text(dump_inputs(found))
     assert read_inputs(str(again)) == found
     with pytest.raises(ConfigError, match="calibrate on a run of the same model"):
         calibrated(replace(config, pretrain="Qwen/Qwen2.5-3B"), Inputs(), [tmp_path / "run"])
+    with pytest.raises(ConfigError, match="calibrate on a run on the same kind of device"):
+        calibrated(replace(config, cluster=replace(config.cluster, device="cpu")), Inputs(), [tmp_path / "run"])
+    wide = replace(config, actor_infer=replace(config.actor_infer, num_gpus_per_engine=2))
+    _, notes = calibrated(wide, Inputs(), [tmp_path / "run"], rounds=0)
+    assert "had actor_infer.num_gpus_per_engine 1, not 2" in notes[0]
     with pytest.raises(ConfigError, match="there is no run in this folder"):
         calibrated(config, Inputs(), [tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"idle/actor_train": None}, "no number in the others: idle/actor_train"),
+        ({"response/tokens": "many", "time/step": True}, "no number in the others: time/step, response/tokens"),
+        ("not JSON", "line 1: not a JSON object"),
+    ],
+)
+def test_a_run_without_the_metrics_of_a_calibration_is_refused(tmp_path, change, told):
+    (tmp_path / "config.yaml").write_text(dump_config(gpus(tmp_path)))
+    whole = {name: 0.5 for name in NEEDED}
+    lines = [change if change == "not JSON" else json.dumps({"step": step, **whole, **change}) for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    with pytest.raises(ConfigError, match=told):
+        calibrated(gpus(tmp_path), Inputs(), [tmp_path])
+
+
+def test_an_input_set_to_its_default_is_given_and_one_may_stand_for_another(tmp_path):
+    def drawn(*overrides):
+        return drawn_factors(read_inputs(None, list(overrides)), np.random.default_rng(0))
+
+    told = read_inputs(None, ["engine.scale=1.0", "filtered_share=0.3"])
+    assert told.known() == {"given": ["engine.scale=1", "filtered_share=0.3"]}
+    assert not {"engine.scale", "filtered_share"} & drawn("engine.scale=1.0", "filtered_share=0.3").keys()
+    assert "lengths.sigma" in drawn("lengths.median=300") and "trainer.scale" not in drawn("trainer.mfu=0.35")
+    assert 1 < drawn("engine.bandwidth=0.7")["engine.scale"] ** (1 / 0.3) == pytest.approx(drawn()["engine.scale"])
+    changed = varied(Inputs(), dict.fromkeys(SPREADS, 9.0), gpus(tmp_path))
+    assert changed.lengths.correlation == changed.trainer.exponent == 1 and changed.filtered_share < 1
+    assert changed.lengths.prompt == 9 * 256 and changed.lengths.median == 9 * 512
+
+
+def test_lengths_of_the_command_line_replace_those_of_a_calibration(tmp_path):
+    numbers = tmp_path / "numbers.yaml"
+    numbers.write_text(
+        "lengths: {quantiles: [1, 2], prompt: 3}\norigins: {lengths.quantiles: measured, lengths.prompt: fitted}"
+    )
+    told = read_inputs(str(numbers), ["lengths.median=9", "lengths.prompt=4"])
+    assert told.known() == {"given": ["lengths.prompt=4", "lengths.median=9"]}
+
+
+def test_an_engine_has_the_memory_of_its_option_and_copies_heads_that_are_fewer_than_its_gpus(tmp_path):
+    def engine(gpus_of_it=1, **options):
+        config = gpus(tmp_path, actor_infer__strategy_args={"strategy_name": "vllm", "strategy_config": options})
+        config = replace(config, actor_infer=replace(config.actor_infer, num_gpus_per_engine=gpus_of_it))
+        shape = shape_of(config, config.actor_train)
+        return engine_costs(config, Inputs(), shape, Inputs().hardware("cuda"))
+
+    half, most = engine(gpu_memory_utilization=0.5), engine(gpu_memory_utilization=0.9)
+    assert (most.cache_tokens - half.cache_tokens) * 57_344 == pytest.approx(0.4 * 80e9)
+    with pytest.raises(ConfigError, match="less than one sequence"):
+        engine(gpu_memory_utilization=0.1)
+    # 4 heads of keys: on 8 GPUs each has a whole one, and reads as much as on 4.
+    assert engine(8).cached_token == pytest.approx(engine(4).cached_token) == pytest.approx(engine().cached_token / 4)
 
 
 def test_the_command_prints_times_rates_and_what_they_rest_on(capsys):
