@@ -117,6 +117,12 @@ class Sources:
         self._found: dict[tuple[str, str], Symbol] = {}
         self._sought: set[tuple[str, str]] = set()
 
+    def replacing(self, module: Module) -> Sources:
+        """Return sources with this module in the place of their own; the others are not parsed again."""
+        changed = Sources(self.places[:-1])
+        changed._modules = self._modules | {module.name: module}
+        return changed
+
     def module(self, name: str) -> Module | None:
         """Return a module by its full name. A folder without ``__init__.py`` is a module without definitions."""
         if name not in self._modules:

@@ -24,7 +24,7 @@ from roll.trainers.megatron.facts import ModelFacts, read_facts
 from roll.trainers.options import PASSED_ON, DeepSpeedOptions, MegatronOptions, engine_config
 from roll.weights.publisher import IpcConnection, packed
 from tests import tiers
-from tests.contracts.sources import VARIABLE, Missing, Sources, folders, unpacked
+from tests.contracts.sources import VARIABLE, Missing, Module, Sources, folders, unpacked
 from tests.contracts.uses import IMPLEMENTED, ROLL, Use, misfit, unlike, uses_of
 from tests.engines.sglang_interface import TABLE
 from tests.engines.test_vllm_options import arguments
@@ -307,12 +307,11 @@ def test_a_parameter_that_megatron_renames_is_found(module, word):
 
 def with_renamed(module: str, word: str) -> Sources:
     """The sources as if a library had renamed something in one module."""
-    here = Sources(folders())
-    found = here.module(module)
-    text, count = re.subn(rf"\b{word}\b", f"{word}_now", found.file.read_text())
+    changed = Module(module, sources().module(module).file)
+    text, count = re.subn(rf"\b{word}\b", f"{word}_now", changed.file.read_text())
     assert count
-    found.tree = ast.parse(text)
-    return here
+    changed.tree = ast.parse(text)
+    return sources().replacing(changed)
 
 
 @pytest.mark.parametrize(
