@@ -163,13 +163,13 @@ def _bases_differ(config: PipelineConfig) -> Iterator[ConfigProblem]:
     dtype, remedy = role.model_args.dtype, "or write `weight_update.content: full`"
     if trainer.model_args.dtype not in ("float32", dtype):
         message = f"{shown(trainer.model_args.dtype)}, but adapters are published alone, to a base in {dtype}"
-        yield ConfigProblem("actor_train.model_args.dtype", message, f"write `{dtype}` or `float32`, {remedy}")
+        able = " or ".join(f"`{each}`" for each in dict.fromkeys((dtype, "float32")))
+        yield ConfigProblem("actor_train.model_args.dtype", message, f"write {able}, {remedy}")
     model = derived.model_path(config, trainer)
     if derived.model_path(config, role) != model:
         message = f"the adapters that are published alone belong to {model}"
         yield ConfigProblem("actor_infer.model_args.model_name_or_path", message, f"remove this key, {remedy}")
-    options = role.strategy_args.strategy_config
-    if role.strategy_args.strategy_name == "vllm" and options.get("load_format") == "dummy":
+    if role.strategy_args.strategy_name == "vllm" and Options.of(role).get("load_format", None) == "dummy":
         path = "actor_infer.strategy_args.strategy_config.load_format"
         message = "'dummy', but adapters are published alone, to a base that the engine has loaded"
         yield ConfigProblem(path, message, f"remove this key, {remedy}")

@@ -195,13 +195,10 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         for name, value in (("forward_token_seconds", forward), ("step_seconds", 0.0), ("optimizer_seconds", 0.0)):
             inputs = _with(inputs, f"trainer.{name}", value, "fitted")
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
-    judged = [
-        name
-        for name in names
-        if name.removeprefix("idle/rewards.") in getattr(config, "rewards", {}) and _all(records, name)
-    ]
-    if isinstance(config, RLVRConfig) and judged:
-        workers = [config.rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and _all(records, name)]
+    if judged:
+        workers = [rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
         working = sum(
             number * fmean((1 - each[name]) * each["time/step"] for each in records if is_number(each.get(name)))
             for name, number in zip(judged, workers, strict=True)

@@ -171,7 +171,9 @@ def test_messages_of_a_push_by_cuda_ipc_are_those_that_vllm_takes():
         update_weights=messages.append,
         finish_weight_update=lambda: None,
     )
-    chunks = packed([("a", torch.ones(3))], 64, [], lambda memory: ("gpu", ()))
+    chunks = packed(
+        [("a", torch.ones(3))], 64, [], lambda size, device: (torch.empty(size, dtype=torch.uint8), ("gpu", ()))
+    )
     IpcConnection(client).send(chunks, [[{"gpu": ()}]])
     here = sources_of("vllm")
     for name, message in zip(("IPCWeightTransferInitInfo", "IPCWeightTransferUpdateInfo"), messages, strict=True):

@@ -209,7 +209,8 @@ def test_the_base_is_what_the_engine_has_loaded(engine, base_path):
 
 
 @vllm_only
-def test_vllm_in_bfloat16_has_the_base_of_a_float32_trainer_and_leaves_no_folder(base_path, tmp_path, monkeypatch):
+def test_vllm_in_bfloat16(base_path, tmp_path, monkeypatch):
+    """It has the base of a trainer in float32, and leaves no folder. The name is short because paths of sockets are."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     strategy = strategy_of(VLLMInferStrategy, base_path, "bfloat16", max_num_seqs=PLACES + 1)
     running = RunningEngine(base_path, strategy=strategy)
