@@ -109,8 +109,11 @@ class Case:
         lengths = inputs.lengths
         if mean:
             lengths = LengthInputs(prompt=PROMPT, median=median_of(mean - PROMPT, longest), sigma=SIGMA)
-        trainer = replace(inputs.trainer, scale=inputs.trainer.scale * part ** (inputs.trainer.exponent - 1))
-        return config_from_tree(tree), replace(inputs, device=gpus["kind"], lengths=lengths, trainer=trainer)
+        # Of so many parts the ranks together lose more than those of one; that says nothing of how well it is known.
+        trainer = replace(inputs.trainer, scale=inputs.trainer.scale * part ** (1 - inputs.trainer.exponent))
+        origins = {**inputs.origins, "trainer.scale": inputs.origin("trainer.scale")}
+        inputs = replace(inputs, device=gpus["kind"], lengths=lengths, trainer=trainer, origins=origins)
+        return config_from_tree(tree), inputs
 
     @property
     def _name(self) -> str:
