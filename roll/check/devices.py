@@ -169,7 +169,7 @@ def _bases_differ(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if derived.model_path(config, role) != model:
         message = f"the adapters that are published alone belong to {model}"
         yield ConfigProblem("actor_infer.model_args.model_name_or_path", message, f"remove this key, {remedy}")
-    if role.strategy_args.strategy_name == "vllm" and Options.of(role).get("load_format", None) == "dummy":
+    if Options.of(role).invents_weights:
         path = "actor_infer.strategy_args.strategy_config.load_format"
         message = "'dummy', but adapters are published alone, to a base that the engine has loaded"
         yield ConfigProblem(path, message, f"remove this key, {remedy}")

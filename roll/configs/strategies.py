@@ -224,7 +224,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": _Size | None,
         "max_num_seqs": _Size | None,
         "enforce_eager": bool,
-        "load_format": str,
     },
     "sglang": {
         "mem_fraction_static": _Share | None,
@@ -291,6 +290,11 @@ class Options:
             return default
         value = _checked(OPTIONS[self.strategy][path], self._given(path))
         return default if value in (_NOTHING, None, "auto") else value
+
+    @property
+    def invents_weights(self) -> bool:
+        """True if the engine does not load the weights of its files."""
+        return self.strategy == "vllm" and self.config.get("load_format") == "dummy"
 
     def wrong(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield path, value and type of each value that is not allowed."""
