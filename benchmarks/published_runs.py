@@ -193,7 +193,7 @@ def usable(row: dict[str, Any]) -> bool:
 
 @dataclass
 class Tally:
-    """What is counted over all rows."""
+    """Counts over all rows."""
 
     inside: list[bool] = field(default_factory=list)
     close: list[bool] = field(default_factory=list)

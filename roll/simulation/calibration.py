@@ -43,7 +43,7 @@ FORWARD_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Observed:
-    """What a run took."""
+    """Times that a run took."""
 
     config: PipelineConfig
     step_seconds: float

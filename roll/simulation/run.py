@@ -42,7 +42,7 @@ MEASURED_STEPS = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run did in the steps that were measured."""
+    """Result of a simulated run, over the steps that were measured."""
 
     step_ends: tuple[float, ...]
     """Virtual seconds at which each step ended, from the first one on."""

@@ -18,7 +18,7 @@ from roll.simulation.inputs import Inputs, LatencyInputs, LengthInputs
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """What the samples of a group are going to need."""
+    """Needs of the samples of a group."""
 
     prompt: float
     """Tokens."""
