@@ -71,16 +71,16 @@ class LengthInputs:
 class EngineInputs:
     """The time of an engine replica.
 
-    The defaults are those of a run, not of a kernel. A GPU step of an 8B model on an H100 takes about 5 ms (vLLM blog,
-    V1, 2025-01-27), and was 38 % of the whole (v0.6.0, 2024-09-05): 8 ms pass beside it. Single requests to a 7B model
-    used 27 % of an H100's bandwidth in bfloat16, 34 % with CUDA graphs, and 81 % of an L4's (arXiv 2605.30571); with
-    these defaults it is 26 %. `efficiency` is a judgement.
+    The defaults are those of a run, not of a kernel. A single request to a 7B model used 34 % of an H100's bandwidth
+    with CUDA graphs, 27 % without, and 81 % of an L4's (arXiv 2605.30571); with these defaults it is 35 %. Before vLLM
+    0.6, 38 % of an 8B model's time on an H100 was on the GPU, where a step takes about 5 ms (vLLM blog, 2024-09-05 and
+    2025-01-27): 8 ms beside it, and fewer since. `efficiency` is a judgement.
     """
 
     scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
     efficiency: Nucleus = option(0.4, "Share of the peak operations that matrix products reach.")
-    bandwidth: Nucleus = option(0.5, "Share of the peak memory bandwidth that reading weights and caches reaches.")
-    overhead_seconds: NotNegative = option(0.008, "Fixed time of a decoding step: scheduling, sampling, launches.")
+    bandwidth: Nucleus = option(0.6, "Share of the peak memory bandwidth that reading weights and caches reaches.")
+    overhead_seconds: NotNegative = option(0.005, "Fixed time of a decoding step: scheduling, sampling, launches.")
     communication_seconds: NotNegative = option(
         2e-5, "Time of one of the two sums over GPUs in each layer, if a replica has several."
     )
@@ -99,13 +99,12 @@ class TrainerInputs:
     """The time of a trainer, and of the roles that compute log-probabilities.
 
     verl published utilizations of 0.40, 0.37 and 0.31 (a mixture of 30B on 8, 16 and 32 GPUs) and of 0.19 (671B on 96
-    H20), in `docs/perf/dpsk.md`. An H20 has few operations for its bandwidth, so other devices reach less of theirs:
-    the default is from the lower half.
+    H20), in `docs/perf/dpsk.md`: the default is their geometric mean.
     """
 
     scale: Positive = option(1.0, "Seconds that grow with tokens are multiplied by this.")
-    mfu: Nucleus = option(0.25, "Share of the peak operations that forward and backward passes reach on one rank.")
-    forward_mfu: Nucleus = option(0.25, "The same of passes for log-probabilities.")
+    mfu: Nucleus = option(0.3, "Share of the peak operations that forward and backward passes reach on one rank.")
+    forward_mfu: Nucleus = option(0.3, "The same of passes for log-probabilities.")
     exponent: Annotated[float, Range(above=0, at_most=1)] = option(
         0.95, "n ranks do the work of n to this power; 0.82 was published for a mixture of experts on 8 to 32 GPUs."
     )
