@@ -100,11 +100,11 @@ class Host:
                 heapq.heappop(events)[2]()
             if not events:
                 break
-            due = events[0][0]
-            at = self._time_of(due)
+            due, now = events[0][0], loop.time()
+            at = now + max(0.0, due - self._done) / self._speed
             if at >= loop.idle_until():
                 break
-            loop.advance(at - loop.time())
+            loop.advance(at - now)
         self._firing = False
         self._arm()
 
@@ -256,7 +256,7 @@ class Replica:
         if requests > 1:
             steps = min(steps, (costs.cache_tokens - self._cached) / requests)
         first, growth = self._rate(requests)
-        self._next = self._host.now() + self._stall + (first + growth * steps / 2) * steps
+        self._next = self._seen + self._stall + (first + growth * steps / 2) * steps
         self._host.at(self._next, self._event)
 
     def _admit(self) -> None:
