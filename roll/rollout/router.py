@@ -209,7 +209,7 @@ class Router:
 
     def release(self, lease: Lease) -> None:
         """Give a lease back, once. If its replica has died since, this does nothing."""
-        state = self.state(lease.replica_id)
+        state = self._replicas[lease.replica_id]
         if not state.live or state.incarnation != lease.incarnation:
             return
         if state.load == 0:
@@ -235,15 +235,12 @@ class Router:
             state = self._replicas[earlier.replica_id]
             if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
-        wanted = bool(self._reserved) and reserved
-        firsts = [
-            first
-            for shelf in list(self._ranks)
-            # Every shelf is looked at, so that empty ones go.
-            if (first := self._first(shelf)) is not None
-            if shelf.reserved == wanted and (min_version is None or shelf.version >= min_version)
-        ]
-        return self._names[min(firsts)[-1]] if firsts else None
+        wanted, best = bool(self._reserved) and reserved, None
+        for shelf in list(self._ranks):
+            first = self._first(shelf)  # of every shelf, so that empty ones go
+            if first is not None and shelf.reserved == wanted and (min_version is None or shelf.version >= min_version):
+                best = first if best is None else min(best, first)
+        return None if best is None else self._names[best[-1]]
 
     async def _wait_for_one(
         self, timeout: float, sticky_key: Hashable | None, min_version: int | None, reserved: bool
