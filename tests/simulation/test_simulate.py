@@ -291,7 +291,7 @@ def test_a_wrong_or_missing_input_is_named(capsys, words, told):
 
 @pytest.mark.tier("soak")
 def test_it_simulates_many_steps_a_second(tmp_path):
-    """Against a plain loop of Python on the same machine: 20 steps a second were measured where it makes 2e7 turns."""
+    """Against a plain loop of Python on the same machine: 50 steps a second were measured where it makes 2e7 turns."""
     config = gpus(
         tmp_path,
         cluster={"device": "cuda", "num_devices_per_node": 16},
@@ -311,4 +311,4 @@ def test_it_simulates_many_steps_a_second(tmp_path):
     while number < 2_000_000:
         number += 1
     turns = 2_000_000 / (time.process_time() - began)
-    assert len(outcome.step_ends) / seconds > 10 * turns / 2e7
+    assert len(outcome.step_ends) / seconds > 25 * turns / 2e7
