@@ -16,6 +16,7 @@ EXTRAS = {
     "aiohttp": "judge",
     "datasets": "datasets",
     "deepspeed": "deepspeed",
+    "diffusers": "image",
     "mcp": "mcp",
     "megatron": "megatron",
     "peft": "lora",

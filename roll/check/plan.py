@@ -30,7 +30,7 @@ from roll.configs.run import (
     DistillationConfig,
     EnvManagerConfig,
     PipelineConfig,
-    RLVRConfig,
+    PromptConfig,
     RunConfig,
     SFTConfig,
 )
@@ -208,7 +208,7 @@ def _validation(config: PipelineConfig) -> str:
     if not times:
         return "none"
     data = ""
-    if isinstance(config, RLVRConfig) and config.validation is not None:
+    if isinstance(config, PromptConfig) and config.validation is not None:
         data = _sources(config.validation.data_args)
     elif isinstance(config, AgenticConfig) and config.val_env_manager is not None:
         manager = config.val_env_manager
@@ -263,9 +263,9 @@ def _inputs(config: RunConfig) -> Iterator[Need]:
             yield _need(f"model {model}", (Path(model) / "config.json").is_file(), "not here", "here")
         else:
             yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
-    if not isinstance(config, RLVRConfig | SFTConfig):
+    if not isinstance(config, PromptConfig | SFTConfig):
         return
-    rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
+    rewards = config.rewards.values() if isinstance(config, PromptConfig) else ()
     judges = {(each.judge.model, each.judge.base_url) for each in rewards if each.judge is not None}
     for model, address in sorted(judges):
         yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
@@ -295,7 +295,7 @@ def _packages(config: RunConfig) -> Iterator[Need]:
             yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         yield _package("peft", install_command("peft"))
-    if isinstance(config, RLVRConfig | SFTConfig) and any(map(needs_datasets, data_sections(config).values())):
+    if isinstance(config, PromptConfig | SFTConfig) and any(map(needs_datasets, data_sections(config).values())):
         yield _package("datasets", install_command("datasets"))
     if any(
         section.model_args.attn_implementation == "flash_attention_2"

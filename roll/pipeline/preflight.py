@@ -42,7 +42,7 @@ from roll.configs.run import (
     ClusterConfig,
     CustomEnvConfig,
     PipelineConfig,
-    RLVRConfig,
+    PromptConfig,
     RunConfig,
     SFTConfig,
 )
@@ -232,7 +232,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the trained policy."""
     arguments = config.actor_train.model_args
     return load_tokenizer(
-        derived.model_path(config, config.actor_train),
+        derived.tokenizer_path(config),
         trust_remote_code=arguments.trust_remote_code,
         config_path="actor_train.model_args.model_name_or_path" if arguments.model_name_or_path else "pretrain",
     )
@@ -359,14 +359,14 @@ def _plan_rollouts(
     """Look up the names that only this pipeline has; None after a problem. ``contacts_models``: see `_plan_rlvr`."""
     if isinstance(config, AgenticConfig):
         return _plan_agentic(config, tokenizer, problems)
-    return _plan_rlvr(derived.rlvr(config), tokenizer, problems, contacts_models=contacts_models)
+    return _plan_rlvr(derived.prompted(config), tokenizer, problems, contacts_models=contacts_models)
 
 
 @dataclass(frozen=True)
 class RLVRPlan:
     """The prompts of an RLVR run."""
 
-    config: RLVRConfig
+    config: PromptConfig
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
     teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -383,7 +383,7 @@ class RLVRPlan:
 
 
 def _plan_rlvr(
-    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, contacts_models: bool
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, contacts_models: bool
 ) -> RLVRPlan:
     """Load prompts and find verifiers; what is wrong goes into ``problems``.
 
@@ -431,7 +431,7 @@ def _plan_rlvr(
 
 
 def _teacher_prompts(
-    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
 ) -> dict[str, np.ndarray]:
     """Return the prompts that the teacher sees; see `RLVRPlan`. They and a response fit into its positions."""
     teacher, path = config.teacher, "teacher.prompt"

@@ -24,7 +24,7 @@ from roll.configs.plugins import made
 from roll.trainers.base import TrainerSetup
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.loss_scale import LossScale
-from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model, stored_dtype
+from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, prepare_model, stored_dtype
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll.data.records import SampleBatch
+    from roll.trainers.pictures import PictureExport
 
 
 def _sharded(parameter: Tensor) -> DTensor:
@@ -60,7 +61,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self.model = self._shard(model)
         if stored_dtype(setup) == torch.float32:
             self.model.float()
-        self.forward = HfForward(setup.kind, self.model, head, self.device)
+        self.forward = forward_pass(setup, self.model, head, self.device)
         self._reshard()
         if not setup.forward_only:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
@@ -94,14 +95,14 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self._reshard()
         return self.adapters.published(self._full)
 
-    def export(self) -> ModelExport | None:
+    def export(self) -> ModelExport | PictureExport | None:
         """Return a copy of the model, together with the adapter if one is trained; see `TrainStrategy`."""
         if self.adapters is None:
             return super().export()
         # First, because it is collective and what rank 0 does alone may fail.
         adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
         export = super().export()
-        return None if export is None else replace(export, beside=adapter)
+        return replace(export, beside=adapter) if isinstance(export, ModelExport) else None
 
     def load(self, path: str) -> None:
         """Load the weights of an export, or only its adapter if one is trained; see `TrainStrategy`."""
