@@ -32,6 +32,9 @@ VERIFIERS = Kind(
         ),
         # The verifier limits the time of programs itself, so exceeding the worker's limit is a fault of the machine.
         "code": VerifierPlugIn("roll.rewards.code:CodeVerifier"),
+        "shapes": VerifierPlugIn("roll.rewards.pictures:Shapes"),
+        "ocr": VerifierPlugIn("roll.rewards.pictures:Ocr", ("rapidocr", "onnxruntime")),
+        "jpeg_size": VerifierPlugIn("roll.rewards.pictures:jpeg_size"),
     },
     VerifierPlugIn,
 )
