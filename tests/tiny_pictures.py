@@ -15,6 +15,7 @@ SAMPLING = {
     "max_sequence_length": 2,
     "kind": "cps",
     "noise_level": 0.8,
+    "window_reach": 3,
 }
 PROMPTS = ("red", "blue", "red left of blue", "two blue", "green above red", "green")
 
