@@ -14,7 +14,6 @@ import json
 import random
 import time
 from collections import deque
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,9 +65,9 @@ class Painter:
 
     @torch.no_grad()
     def paint(self, prompts: list[str], windows: Tensor, generator: torch.Generator) -> tuple[Tensor, list[Steps]]:
-        """Return scores of the pictures, and every step; a row is random at the steps of its window ``[rows, steps]``."""
+        """Return the scores of pictures, and all steps; ``windows`` ``[rows, steps]`` says which are random."""
         tokens, pooled = self.embed(prompts)
-        x = torch.randn(len(prompts), 3, 24, 24, generator=generator)
+        x = torch.randn(len(prompts), 3, 12, 12, generator=generator)
         path = []
         for number in range(self.options.steps):
             index = torch.full((len(prompts),), number)

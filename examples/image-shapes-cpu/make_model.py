@@ -32,14 +32,14 @@ from roll.rewards.pictures import COLOURS, Description, Shapes, parse_descriptio
 
 SIDE = 24
 """Pixels of a picture's side."""
-CELL = 8
-"""Pixels of the side of a shape's place; a picture has three by three places."""
+SCALE = 2
+"""Pixels of a latent, on each side."""
 PATCH = 4
-"""Pixels that the transformer takes together, on each side."""
+"""Latents that the transformer takes together, on each side; a shape fills such a patch, and a picture has 3 x 3."""
 STEPS = 8
 """Denoising steps of a picture."""
 MAX_SEQUENCE_LENGTH = 1
-"""Tokens of the third text encoder, in place of the 256 that are the pipeline's default. It sees the first word only."""
+"""Tokens of the third text encoder, in place of the 256 that are the pipeline's default. It sees one word."""
 USED_COLOURS = ("red", "green", "blue", "yellow")
 USED_FORMS = ("circle", "square")
 HELD_OUT = 32
@@ -95,24 +95,23 @@ def draw(descriptions: list[Description], generator: torch.Generator) -> Tensor:
     single = torch.tensor([len(each.kinds) == 1 for each in descriptions])
 
     cell = (3 * chance).long()  # column and row of the first and the second shape
-    near = 2 * cell[:, 0] // 3
-    far = near + 1 + ((2 - near) * chance[:, 1]).long()
     for axis, chosen in enumerate((beside & ~single, ~beside & ~single)):
-        cell[chosen, 0, axis], cell[chosen, 1, axis] = near[chosen, axis], far[chosen, axis]
+        cell[chosen, 0, axis], cell[chosen, 1, axis] = 0, 2  # a gap keeps equal colours apart
 
-    pixel = (torch.arange(SIDE) + 0.5)[None, None]  # from -1 to 1 within the shape's box, which leaves a gap:
-    x = ((pixel - cell[:, :, 0, None] * CELL) * 2 / (CELL - 1) - 1)[:, :, None, :].abs()
-    y = ((pixel - cell[:, :, 1, None] * CELL) * 2 / (CELL - 1) - 1)[:, :, :, None].abs()
+    pixel = (torch.arange(SIDE // SCALE) + 0.5)[None, None]  # from -1 to 1 within the shape's place:
+    x = ((pixel / PATCH - cell[:, :, 0, None]) * 2 - 1)[:, :, None, :].abs()
+    y = ((pixel / PATCH - cell[:, :, 1, None]) * 2 - 1)[:, :, :, None].abs()
     circles = torch.tensor([[kind[1] == "circle" for kind in _two(each)] for each in descriptions])[:, :, None, None]
     masks = torch.where(circles, x**2 + y**2 <= 1, torch.maximum(x, y) <= 1)
     masks[:, 1] &= ~single[:, None, None]
     colours = torch.tensor([[COLOURS[kind[0]] for kind in _two(each)] for each in descriptions]).float()
     light = (masks[:, :, None] * colours[:, :, :, None, None]).amax(1)
-    return light * 2 - 1
+    large = light.repeat_interleave(SCALE, 2).repeat_interleave(SCALE, 3)
+    return large * 2 - 1
 
 
 def make_tokenizer(frame: bool = True) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per word; a prompt has at most six, with ``frame`` a beginning and an end, too."""
+    """Make a tokenizer with one token per word; a prompt has at most six. ``frame``: a beginning and an end, too."""
     words = sorted({word for prompt in all_prompts() for word in prompt.split()})
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<begin>", "<end>", "<unknown>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
@@ -152,28 +151,31 @@ def make_text_encoder(tokenizer: PreTrainedTokenizerFast) -> CLIPTextModelWithPr
 
 
 def make_autoencoder() -> AutoencoderTiny:
-    """Make an autoencoder whose latents are the pixels: the decoder's ReLU sees the positive and the negative part."""
+    """Make an autoencoder whose latents are every second pixel, and that repeats them.
+
+    The decoder's ReLU sees the positive and the negative part of each.
+    """
     autoencoder = AutoencoderTiny(
         latent_channels=3,
-        encoder_block_out_channels=(3,),
-        decoder_block_out_channels=(6,),
-        num_encoder_blocks=(0,),
-        num_decoder_blocks=(0,),
+        encoder_block_out_channels=(3, 3),
+        decoder_block_out_channels=(6, 6),
+        num_encoder_blocks=(0, 0),
+        num_decoder_blocks=(0, 0),
     )
     unclamped = 1 / (3 * torch.tanh(torch.tensor(1 / 3)))  # the decoder begins with 3 tanh(x / 3)
     with torch.no_grad():
         for weights in autoencoder.parameters():
             weights.zero_()
-        first, last = autoencoder.encoder.layers
+        first, shrink, last = autoencoder.encoder.layers
+        split, _, _, keep, join = autoencoder.decoder.layers
         for channel in range(3):
             first.weight[channel, channel, 1, 1] = 2.0
-            last.weight[channel, channel, 1, 1] = 1.0
-        last.bias.fill_(-1.0)
-        split, join = autoencoder.decoder.layers[0], autoencoder.decoder.layers[-1]
-        for channel in range(3):
+            shrink.weight[channel, channel, 1, 1] = last.weight[channel, channel, 1, 1] = 1.0
             for place, sign in ((channel, 1.0), (channel + 3, -1.0)):
                 split.weight[place, channel, 1, 1] = sign
+                keep.weight[place, place, 1, 1] = 1.0
                 join.weight[channel, place, 1, 1] = sign * unclamped / 2
+        last.bias.fill_(-1.0)
         join.bias.fill_(0.5)
     return autoencoder
 
@@ -185,7 +187,7 @@ def make_pipeline(seed: int) -> StableDiffusion3Pipeline:
     encoders = [make_text_encoder(tokenizer) for _ in range(2)]
     last = T5Config(vocab_size=len(tokenizer), d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
     transformer = SD3Transformer2DModel(
-        sample_size=SIDE,
+        sample_size=SIDE // SCALE,
         patch_size=PATCH,
         in_channels=3,
         out_channels=3,
@@ -195,7 +197,7 @@ def make_pipeline(seed: int) -> StableDiffusion3Pipeline:
         caption_projection_dim=96,
         joint_attention_dim=64,
         pooled_projection_dim=64,
-        pos_embed_max_size=SIDE // PATCH,
+        pos_embed_max_size=SIDE // SCALE // PATCH,
         qk_norm="rms_norm",
     )
     return StableDiffusion3Pipeline(
@@ -234,7 +236,7 @@ def warm_up(pipeline: StableDiffusion3Pipeline, prompts: list[str], options: War
     generator = torch.Generator().manual_seed(seed)
     for step in range(options.steps):
         rows = torch.randint(len(prompts), (options.batch_size,), generator=generator)
-        pictures = draw([descriptions[row] for row in rows.tolist()], generator)
+        pictures = draw([descriptions[row] for row in rows.tolist()], generator)[:, :, ::SCALE, ::SCALE]
         noise = torch.randn(pictures.shape, generator=generator)
         level = torch.rand(options.batch_size, generator=generator)
         s = level[:, None, None, None]

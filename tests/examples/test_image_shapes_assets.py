@@ -1,4 +1,4 @@
-"""The picture example's world: every prompt's drawing is right, and only that; the folder is a pipeline of diffusers."""
+"""The picture example's world: a prompt's drawing is right, and no other; the folder is a pipeline of diffusers."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_the_same_seed_makes_the_same_files(folder, tmp_path):
     assert len(files) > 15 and all((out / file).read_bytes() == (tmp_path / file).read_bytes() for file in files)
 
 
-def test_latents_are_the_pixels():
+def test_latents_are_pixels():
     autoencoder = world.make_autoencoder()
     picture = world.draw([parse_description("red circle above blue square")], torch.Generator())
     latents = autoencoder.encode(picture).latents
-    torch.testing.assert_close(latents, picture)
+    torch.testing.assert_close(latents, picture[:, :, ::2, ::2])
     torch.testing.assert_close(autoencoder.decode(latents).sample, picture, atol=1e-5, rtol=0)
-    grey = torch.linspace(-1, 1, 24).expand(1, 3, 24, 24)
-    torch.testing.assert_close(autoencoder.decode(grey).sample, grey, atol=0.02, rtol=0)
+    grey = torch.linspace(-1, 1, 12).expand(1, 3, 12, 12)
+    torch.testing.assert_close(autoencoder.decode(grey).sample[:, :, ::2, ::2], grey, atol=0.02, rtol=0)
 
 
 def test_every_word_is_a_token():
