@@ -38,8 +38,8 @@ class PictureSampling:
     )
     window_reach: Count | None = option(
         None,
-        "The window lies among the first so many steps, at a place drawn for each group. Default: all but the last "
-        "step, which has no noise.",
+        "The window lies among the first so many steps, at a place drawn for each group; the last step never has "
+        "noise. Default: half of the steps, where most of the picture is decided.",
     )
     log_prob: Literal["mean", "sum"] = option(
         "mean",
@@ -50,4 +50,4 @@ class PictureSampling:
     @property
     def reach(self) -> int:
         """Number of steps at the beginning among which the window lies."""
-        return self.num_inference_steps - 1 if self.window_reach is None else self.window_reach
+        return max(self.window_size, self.num_inference_steps // 2) if self.window_reach is None else self.window_reach

@@ -362,7 +362,7 @@ class ActorInferConfig(WorkerConfig):
 
 
 @dataclass
-class PictureStrategyArguments(StrategyArguments):
+class PictureStrategyArguments(InferStrategyArguments):
     """The engine that draws."""
 
     strategy_name: str = option("diffusers_infer", "Registered engine of pictures.")
