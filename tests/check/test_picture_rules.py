@@ -46,7 +46,11 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"sampling__steps": 4}, "sampling.steps", "unknown"),
         ({"actor_train__pg_variant": "dppo"}, "actor_train.pg_variant", "density"),
         ({"actor_train__pg_variant": "kl_cov"}, "actor_train.pg_variant", "fixed by its noise"),
-        ({"actor_infer__strategy_args": {"strategy_name": "hf_infer"}}, "actor_infer.strategy_args.strategy_name", "text"),
+        (
+            {"actor_infer__strategy_args": {"strategy_name": "hf_infer"}},
+            "actor_infer.strategy_args.strategy_name",
+            "text",
+        ),
         (
             {"actor_train__strategy_args": {"strategy_name": "deepspeed_train"}},
             "actor_train.strategy_args.strategy_name",
