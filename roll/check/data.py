@@ -59,6 +59,11 @@ def data_sections(config: PromptConfig | SFTConfig) -> dict[str, RowArguments]:
     return sections if config.validation is None else sections | {VALIDATION_DATA: config.validation.data_args}
 
 
+def has_model(folder: Path) -> bool:
+    """Return True if a folder has the settings of a model of text, or of a pipeline of diffusers."""
+    return any((folder / name).is_file() for name in ("config.json", "model_index.json"))
+
+
 def models_exist(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject a model folder without its files, or a policy without a tokenizer. A hub name is tried when the model
     loads."""
