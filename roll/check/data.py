@@ -22,7 +22,15 @@ from roll.configs.fields import IMPORT_PATH, changes
 from roll.configs.given import is_given
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource, RowArguments
-from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, PromptConfig, RunConfig, SFTConfig
+from roll.configs.run import (
+    AgenticConfig,
+    EnvManagerConfig,
+    ImageConfig,
+    PipelineConfig,
+    PromptConfig,
+    RunConfig,
+    SFTConfig,
+)
 
 TRAIN_DATA = "actor_train.data_args"
 VALIDATION_DATA = "validation.data_args"
@@ -49,6 +57,11 @@ def data_sections(config: PromptConfig | SFTConfig) -> dict[str, RowArguments]:
     """Return the sections of prompts or examples, of training and of validation, by path."""
     sections: dict[str, RowArguments] = {TRAIN_DATA: config.actor_train.data_args}
     return sections if config.validation is None else sections | {VALIDATION_DATA: config.validation.data_args}
+
+
+def has_model(folder: Path) -> bool:
+    """Return True if a folder has the settings of a model of text, or of a pipeline of diffusers."""
+    return any((folder / name).is_file() for name in ("config.json", "model_index.json"))
 
 
 def models_exist(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -231,6 +244,8 @@ def validation_is_complete(config: PipelineConfig) -> Iterator[ConfigProblem]:
         section = "val_env_manager" if agentic else "validation"
         remedy = f"set `eval_steps` to how often, or remove this section (on the command line: `{section}=null`)"
         yield ConfigProblem(section, "has no effect: eval_steps is 0", remedy)
+    if isinstance(config, ImageConfig):
+        return  # pictures without noise differ by the noise that they begin with
     sampling, neutral = settings.generating_args, GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
         path, value = f"validation.generating_args.{key}", vars(sampling)[key]

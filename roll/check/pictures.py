@@ -60,6 +60,8 @@ def engines_fit_the_pipeline(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
     """Reject keys that only text has, and what is not built for pictures yet."""
     for path, value in _changed(config, _TEXT_KEYS):
+        if path == "validation.generating_args.num_return_sequences":
+            continue
         yield without_effect(path, value, "it says something of text, and this run draws pictures", "remove this key")
     for path, value in _changed(config, _NOT_BUILT):
         yield ConfigProblem(path, f"{shown(value)}: not built for `pipeline: image` yet", "remove it")

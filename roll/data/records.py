@@ -126,7 +126,7 @@ class Sample:
     """Of a picture, whose sampled tokens are the numbers of its denoising steps: the latents before the first of these
     steps and after each, float32 ``[sampled tokens + 1, channels, height, width]``."""
     image: np.ndarray | None = None
-    """Of a picture: uint8 ``[height, width, 3]``."""
+    """Of a picture that may be looked at: uint8 ``[height, width, 3]``."""
 
     @property
     def response_tokens(self) -> int:

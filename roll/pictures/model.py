@@ -96,6 +96,11 @@ class Conditions:
     """``[batch, size]``."""
     negative: Conditions | None = None
 
+    def repeated(self, times: int) -> Conditions:
+        """Return the conditions with each row so many times."""
+        tokens, pooled = (each.repeat_interleave(times, dim=0) for each in (self.tokens, self.pooled))
+        return Conditions(tokens, pooled, None if self.negative is None else self.negative.repeated(times))
+
 
 def velocity(model: nn.Module, latents: Tensor, levels: Tensor, conditions: Conditions, guidance: float) -> Tensor:
     """Return the predicted velocities, float32, in the shape of the latents ``[batch, channels, height, width]``.

@@ -51,9 +51,9 @@ NOTES = "exact"
 """Folder of a run's notes, and name of the stage that writes them."""
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
-    "token_ids", "latents", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs", "teacher_logprobs",
-    "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask", "critic/loss",
-    "critic/grad_norm", "actor/loss", "actor/grad_norm",
+    "token_ids", "latents", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs",
+    "teacher_logprobs", "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask",
+    "critic/loss", "critic/grad_norm", "actor/loss", "actor/grad_norm",
 )  # fmt: skip
 """Values of a training step that are compared, in the order in which they are computed."""
 

@@ -76,7 +76,10 @@ class PictureFunction(RolloutFunction):
                         break  # the group of tasks raises it
                     pictures = [task.result() for task in drawing if task in come]
                     tasks.create_task(self._judge(prompt, pictures))
-            return [task.result() for task in drawing]
+            samples = [task.result() for task in drawing]
+            for sample in samples[1:]:
+                sample.image = None  # all have been judged, and one of a group is enough to look at
+            return samples
         finally:
             drawing.clear()  # an exception is in a cycle with this frame, and cycles are collected rarely
 

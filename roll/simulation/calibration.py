@@ -20,7 +20,7 @@ from roll.check.config import read_config
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
-from roll.configs.run import PipelineConfig, PromptConfig
+from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
 from roll.simulation.costs import shape_of
 from roll.simulation.inputs import Inputs, Origin, is_number
 from roll.simulation.run import Outcome, simulate
@@ -154,6 +154,8 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     config = read_config(run.config)
     if not isinstance(config, PipelineConfig):
         raise problem(str(folder), f"a run of `{config.pipeline}` has no rollouts", "give a run of `rlvr` or `agentic`")
+    if isinstance(config, ImageConfig):
+        raise problem(str(folder), "pictures are not simulated yet", "give a run of `rlvr` or `agentic`")
     records = [each for each in _lines(run.metrics) if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS]
     whole = [each for each in records if all(is_number(each.get(name)) for name in NEEDED)]
     if len(whole) < LEAST_STEPS:

@@ -259,7 +259,10 @@ def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, A
     """Return the precision and offload settings for `fully_shard`."""
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, setup.model_args.dtype), reduce_dtype=torch.float32
+            param_dtype=getattr(torch, setup.model_args.dtype),
+            reduce_dtype=torch.float32,
+            # A model of pictures takes its time steps in float32, and the rest as it is given.
+            cast_forward_inputs=setup.pictures is None,
         )
     }
     if options.offload == "cpu":

@@ -67,8 +67,7 @@ class PictureForward:
         latents = torch.from_numpy(fields["latents"]).to(self._device)
         before, after = latents[:, :kept].flatten(0, 1), latents[:, 1 : kept + 1].flatten(0, 1)
         sampling, steps = self._schedule.sampling, micro_batch.targets.flatten()
-        prompts = [str(prompt) for prompt in fields["prompts"] for _ in range(kept)]
-        conditions = self._frozen.conditions(prompts, sampling)
+        conditions = self._frozen.conditions([str(prompt) for prompt in fields["prompts"]], sampling).repeated(kept)
         levels = self._schedule.levels.to(self._device)[steps]
         predicted = velocity(self._model, before, levels, conditions, sampling.guidance_scale)
         mean, std = self._schedule.moments(before, predicted, steps)

@@ -13,8 +13,8 @@ from roll.configs.pictures import PictureSampling
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams, TokenChunk
 from roll.engines.response import PartialResponse
 from roll.weights.buckets import WeightMismatch, pack_buckets
-from tests.tiny_pictures import SAMPLING, make_pipeline
 from tests.tiers import need
+from tests.tiny_pictures import SAMPLING, make_pipeline
 
 need("diffusers")
 

@@ -13,8 +13,8 @@ from roll.configs.pictures import PictureSampling
 from roll.configs.roles import ModelArguments
 from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams
-from tests.tiny_pictures import SAMPLING, make_pipeline
 from tests.tiers import need
+from tests.tiny_pictures import SAMPLING, make_pipeline
 from tests.trainers.ranks import Job, run_here, run_job
 from tests.trainers.trainers import ALMOST_SGD
 
