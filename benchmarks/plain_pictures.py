@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from diffusers import StableDiffusion3Pipeline
+from diffusers.utils import logging
 from torch import Tensor
 
 from roll.algorithms import PolicyInputs, make_policy_loss
@@ -174,6 +175,7 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = parser.parse_args()
+    logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     np.random.seed(options.seed)

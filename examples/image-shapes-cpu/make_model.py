@@ -24,6 +24,7 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
+from diffusers.utils import logging
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast, T5Config, T5EncoderModel
@@ -343,6 +344,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=WarmUp.steps, help="steps of flow matching")
     arguments = parser.parse_args()
 
+    logging.set_verbosity_error()  # it would remark on the shortened third prompt
     torch.set_num_threads(arguments.threads)
     started = time.monotonic()
     warmed = existing(arguments.out, arguments.seed, arguments.steps)

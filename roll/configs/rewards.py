@@ -116,8 +116,8 @@ class RewardConfig:
 
     verifier: str = option(
         "",
-        "`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, or the import path of a "
-        "callable `package.module:function`. See `docs/rewards.md`.",
+        "`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, of pictures `shapes`, `ocr`, "
+        "`jpeg_size`, or the import path of a callable `package.module:function`. See `docs/rewards.md`.",
     )
     verifier_args: dict[str, Any] = option(dict, "Keyword arguments of the verifier.")
     weights: dict[str, float] = option(

@@ -41,6 +41,7 @@ from roll.configs.run import (
     AgenticConfig,
     ClusterConfig,
     CustomEnvConfig,
+    ImageConfig,
     PipelineConfig,
     PromptConfig,
     RunConfig,
@@ -53,7 +54,7 @@ from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
 from roll.data.tokenizer import load_tokenizer
 from roll.rewards.model import check_reward_model
-from roll.rewards.registry import check_machine, check_prompts, resolve_verifier, route_domains
+from roll.rewards.registry import check_machine, check_prompts, check_sight, resolve_verifier, route_domains
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -398,6 +399,7 @@ def _plan_rlvr(
         if verifier is None:
             continue
         verifiers[name] = verifier
+        problems.attempt(check_sight, verifier, isinstance(config, ImageConfig), path)
         if contacts_models:
             problems.attempt(check_machine, verifier, path)
         if contacts_models and reward.judge is not None:

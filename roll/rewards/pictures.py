@@ -11,14 +11,12 @@ import io
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL.Image import Image
 
 from roll.rewards.base import PreparedVerifier
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 COLOURS = {
     "red": (1, 0, 0),

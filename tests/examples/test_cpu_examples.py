@@ -31,6 +31,11 @@ RUNS = {
     "quickstart/sft": ["train_batch_size=8", *PROMPTS],
     "frozen_lake-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
     "sokoban-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
+    "image-shapes-cpu/image": [
+        *("rollout_batch_size=4", "val_batch_size=4", "validation.generating_args.num_return_sequences=1"),
+        "actor_train.data_args.file_name={made}/data/train.jsonl",
+        "validation.data_args.file_name={made}/data/validation.jsonl",
+    ],
 }
 HANG_SECONDS = 300.0
 
@@ -60,7 +65,7 @@ def made(tmp_path_factory):
 
 
 def make_by_command(name, folder):
-    out = folder if name == "quickstart" else folder / "model"
+    out = folder if name in ("quickstart", "image-shapes-cpu") else folder / "model"
     command = [sys.executable, str(EXAMPLES / name / "make_model.py"), "--out", str(out), "--steps", "4"]
     subprocess.run(command, check=True, timeout=HANG_SECONDS)
 

@@ -10,7 +10,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardInput
 from roll.rewards.pictures import COLOURS, FORMS, Ocr, Shapes, edit_distance, jpeg_size, parse_description
-from roll.rewards.registry import checked_output, resolve_verifier
+from roll.rewards.registry import check_sight, checked_output, resolve_verifier
 from tests.tiers import need
 
 SIDE = 48
@@ -183,3 +183,26 @@ def test_a_text_of_nothing_is_refused_before_the_run():
     for truth in (None, 3, " "):
         with pytest.raises(ValueError, match="no text to read"):
             Ocr().check_ground_truth(truth)
+
+
+def response_length(response) -> float:
+    return float(len(response))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "draws", "why"),
+    [
+        ("shapes", True, None),
+        ("jpeg_size", True, None),
+        ("exact", False, None),
+        (f"{__name__}:response_length", True, "does not look at the picture"),
+        ("exact", True, "does not look at the picture"),
+        ("ocr", False, "this run generates text"),
+    ],
+)
+def test_a_verifier_has_to_see_what_the_run_makes(verifier, draws, why):
+    resolved = resolve_verifier(RewardConfig(verifier=verifier), "rewards.r")
+    if why is None:
+        return check_sight(resolved, draws, "rewards.r")
+    with pytest.raises(ConfigError, match=why):
+        check_sight(resolved, draws, "rewards.r")
