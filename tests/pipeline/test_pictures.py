@@ -107,7 +107,7 @@ def test_pictures_of_training_and_validation_are_there_to_look_at(pictures):
     assert [step["val/colours/response_length"] for step in run.metrics[1:]] == [4.0]
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("soak")
 def test_groups_may_be_trained_on_as_they_finish(pictures):
     changes = {"actor_train__stream_groups": True, "actor_infer__strategy_args": {"strategy_config": ONE_AT_A_TIME}}
     streamed = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2, **changes))
