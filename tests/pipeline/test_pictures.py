@@ -231,3 +231,26 @@ def test_a_run_is_what_a_loop_of_diffusers_and_torch_computes(pictures):
     assert sum(each > 1e-4 for each in moved.values()) > 30
     for name, tensor in mine.items():
         torch.testing.assert_close(trained[name], tensor, atol=3e-5, rtol=0, msg=name)
+
+
+@pytest.mark.tier("soak")
+def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
+    whole = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=4, save_steps=1))
+    deaths = [
+        {"kind": "kill", "role": "actor_infer", "at_step": 1},
+        {"kind": "kill", "role": "actor_train", "at_step": 2},
+    ]
+    run = run_pipeline(
+        pictures,
+        IN_THIS_PROCESS,
+        picture_config(
+            pictures,
+            max_steps=4,
+            save_steps=1,
+            chaos={"enabled": True, "events": deaths},
+            restarts={"max_in_a_row": 2, "delay_seconds": 0},
+        ),
+    )
+    assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == 8
+    assert max(step["engine/restarts"] for step in run.metrics) == 1
+    assert same(weights(run, 4), weights(whole, 4))
