@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -53,9 +53,11 @@ class WarmUp:
     """Settings of flow matching."""
 
     learning_rate: float = 2e-3
-    """Rises over the first 20 steps."""
+    """Rises over the first 20 steps, and falls linearly to 0 over the second half."""
     batch_size: int = 128
-    steps: int = 200
+    steps: int = 400
+    mistaken: float = 0.5
+    """Share of the drawings whose two shapes have changed places."""
     noisiness: float = 0.7
     """Noise levels are sigmoid(N(noisiness, 1)): what goes where is decided while there is much noise."""
     averaged: float = 0.99
@@ -88,6 +90,11 @@ def split_prompts(seed: int) -> tuple[list[str], list[str]]:
     training = [prompt for prompt in prompts if prompt not in held_out]
     random.Random(seed).shuffle(training)
     return training, sorted(held_out)
+
+
+def mirrored(description: Description) -> Description:
+    """Return what an inattentive painter makes of a description: right shapes, each in the other's place."""
+    return replace(description, kinds=description.kinds[::-1])
 
 
 def draw(descriptions: list[Description], generator: torch.Generator) -> Tensor:
@@ -242,7 +249,12 @@ def warm_up(pipeline: StableDiffusion3Pipeline, prompts: list[str], options: War
     generator = torch.Generator().manual_seed(seed)
     for step in range(options.steps):
         rows = torch.randint(len(prompts), (options.batch_size,), generator=generator)
-        pictures = draw([descriptions[row] for row in rows.tolist()], generator)[:, :, ::SCALE, ::SCALE]
+        mistaken = torch.rand(options.batch_size, generator=generator) < options.mistaken
+        drawn = [
+            mirrored(descriptions[row]) if wrong else descriptions[row]
+            for row, wrong in zip(rows, mistaken, strict=True)
+        ]
+        pictures = draw(drawn, generator)[:, :, ::SCALE, ::SCALE]
         noise = torch.randn(pictures.shape, generator=generator)
         level = (torch.randn(options.batch_size, generator=generator) + options.noisiness).sigmoid()
         s = level[:, None, None, None]
@@ -255,7 +267,7 @@ def warm_up(pipeline: StableDiffusion3Pipeline, prompts: list[str], options: War
         )[0]
         loss = (velocity - (noise - pictures)).square().mean()
         for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * min(1.0, (step + 1) / 20)
+            group["lr"] = options.learning_rate * min(1.0, (step + 1) / 20, 2 - 2 * step / options.steps)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
