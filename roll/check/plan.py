@@ -118,8 +118,8 @@ def _lengths(config: PipelineConfig) -> tuple[str, str]:
     guided = f"guidance {sampling.guidance_scale:g}" if sampling.guidance_scale > 1 else "no guidance"
     return "pictures", (
         f"{sampling.width} x {sampling.height} pixels in {count(sampling.num_inference_steps, 'step')}, "
-        f"{sampling.window_size} of the first {sampling.reach} with noise ({sampling.kind} {sampling.noise_level:g}) and "
-        f"trained on; {guided}"
+        f"{sampling.window_size} of the first {sampling.reach} with noise ({sampling.kind} {sampling.noise_level:g}), "
+        f"which are trained on; {guided}"
     )
 
 

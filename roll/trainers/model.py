@@ -188,6 +188,9 @@ class HfForward:
             raise RuntimeError("this role has a policy, which gives no values")
         return micro_batch.by_sample(self._logits(micro_batch)[..., 0].float())
 
+    def move(self, device: torch.device) -> None:
+        """Do nothing: there is no model beside the one that learns."""
+
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
         arguments = micro_batch.model_arguments()

@@ -62,6 +62,10 @@ class PictureForward:
         """Raise ``RuntimeError``: there is no critic of pictures."""
         raise RuntimeError("a model of pictures gives no values")
 
+    def move(self, device: torch.device) -> None:
+        """Move the text encoders."""
+        self._frozen.move(device)
+
     def _computed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         fields, (rows, kept) = micro_batch.pictures, micro_batch.targets.shape
         latents = torch.from_numpy(fields["latents"]).to(self._device)

@@ -267,6 +267,7 @@ class ForwardStrategy(ABC):
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
+        self.forward.move(device)
 
 
 class HfReplicaStrategy(ForwardStrategy):

@@ -8,6 +8,9 @@ import shutil
 import pytest
 
 import roll
+from roll.check.config import check_config
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
 from tests.tiny_pictures import make_picture_task, picture_config
 
 pytestmark = pytest.mark.needs("diffusers")
@@ -42,7 +45,7 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"sampling__noise_level": 1.0}, "sampling.noise_level", "all noise is new"),
         ({"sampling__negative_prompt": "blue"}, "sampling.negative_prompt", "no guidance"),
         ({"sampling__kind": "ddim"}, "sampling.kind", "ddim"),
-        ({"sampling__guidance_scale": 0.5}, "sampling.guidance_scale", "at least 1"),
+        ({"sampling__guidance_scale": 0.5}, "sampling.guidance_scale", "must be >= 1"),
         ({"sampling__steps": 4}, "sampling.steps", "unknown"),
         ({"actor_train__pg_variant": "dppo"}, "actor_train.pg_variant", "density"),
         ({"actor_train__pg_variant": "kl_cov"}, "actor_train.pg_variant", "fixed by its noise"),
@@ -65,13 +68,25 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"entropy_loss_coef": 0.1}, "entropy_loss_coef", "says something of text"),
         ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
         ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
-        ({"pretrain": "owner/hub-model"}, "pretrain", "no folder with a model_index.json"),
-        ({"actor_train__data_args": {"file_name": "nowhere.jsonl"}}, "actor_train.data_args.file_name", "no file"),
     ],
 )
 def test_what_cannot_work_is_named(task, changes, path, words):
     found = problems(task, **changes)
     assert path in found and words in found[path], found
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"pretrain": "owner/hub-model"}, "pretrain", "no folder with a model_index.json"),
+        ({"actor_train__data_args": {"file_name": "nowhere.jsonl"}}, "actor_train.data_args.file_name", "no file"),
+    ],
+)
+def test_what_is_missing_on_the_machine_of_the_run_is_named(task, changes, path, words):
+    with pytest.raises(ConfigError) as refused:
+        check_config(config_from_tree(picture_config(task, **changes)))
+    (found,) = refused.value.problems
+    assert found.path == path and words in found.message
 
 
 def test_text_runs_cannot_have_an_engine_of_pictures(task):

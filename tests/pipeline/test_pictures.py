@@ -51,6 +51,7 @@ def validated(folder, **changes):
     return picture_config(folder, validation=section, eval_steps=2, **changes)
 
 
+ONE_AT_A_TIME = {"max_running_requests": 1}
 COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": [0]}
 
 
@@ -81,6 +82,7 @@ def test_the_run_is_the_plain_loop_to_the_last_bit(pictures, tmp_path, monkeypat
             assert np.ptp(noted["behaviour_logprobs"][noted["behaviour_logprobs"] != 0]) > 0
 
 
+@pytest.mark.tier("all")
 def test_one_step_off_the_bound_holds_and_the_ledger_balances(pictures):
     run = run_pipeline(pictures, IN_THIS_PROCESS, validated(pictures, async_generation_ratio=1, max_steps=4))
     assert [step["lag/max"] for step in run.metrics][-1] == 1
@@ -105,19 +107,29 @@ def test_pictures_of_training_and_validation_are_there_to_look_at(pictures):
     assert [step["val/colours/response_length"] for step in run.metrics[1:]] == [4.0]
 
 
-@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.tier("soak")
+def test_groups_may_be_trained_on_as_they_finish(pictures):
+    changes = {"actor_train__stream_groups": True, "actor_infer__strategy_args": {"strategy_config": ONE_AT_A_TIME}}
+    streamed = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2, **changes))
+    whole = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2))
+    assert all("actor/streamed_share" in step for step in streamed.metrics)
+    one, other = weights(streamed, 2), weights(whole, 2)
+    assert all(torch.allclose(one[name], other[name], atol=3e-5) for name in one)
+
+
+@pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.tier("soak"))])
 def test_a_killed_run_goes_on_and_ends_like_the_undisturbed_one(pictures, tmp_path, ratio):
     config = picture_config(
-        pictures, max_steps=4, save_steps=2, async_generation_ratio=ratio, consumption="fifo" if ratio else None
+        pictures, max_steps=3, save_steps=2, async_generation_ratio=ratio, consumption="fifo" if ratio else None
     )
     whole = run_pipeline(pictures, IN_THIS_PROCESS, config)
     killed = KilledRun(tmp_path, config)
     killed.kill_when(lambda out: newest_checkpoint(out) == 2)
     run = killed.finish()
     assert run.summary["resumed_at"] == [2]
-    assert run.summary["ledger"]["consumed"] == 8
+    assert run.summary["ledger"]["consumed"] == 6
     if ratio == 0:
-        assert same(weights(run, 4), weights(whole, 4))
+        assert same(weights(run, 3), weights(whole, 3))
 
 
 def test_the_export_is_a_whole_pipeline(pictures):
@@ -208,6 +220,7 @@ def plain_order(folder) -> list[int]:
     return [PROMPTS.index(next(stream).text) for _ in range(4)]
 
 
+@pytest.mark.tier("all")
 def test_a_run_is_what_a_loop_of_diffusers_and_torch_computes(pictures):
     run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2))
     mine, rewards = plain_loop(pictures, 2)
@@ -218,3 +231,26 @@ def test_a_run_is_what_a_loop_of_diffusers_and_torch_computes(pictures):
     assert sum(each > 1e-4 for each in moved.values()) > 30
     for name, tensor in mine.items():
         torch.testing.assert_close(trained[name], tensor, atol=3e-5, rtol=0, msg=name)
+
+
+@pytest.mark.tier("soak")
+def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
+    whole = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=4, save_steps=1))
+    deaths = [
+        {"kind": "kill", "role": "actor_infer", "at_step": 1},
+        {"kind": "kill", "role": "actor_train", "at_step": 2},
+    ]
+    run = run_pipeline(
+        pictures,
+        IN_THIS_PROCESS,
+        picture_config(
+            pictures,
+            max_steps=4,
+            save_steps=1,
+            chaos={"enabled": True, "events": deaths},
+            restarts={"max_in_a_row": 2, "delay_seconds": 0},
+        ),
+    )
+    assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == 8
+    assert max(step["engine/restarts"] for step in run.metrics) == 1
+    assert same(weights(run, 4), weights(whole, 4))

@@ -82,22 +82,34 @@ def test_log_probabilities_are_those_of_the_engine(model, kind):
     assert not found[~mask].any() and np.ptp(found[mask]) > 1e-2
 
 
-def test_the_update_does_not_depend_on_ranks_micro_batches_or_recomputed_activations(model):
+SETUP = {"pictures": PLAIN, "training_args": ALMOST_SGD, "max_tokens": None}
+
+
+def whole_batch(model, batch) -> Job:
+    return Job(updated, "fsdp2_train", model, batch, {**SETUP, "max_samples": 6}, ranks=1)
+
+
+def test_the_update_does_not_depend_on_micro_batches_or_recomputed_activations(model):
     batch = recorded(model, PLAIN)
-    setup = {"pictures": PLAIN, "training_args": ALMOST_SGD}
-    alone = Job(updated, "fsdp2_train", model, batch, {**setup, "max_tokens": None, "max_samples": 6}, ranks=1)
+    alone = whole_batch(model, batch)
     ((metrics, weights, after),) = run_here(alone)
     begun = recorded(model, PLAIN).tokens["behaviour_logprobs"]
     assert metrics["grad_norm"] > 0.1 and np.abs(after - begun).max() > 1e-3
     saving = {"strategy_config": {"gradient_checkpointing": True, "process_group_timeout_seconds": 60}}
     for job in (
-        replace(alone, setup={**setup, "max_tokens": None, "max_samples": 1}),
-        replace(alone, setup={**setup, **saving}),
+        replace(alone, setup={**SETUP, "max_samples": 1}),
+        replace(alone, setup={**SETUP, "max_samples": 6, **saving}),
     ):
         ((other, theirs, _),) = run_here(job)
         assert_same_update((metrics, weights), (other, theirs))
-    both = run_job(replace(alone, setup={**setup, "max_tokens": None, "max_samples": 2}, ranks=2))
-    for other, theirs, _ in both:
+
+
+@pytest.mark.tier("soak")
+def test_two_ranks_take_the_update_of_one(model):
+    batch = recorded(model, PLAIN)
+    alone = whole_batch(model, batch)
+    ((metrics, weights, _),) = run_here(alone)
+    for other, theirs, _ in run_job(replace(alone, setup={**SETUP, "max_samples": 2}, ranks=2)):
         assert_same_update((metrics, weights), (other, theirs))
 
 
