@@ -1,8 +1,8 @@
 """Make the world of the picture example: a tiny Stable Diffusion 3 that draws coloured shapes, and prompts for it.
 
-Flow matching warms the model up on drawn pictures of all prompts, until about a quarter of its own pictures are right.
-Reinforcement learning has to teach it the rest. The same seed on the same machine makes the same files. This script
-needs torch, diffusers and about half a minute on one core.
+Flow matching warms the model up on drawings of the training prompts, until about a third of its own pictures of others
+are right. Reinforcement learning has to teach it the rest. The same seed on the same machine makes the same files. This
+script needs torch, diffusers and about half a minute on one core.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def response_length(response) -> float:
         ("exact", False, None),
         (f"{__name__}:response_length", True, "does not look at the picture"),
         ("exact", True, "does not look at the picture"),
-        ("ocr", False, "this run generates text"),
+        ("shapes", False, "this run generates text"),
     ],
 )
 def test_a_verifier_has_to_see_what_the_run_makes(verifier, draws, why):
