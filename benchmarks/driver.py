@@ -392,7 +392,7 @@ def make_config(arguments: argparse.Namespace) -> RLVRConfig:
     # Of the samples of a group half have ended when the last one does.
     in_flight = 2 * arguments.replicas * arguments.requests // arguments.group
     batch = in_flight // arguments.batches
-    return derived.rlvr(
+    return derived.prompted(
         load_config(
             EXAMPLE,
             [

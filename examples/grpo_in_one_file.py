@@ -89,7 +89,7 @@ class Generator:
 
 async def train(config_file: Path, overrides: Sequence[str] = (), export: Path | None = None) -> list[Step]:
     """Train, print each step, and return them all. ``export``: where the trained model is written."""
-    config = derived.rlvr(load_config(config_file, overrides))
+    config = derived.prompted(load_config(config_file, overrides))
     torch.set_num_threads(1)  # as each process of a run on a CPU has
 
     # The data: prompts as token ids, shuffled anew in each epoch.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from roll.api.runs import Page, Run, compare, open_run
     from roll.api.training import RunFailed, train
     from roll.configs.errors import ConfigError, ConfigProblem
-    from roll.configs.run import AgenticConfig, RLVRConfig, SFTConfig
+    from roll.configs.run import AgenticConfig, ImageConfig, RLVRConfig, SFTConfig
 
     __version__: str
 
@@ -24,6 +24,7 @@ _PLACES = {
     "Check": "roll.api.checks",
     "ConfigError": "roll.configs.errors",
     "ConfigProblem": "roll.configs.errors",
+    "ImageConfig": "roll.configs.run",
     "Page": "roll.api.runs",
     "RLVRConfig": "roll.configs.run",
     "Run": "roll.api.runs",
@@ -42,6 +43,7 @@ __all__ = [
     "Check",
     "ConfigError",
     "ConfigProblem",
+    "ImageConfig",
     "Page",
     "RLVRConfig",
     "Run",

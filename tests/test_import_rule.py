@@ -1,8 +1,9 @@
 """Who may know whom: every import of the package, also inside functions and under TYPE_CHECKING, follows the arrows.
 
-api -> cli -> {doctor, report, simulation} -> pipeline -> {trainers, engines} -> {rewards, agentic, weights, check} ->
-{data, algorithms, runtime} -> {configs, rollout}; `tracking` may be used by anyone, `sandbox` from rewards and agentic
-on, and neither uses another room. Some rooms stay free of heavy libraries, in their sources and when loaded.
+api -> cli -> {doctor, report, simulation} -> pipeline -> {trainers, engines} -> {rewards, agentic, pictures, weights,
+check} -> {data, algorithms, runtime} -> {configs, rollout}; `tracking` may be used by anyone, `sandbox` from rewards
+and agentic on, and neither uses another room. Some rooms stay free of heavy libraries, in their sources and when
+loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LEVELS = {
     "runtime": 1,
     "rewards": 2,
     "agentic": 2,
+    "pictures": 2,
     "weights": 2,
     "check": 2,
     "trainers": 3,

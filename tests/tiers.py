@@ -16,7 +16,7 @@ TIERS = ("quick", "all", "soak")
 BUDGETS = {"quick": 0.2, "all": 1.0, "soak": 20.0}
 """Share of the examples that a property test names."""
 PACKAGES = (
-    *("vllm", "deepspeed", "megatron.core", "peft", "mcp", "textarena", "aiohttp", "datasets"),
+    *("vllm", "deepspeed", "megatron.core", "peft", "mcp", "textarena", "aiohttp", "datasets", "diffusers"),
     *("wandb", "swanlab", "trackio"),
 )
 PROGRAMS = {"chromium": ("chromium", "chromium-browser", "google-chrome")}

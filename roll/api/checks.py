@@ -8,6 +8,7 @@ from pathlib import Path
 
 from roll.api.configuration import Given, Source, with_given
 from roll.check.config import check_elsewhere
+from roll.check.data import has_model
 from roll.check.memory import MemoryEstimate, estimate_memory
 from roll.check.plan import Need, missing_packages, needs, plan_rows
 from roll.configs import derived
@@ -68,7 +69,7 @@ def check(
         with holding_given(pickles):
             missing = check_elsewhere(typed)
             model = Path(derived.model_path(typed, typed.actor_train))
-            with_model = not missing and (model / "config.json").is_file()
+            with_model = not missing and has_model(model)
             look_up(typed, with_model=with_model, without=missing_packages(typed))
     except ConfigError as error:
         return Check(error.problems, typed)

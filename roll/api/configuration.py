@@ -18,7 +18,8 @@ from roll.data.sources import DEFAULT_DOMAIN
 from roll.tracking.files import say
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
-"""Path of a YAML file, dictionary of its keys, `roll.RLVRConfig`, `roll.AgenticConfig` or `roll.SFTConfig`."""
+"""Path of a YAML file, dictionary of its keys, or one of `roll.RLVRConfig`, `roll.AgenticConfig`, `roll.ImageConfig`,
+`roll.SFTConfig`."""
 Given = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
 """An object, one for each name, or none."""
 

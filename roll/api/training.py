@@ -78,9 +78,9 @@ def train(
 ) -> Run:
     """Train as a configuration says, and return the finished run.
 
-    ``config``: the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig`, `roll.AgenticConfig` or
-    `roll.SFTConfig`; a dictionary or a dataclass may hold objects where a file has names. Objects can also be given
-    beside it:
+    ``config``: the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig`, `roll.AgenticConfig`,
+    `roll.ImageConfig` or `roll.SFTConfig`; a dictionary or a dataclass may hold objects where a file has names. Objects
+    can also be given beside it:
 
     - ``reward``: a verifier for all domains, or one for each reward by its name;
     - ``env``: an environment class for all tags, or one for each tag;

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll.check import data, devices, rewards, rules, training
+from roll.check import data, devices, pictures, rewards, rules, training
 from roll.check.memory import estimate_memory
-from roll.configs.derived import rlvr
+from roll.configs.derived import prompted
 from roll.configs.errors import ConfigError, ConfigProblem, NoEffect
 from roll.configs.fields import default_of, values_below
 from roll.configs.loader import config_from_tree, load_config
@@ -41,6 +41,7 @@ RUN_RULES: tuple[Callable[[RunConfig], Iterator[ConfigProblem]], ...] = (
 """Rules of every pipeline."""
 ROLLOUT_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
     rules.roll_names_fit,
+    pictures.engines_fit_the_pipeline,
     data.validation_is_complete,
     devices.engines_divide_devices,
     devices.weights_can_travel,
@@ -58,15 +59,23 @@ ROLLOUT_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] =
     rules.chaos_can_happen,
 )
 """Rules of the pipelines of reinforcement learning."""
+PROMPT_RULES: tuple[Callable[[Any], Iterator[ConfigProblem]], ...] = (
+    *ROLLOUT_RULES,
+    data.prompts_are_named,
+    data.domain_shares_fit,
+    data.rewards_are_complete,
+    rewards.rewards_fit_their_kind,
+    rewards.weights_are_weights,
+    rewards.judges_are_complete,
+)
+"""Rules of the pipelines whose groups are samples of a prompt."""
 OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": (
-        *ROLLOUT_RULES,
-        data.prompts_are_named,
-        data.domain_shares_fit,
-        data.rewards_are_complete,
-        rewards.rewards_fit_their_kind,
-        rewards.weights_are_weights,
-        rewards.judges_are_complete,
+    "rlvr": PROMPT_RULES,
+    "image": (
+        *PROMPT_RULES,
+        pictures.text_keys_are_left_alone,
+        pictures.steps_are_possible,
+        pictures.pictures_fit_the_model,
     ),
     "agentic": (*ROLLOUT_RULES, data.environments_are_named, data.tags_are_known, data.groups_are_enough),
     "sft": (
@@ -87,6 +96,12 @@ MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] =
         rules.trackers_are_here,
     ),
     "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
+    "image": (
+        pictures.pipelines_exist,
+        data.prompts_exist,
+        devices.gpus_are_visible,
+        rules.trackers_are_here,
+    ),
     "sft": (data.models_exist, data.prompts_exist, devices.gpus_are_visible, rules.trackers_are_here),
 }
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
@@ -136,6 +151,7 @@ def leave_out_without_effect(config: RunConfig) -> dict[str, str]:
 INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist),
     "agentic": (rules.algorithms_are_known, data.models_exist),
+    "image": (rules.algorithms_are_known, pictures.pipelines_exist, data.prompts_exist),
     "sft": (data.models_exist, data.prompts_exist),
 }
 """Rules that can be asked of a configuration in which other keys are missing: each looks at one value that is there."""
@@ -207,7 +223,7 @@ def config_warnings(config: RunConfig) -> list[str]:
     if isinstance(config, AgenticConfig):
         own = data.env_warnings(config)
     else:
-        own = data.data_warnings(config if isinstance(config, SFTConfig) else rlvr(config))
+        own = data.data_warnings(config if isinstance(config, SFTConfig) else prompted(config))
     known = config.cluster.device_memory_gib is not None
     misfits = estimate_memory(config).misfits if known else []
     return [

@@ -22,7 +22,15 @@ from roll.configs.fields import IMPORT_PATH, changes
 from roll.configs.given import is_given
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource, RowArguments
-from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig, RunConfig, SFTConfig
+from roll.configs.run import (
+    AgenticConfig,
+    EnvManagerConfig,
+    ImageConfig,
+    PipelineConfig,
+    PromptConfig,
+    RunConfig,
+    SFTConfig,
+)
 
 TRAIN_DATA = "actor_train.data_args"
 VALIDATION_DATA = "validation.data_args"
@@ -45,10 +53,15 @@ def task_sets(data: RowArguments) -> list[ReasoningGymSource]:
     return data.reasoning_gym if isinstance(data, DataArguments) else []
 
 
-def data_sections(config: RLVRConfig | SFTConfig) -> dict[str, RowArguments]:
+def data_sections(config: PromptConfig | SFTConfig) -> dict[str, RowArguments]:
     """Return the sections of prompts or examples, of training and of validation, by path."""
     sections: dict[str, RowArguments] = {TRAIN_DATA: config.actor_train.data_args}
     return sections if config.validation is None else sections | {VALIDATION_DATA: config.validation.data_args}
+
+
+def has_model(folder: Path) -> bool:
+    """Return True if a folder has the settings of a model of text, or of a pipeline of diffusers."""
+    return any((folder / name).is_file() for name in ("config.json", "model_index.json"))
 
 
 def models_exist(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -109,7 +122,7 @@ def is_local(model: str) -> bool:
     return looks_local or Path(model).exists() or (bool(rest) and Path(first).is_dir())
 
 
-def prompts_are_named(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
+def prompts_are_named(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
     """Reject a data section without a source, files named twice, and task sets without a name or of both uses."""
     trained = [(source.dataset, source.config, source.seed) for source in task_sets(config.actor_train.data_args)]
     rows = "examples" if isinstance(config, SFTConfig) else "prompts"
@@ -141,7 +154,7 @@ def prompts_are_named(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}].seed", message, "give validation another seed")
 
 
-def prompts_exist(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
+def prompts_exist(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
     """Reject a file of prompts or examples that is missing or empty."""
     row = "example" if isinstance(config, SFTConfig) else "prompt"
     for path, data in data_sections(config).items():
@@ -158,7 +171,7 @@ def prompts_exist(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
                 )
 
 
-def domain_shares_fit(config: RLVRConfig | SFTConfig) -> Iterator[ConfigProblem]:
+def domain_shares_fit(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
     """Reject shares of domains that are no numbers of at least 0, or do not match the domains known in advance."""
     for section, data in data_sections(config).items():
         path, shares = f"{section}.domain_interleave_probs", data.domain_interleave_probs
@@ -186,7 +199,7 @@ def _leads_to_an_object(name: str) -> bool:
     return is_given(name) or IMPORT_PATH.fullmatch(name) is not None
 
 
-def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def rewards_are_complete(config: PromptConfig) -> Iterator[ConfigProblem]:
     """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
     if not config.rewards:
         if not learns_from_rewards(config):
@@ -231,6 +244,8 @@ def validation_is_complete(config: PipelineConfig) -> Iterator[ConfigProblem]:
         section = "val_env_manager" if agentic else "validation"
         remedy = f"set `eval_steps` to how often, or remove this section (on the command line: `{section}=null`)"
         yield ConfigProblem(section, "has no effect: eval_steps is 0", remedy)
+    if isinstance(config, ImageConfig):
+        return  # pictures without noise differ by the noise that they begin with
     sampling, neutral = settings.generating_args, GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
         path, value = f"validation.generating_args.{key}", vars(sampling)[key]
@@ -253,7 +268,7 @@ def validation_has_examples(config: SFTConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("validation", "has no effect: eval_steps is 0", remedy)
 
 
-def data_warnings(config: RLVRConfig | SFTConfig) -> Iterator[str]:
+def data_warnings(config: PromptConfig | SFTConfig) -> Iterator[str]:
     """Warn about data that works but may not be intended."""
     train = config.actor_train.data_args
     if config.validation is not None:

@@ -80,6 +80,9 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     unknown: dict[str, list[str]] = {}
     for name, section in derived.roles_and_reward_models(config).items():
         model = derived.model_path(config, section)
+        if derived.picture_sampling(config) is not None:
+            unknown.setdefault("models of pictures are not estimated yet", []).append(name)
+            continue
         try:
             shape = find_shape(model)
         except ShapeUnknown as reason:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roll.check.config import config_warnings
-from roll.check.data import data_sections, files_of, is_local, needs_datasets, task_sets
+from roll.check.data import data_sections, files_of, has_model, is_local, needs_datasets, task_sets
 from roll.check.devices import sees_gpus
 from roll.check.memory import TIGHT, MemoryEstimate
 from roll.check.memory_parts import GIB
@@ -30,7 +30,7 @@ from roll.configs.run import (
     DistillationConfig,
     EnvManagerConfig,
     PipelineConfig,
-    RLVRConfig,
+    PromptConfig,
     RunConfig,
     SFTConfig,
 )
@@ -100,16 +100,27 @@ def _rollout_rows(config: PipelineConfig) -> list[tuple[str, str]]:
         *([("distillation", _distillation(config.distillation))] if config.distillation is not None else []),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
-        (
-            "lengths",
-            f"prompt up to {config.prompt_length:,} + response up to {derived.max_new_tokens(config):,} tokens, "
-            f"together up to {derived.sequence_length(config):,}",
-        ),
+        _lengths(config),
         ("schedule", _schedule(config)),
         ("staleness", _staleness(config)),
         ("weights", _weights(config)),
         ("validation", _validation(config)),
     ]
+
+
+def _lengths(config: PipelineConfig) -> tuple[str, str]:
+    sampling = derived.picture_sampling(config)
+    if sampling is None:
+        return "lengths", (
+            f"prompt up to {config.prompt_length:,} + response up to {derived.max_new_tokens(config):,} tokens, "
+            f"together up to {derived.sequence_length(config):,}"
+        )
+    guided = f"guidance {sampling.guidance_scale:g}" if sampling.guidance_scale > 1 else "no guidance"
+    return "pictures", (
+        f"{sampling.width} x {sampling.height} pixels in {count(sampling.num_inference_steps, 'step')}, "
+        f"{sampling.window_size} of the first {sampling.reach} with noise ({sampling.kind} {sampling.noise_level:g}), "
+        f"which are trained on; {guided}"
+    )
 
 
 def _role(config: RunConfig, name: str, role: WorkerConfig | RewardConfig) -> str:
@@ -208,7 +219,7 @@ def _validation(config: PipelineConfig) -> str:
     if not times:
         return "none"
     data = ""
-    if isinstance(config, RLVRConfig) and config.validation is not None:
+    if isinstance(config, PromptConfig) and config.validation is not None:
         data = _sources(config.validation.data_args)
     elif isinstance(config, AgenticConfig) and config.val_env_manager is not None:
         manager = config.val_env_manager
@@ -260,12 +271,12 @@ def _inputs(config: RunConfig) -> Iterator[Need]:
     roles = derived.roles_and_reward_models(config).values()
     for model in sorted({derived.model_path(config, role) for role in roles}):
         if is_local(model):
-            yield _need(f"model {model}", (Path(model) / "config.json").is_file(), "not here", "here")
+            yield _need(f"model {model}", has_model(Path(model)), "not here", "here")
         else:
             yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
-    if not isinstance(config, RLVRConfig | SFTConfig):
+    if not isinstance(config, PromptConfig | SFTConfig):
         return
-    rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
+    rewards = config.rewards.values() if isinstance(config, PromptConfig) else ()
     judges = {(each.judge.model, each.judge.base_url) for each in rewards if each.judge is not None}
     for model, address in sorted(judges):
         yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
@@ -295,7 +306,7 @@ def _packages(config: RunConfig) -> Iterator[Need]:
             yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         yield _package("peft", install_command("peft"))
-    if isinstance(config, RLVRConfig | SFTConfig) and any(map(needs_datasets, data_sections(config).values())):
+    if isinstance(config, PromptConfig | SFTConfig) and any(map(needs_datasets, data_sections(config).values())):
         yield _package("datasets", install_command("datasets"))
     if any(
         section.model_args.attn_implementation == "flash_attention_2"

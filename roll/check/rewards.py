@@ -16,7 +16,7 @@ from roll.configs.derived import model_path, reward_timeout
 from roll.configs.errors import ConfigProblem, choose_among, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.rewards import JudgeConfig
-from roll.configs.run import RLVRConfig
+from roll.configs.run import PromptConfig
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
 """Names that a judge's template may contain, in braces."""
@@ -39,7 +39,7 @@ _NAME_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def rewards_fit_their_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def rewards_fit_their_kind(config: PromptConfig) -> Iterator[ConfigProblem]:
     """Reject keys that this kind of reward does not read, a reward model without a model (its devices, engine and
     classes have the rules of all roles), and a timeout above the stall timeout.
 
@@ -63,7 +63,7 @@ def rewards_fit_their_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"rewards.{name}.timeout_seconds", message, remedy)
 
 
-def weights_are_weights(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def weights_are_weights(config: PromptConfig) -> Iterator[ConfigProblem]:
     """Reject weights of several rewards that are not finite, or that make every score 0."""
     for name, reward in config.rewards.items():
         for part, weight in reward.weights.items():
@@ -74,7 +74,7 @@ def weights_are_weights(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"rewards.{name}.weights", "all weights are 0, so every score would be 0", remedy)
 
 
-def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def judges_are_complete(config: PromptConfig) -> Iterator[ConfigProblem]:
     """Require an address, a model, an existing key and consistent time limits for each judge, a template that shows the
     response, and an answer that can become a score."""
     for name, reward in config.rewards.items():

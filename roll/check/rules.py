@@ -41,7 +41,7 @@ from roll.configs.run import (
     AgenticConfig,
     ChaosEvent,
     PipelineConfig,
-    RLVRConfig,
+    PromptConfig,
     RunConfig,
     SFTConfig,
 )
@@ -267,7 +267,7 @@ def is_worker_of_roll(name: str | None) -> bool:
 
 def workers_of_roll_have_a_place(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject ROLL's worker classes, with what takes their place."""
-    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    rewards = config.rewards if isinstance(config, PromptConfig) else {}
     workers = {name: section.worker_cls for name, section in derived.present_roles(config).items()}
     workers |= {f"rewards.{name}": reward.worker_cls for name, reward in rewards.items()}
     for name, worker in workers.items():

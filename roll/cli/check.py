@@ -20,6 +20,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
+from roll.check.data import has_model
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
 from roll.check.plan import Need, missing_packages, needs, plan
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         model = Path(derived.model_path(config, config.actor_train))
         look_up(
             config,
-            with_model=not missing and (model / "config.json").is_file(),  # prompts are looked up with the model only
+            with_model=not missing and has_model(model),  # prompts are looked up with the model only
             without=missing_packages(config),
         )
     except ConfigError as error:

@@ -15,7 +15,7 @@ from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.cli.main import refusal
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
-from roll.configs.run import PipelineConfig
+from roll.configs.run import ImageConfig, PipelineConfig
 from roll.tracking.files import say
 
 DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
@@ -145,6 +145,8 @@ def _config(file: str, overrides: Sequence[str]) -> PipelineConfig:
     check_elsewhere(config, LACKING if told else ())
     if not isinstance(config, PipelineConfig):
         raise problem("pipeline", f"`{config.pipeline}` has no rollouts", "simulate a run of `rlvr` or `agentic`")
+    if isinstance(config, ImageConfig):
+        raise problem("pipeline", "pictures are not simulated yet", "simulate a run of `rlvr` or `agentic`")
     return config
 
 

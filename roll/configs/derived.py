@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from roll.configs.devices import DeviceMappingError, parse_device_mapping
 from roll.configs.fields import DeviceMapping
+from roll.configs.pictures import PictureSampling
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
     COMPARED_ROLES,
@@ -29,8 +30,9 @@ from roll.configs.run import (
     TRACKERS,
     AgenticConfig,
     EnvManagerConfig,
+    ImageConfig,
     PipelineConfig,
-    RLVRConfig,
+    PromptConfig,
     RunConfig,
     SFTConfig,
 )
@@ -58,10 +60,10 @@ def reinforcement(config: RunConfig) -> PipelineConfig:
     return config
 
 
-def rlvr(config: RunConfig) -> RLVRConfig:
-    """Return the configuration typed as that of `pipeline: rlvr`. `TypeError` if it belongs to another pipeline."""
-    if not isinstance(config, RLVRConfig):
-        raise TypeError(f"a configuration of `pipeline: rlvr` is needed here, not a {type(config).__name__}")
+def prompted(config: RunConfig) -> PromptConfig:
+    """Return the configuration typed as one of `rlvr` or `image`. `TypeError` if it belongs to another pipeline."""
+    if not isinstance(config, PromptConfig):
+        raise TypeError(f"a configuration of `pipeline: rlvr` or `image` is needed here, not a {type(config).__name__}")
     return config
 
 
@@ -79,6 +81,11 @@ def role_sections(config: RunConfig) -> dict[str, WorkerConfig]:
     logp, compared = config.actor_logp, (config.reference, config.teacher)
     sections = (config.actor_train, config.actor_infer, logp, *compared, config.critic)
     return {name: role for name, role in zip(ROLES, sections, strict=True) if role is not None}
+
+
+def picture_sampling(config: RunConfig) -> PictureSampling | None:
+    """Return how pictures are drawn; None if the run generates text."""
+    return config.sampling if isinstance(config, ImageConfig) else None
 
 
 def present_roles(config: RunConfig) -> dict[str, WorkerConfig]:
@@ -140,7 +147,7 @@ def roles_and_reward_models(config: RunConfig) -> dict[str, WorkerConfig | Rewar
 
 def reward_models(config: RunConfig) -> dict[str, RewardConfig]:
     """Return the rewards that run a model on devices, by the name of their role."""
-    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    rewards = config.rewards if isinstance(config, PromptConfig) else {}
     return {f"rewards.{name}": reward for name, reward in rewards.items() if reward.verifier == "reward_model"}
 
 
@@ -176,7 +183,7 @@ def learns_from_rewards(config: PipelineConfig) -> bool:
 
 def is_scored(config: PipelineConfig) -> bool:
     """Return False if nothing judges the responses."""
-    return not isinstance(config, RLVRConfig) or bool(config.rewards)
+    return not isinstance(config, PromptConfig) or bool(config.rewards)
 
 
 def pg_variant_args(config: PipelineConfig) -> dict[str, Any]:
@@ -255,6 +262,17 @@ def publication_nodes(config: PipelineConfig) -> set[int]:
     return {device // config.cluster.num_devices_per_node for device in devices}
 
 
+def tokenizer_path(config: RunConfig) -> str:
+    """Return the folder or hub name of the tokenizer of the trained policy."""
+    model = model_path(config, config.actor_train)
+    return f"{model}/tokenizer" if isinstance(config, ImageConfig) else model
+
+
+def canary_interval(config: PipelineConfig) -> int:
+    """Return the interval of checked publications; 0: none. Canaries are sequences of text tokens."""
+    return 0 if isinstance(config, ImageConfig) else config.weight_update.canary_interval
+
+
 def tracker_list(config: RunConfig) -> list[str]:
     """Return the configured trackers as a list."""
     return [config.track_with] if isinstance(config.track_with, str) else config.track_with
@@ -281,7 +299,7 @@ def group_size(config: PipelineConfig) -> int:
     """Return the samples of one group: responses to a prompt, or episodes of a seed."""
     if isinstance(config, AgenticConfig):
         return config.train_env_manager.group_size
-    return rlvr(config).num_return_sequences_in_group
+    return prompted(config).num_return_sequences_in_group
 
 
 def group_size_key(config: PipelineConfig) -> str:
@@ -307,7 +325,7 @@ def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
     """Return the sampling settings of validation; None without validation."""
     if isinstance(config, AgenticConfig):
         return config.validation if config.val_env_manager is not None else None
-    return rlvr(config).validation
+    return prompted(config).validation
 
 
 def pinned_replicas(config: PipelineConfig) -> int:
@@ -383,9 +401,12 @@ def warmup_steps_of(arguments: TrainingArguments, total_steps: int) -> int:
 
 
 def sequence_length(config: RunConfig) -> int:
-    """Return the maximum length of prompt plus response in tokens."""
+    """Return the maximum length of prompt plus response in tokens. Of a picture these are its denoising steps, and one
+    token for the prompt."""
     if isinstance(config, SFTConfig):
         return config.sequence_length
+    if isinstance(config, ImageConfig):
+        return 1 + config.sampling.num_inference_steps
     rollouts = reinforcement(config)
     longest = rollouts.prompt_length + rollouts.response_length
     return longest if rollouts.sequence_length is None else min(rollouts.sequence_length, longest)
@@ -394,8 +415,10 @@ def sequence_length(config: RunConfig) -> int:
 def max_new_tokens(config: PipelineConfig) -> int:
     """Return the maximum length of a training response in tokens.
 
-    A long prompt may leave less: see `sequence_length`.
+    A long prompt may leave less: see `sequence_length`. Tokens of a picture are the steps that are trained on.
     """
+    if isinstance(config, ImageConfig):
+        return config.sampling.window_size
     if isinstance(config, AgenticConfig):
         return config.response_length
     return config.actor_infer.generating_args.max_new_tokens or config.response_length

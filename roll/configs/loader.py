@@ -43,7 +43,7 @@ from roll.configs.fields import (
 )
 from roll.configs.plugins import problem
 from roll.configs.roles import UNREAD_PATHS
-from roll.configs.run import AgenticConfig, RLVRConfig, RunConfig, SFTConfig
+from roll.configs.run import AgenticConfig, ImageConfig, RLVRConfig, RunConfig, SFTConfig
 from roll.configs.shares import place_shares
 from roll.tracking.logs import redact
 
@@ -194,7 +194,12 @@ def _under(sections: Iterable[str]) -> str:
     return " or ".join(f"`{section}`" if section else "the top level" for section in list(sections)[:3])
 
 
-PIPELINES: dict[str, type[RunConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig, "sft": SFTConfig}
+PIPELINES: dict[str, type[RunConfig]] = {
+    "rlvr": RLVRConfig,
+    "agentic": AgenticConfig,
+    "image": ImageConfig,
+    "sft": SFTConfig,
+}
 """Value of the key `pipeline` -> its configuration class."""
 
 _UNRESOLVED = object()

@@ -32,6 +32,9 @@ VERIFIERS = Kind(
         ),
         # The verifier limits the time of programs itself, so exceeding the worker's limit is a fault of the machine.
         "code": VerifierPlugIn("roll.rewards.code:CodeVerifier"),
+        "shapes": VerifierPlugIn("roll.rewards.pictures:Shapes"),
+        "ocr": VerifierPlugIn("roll.rewards.pictures:Ocr", ("rapidocr", "onnxruntime")),
+        "jpeg_size": VerifierPlugIn("roll.rewards.pictures:jpeg_size"),
     },
     VerifierPlugIn,
 )
@@ -113,8 +116,8 @@ class RewardConfig:
 
     verifier: str = option(
         "",
-        "`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, or the import path of a "
-        "callable `package.module:function`. See `docs/rewards.md`.",
+        "`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, of pictures `shapes`, `ocr`, "
+        "`jpeg_size`, or the import path of a callable `package.module:function`. See `docs/rewards.md`.",
     )
     verifier_args: dict[str, Any] = option(dict, "Keyword arguments of the verifier.")
     weights: dict[str, float] = option(

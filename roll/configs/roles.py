@@ -316,6 +316,20 @@ class ActorTrainConfig(WorkerConfig):
     kimi15_tau: Finite | None = _roll_name("tau", "kimi15")
 
 
+@dataclass
+class PictureTrainConfig(ActorTrainConfig):
+    """The model of pictures that is trained."""
+
+    use_dynamic_batching_in_train: bool = option(
+        False,
+        "Build training micro-batches by token budget in place of `per_device_train_batch_size` pictures. A picture "
+        "has one token for each trained step, and one for its prompt.",
+    )
+    use_dynamic_batching_in_infer: bool = option(
+        False, "Build forward-only micro-batches by token budget in place of `infer_batch_size` pictures."
+    )
+
+
 ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {
     item.name: item.metadata["argument"] for item in fields(ActorTrainConfig) if "argument" in item.metadata
 }
@@ -347,6 +361,20 @@ class ActorInferConfig(WorkerConfig):
         "A replica whose engine gives no sign of life for this long is replaced. Must be longer than the longest step, "
         "one in which many long prompts are prefilled.",
     )
+
+
+@dataclass
+class PictureStrategyArguments(InferStrategyArguments):
+    """The engine that draws."""
+
+    strategy_name: str = option("diffusers_infer", "Registered engine of pictures.")
+
+
+@dataclass
+class PictureInferConfig(ActorInferConfig):
+    """The engine that draws pictures."""
+
+    strategy_args: PictureStrategyArguments = option(PictureStrategyArguments, "Engine of the role.")
 
 
 @dataclass

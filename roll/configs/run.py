@@ -17,12 +17,15 @@ from roll.configs.fields import (
     Seed,
     option,
 )
+from roll.configs.pictures import PictureSampling
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RepetitionPenaltyConfig, RewardConfig
 from roll.configs.roles import (
     ActorInferConfig,
     ActorLogpConfig,
     ActorTrainConfig,
+    PictureInferConfig,
+    PictureTrainConfig,
     ReferenceConfig,
     SupervisedTrainConfig,
     SupervisedValidationConfig,
@@ -242,7 +245,9 @@ class RunConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    pipeline: Literal["rlvr", "agentic", "sft"] = option("rlvr", "Which pipeline runs: `rlvr`, `agentic` or `sft`.")
+    pipeline: Literal["rlvr", "agentic", "image", "sft"] = option(
+        "rlvr", "Which pipeline runs: `rlvr`, `agentic`, `image` or `sft`."
+    )
     exp_name: str = option("run", "Name of the experiment.")
     seed: Seed = option(42, "Every random choice derives from it.")
     output_dir: str | None = option(
@@ -294,7 +299,7 @@ class RunConfig:
 class PipelineConfig(RunConfig):
     """Keys of every pipeline of reinforcement learning."""
 
-    pipeline: Literal["rlvr", "agentic"] = option("rlvr", "Which pipeline runs: `rlvr` or `agentic`.")
+    pipeline: Literal["rlvr", "agentic", "image"] = option("rlvr", "Which pipeline runs: `rlvr`, `agentic` or `image`.")
     reward_pretrain: str | None = option(None, "Model of learned rewards.")
     num_logged_samples: Natural = option(4, "Readable rollouts written to `samples.jsonl` per step and per validation.")
 
@@ -445,10 +450,10 @@ class PipelineConfig(RunConfig):
 
 
 @dataclass
-class RLVRConfig(PipelineConfig):
-    """Prompts with verifiable rewards."""
+class PromptConfig(PipelineConfig):
+    """Keys of the pipelines whose groups are samples of a prompt, each judged by a reward."""
 
-    pipeline: Literal["rlvr"] = option("rlvr", "Which pipeline runs.")
+    pipeline: Literal["rlvr", "image"] = option("rlvr", "Which pipeline runs: `rlvr` or `image`.")
     val_batch_size: Count = option(256, "Validation requests in flight at a time.", needs="validation")
     num_return_sequences_in_group: Count = option(8, "Samples per prompt in training.")
     is_num_return_sequences_expand: bool = option(
@@ -456,6 +461,24 @@ class RLVRConfig(PipelineConfig):
     )
     rewards: dict[str, RewardConfig] = option(dict, "Verifiers by name.")
     validation: ValidationConfig | None = option(None, "Validation prompts. Needed with `eval_steps`.")
+
+
+@dataclass
+class RLVRConfig(PromptConfig):
+    """Prompts with verifiable rewards."""
+
+    pipeline: Literal["rlvr"] = option("rlvr", "Which pipeline runs.")
+
+
+@dataclass
+class ImageConfig(PromptConfig):
+    """Pictures drawn by a flow-matching model. It has the keys of `rlvr`, and these. See `docs/images.md`."""
+
+    pipeline: Literal["image"] = option("image", "Which pipeline runs.")
+    prompt_length: Count = option(77, "Longest prompt in tokens of the model's first tokenizer.")
+    sampling: PictureSampling = option(PictureSampling, "How pictures are drawn.")
+    actor_train: PictureTrainConfig = option(PictureTrainConfig, "The model that is trained.")
+    actor_infer: PictureInferConfig = option(PictureInferConfig, "The engine that draws.")
 
 
 @dataclass

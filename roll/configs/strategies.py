@@ -61,6 +61,8 @@ class Trainer(Strategy):
     """True if it can train adapters (LoRA)."""
     receives: bool = False
     """True if a forward-only role of it can take new weights while it runs."""
+    draws: bool = False
+    """True if it can train models of pictures, beside those of text."""
     layout: str | None = None
     """Import path of the function that checks how a role's model is split over its devices; see
     `roll.trainers.megatron.facts.layout_problems`."""
@@ -72,6 +74,8 @@ class Engine(Strategy):
 
     largest_adapter: float = 0
     """Largest rank of adapters (LoRA) that weight updates may bring alone; 0: they bring all weights."""
+    draws: bool = False
+    """True if it draws pictures, False if it generates text."""
 
 
 TRAINERS = Kind(
@@ -85,6 +89,7 @@ TRAINERS = Kind(
             packs=True,
             adapters=True,
             receives=True,
+            draws=True,
         ),
         "deepspeed_train": Trainer(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
@@ -126,6 +131,14 @@ ENGINES = Kind(
     "generation engine",
     "roll.engines",
     {
+        "diffusers_infer": Engine(
+            "roll.engines.pictures:DiffusersInferStrategy",
+            requires=("diffusers",),
+            install=install_command("diffusers"),
+            options="roll.engines.options:DiffusersInferConfig",
+            replicates=True,
+            draws=True,
+        ),
         "hf_infer": Engine(
             "roll.engines.hf.strategy:HFInferStrategy",
             options="roll.engines.options:check_hf_options",
@@ -232,6 +245,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "disable_cuda_graph": bool,
         "sampling_mask_max_tokens": _Count,
     },
+    "diffusers_infer": {"max_running_requests": _Count},
     "hf_infer": {"max_running_requests": _Count, "max_prefill_tokens": _Count},
     "fsdp2_train": {"reshard_after_forward": bool, "gradient_checkpointing": bool, "offload": _Offload},
     "deepspeed_train": {

@@ -6,7 +6,8 @@ a trainer shifts it. If the response mask is 0, the other arrays hold 0 (version
 
 A finished group becomes bytes and comes back without loss, so that it outlives the process that made it: a JSON header,
 then the arrays; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground truth, metadata,
-messages) are left out, since a finished group has been scored.
+messages) are left out, since a finished group has been scored; so is the picture itself, since its latents are trained
+on.
 
 A run's seed and a name give the same seed on any machine, in any order (`derive_seed`). No random generator is shared
 between parts of a run, so what one part draws never changes what another one sees.
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 _SCORING_ONLY = ("ground_truth", "metadata", "messages")
+_SEEN_ONLY = ("image",)
 _SIZE_BYTES = 8
 
 
@@ -35,12 +37,17 @@ def encode_group(group: Group) -> bytes:
         if not isinstance(value, np.ndarray):
             return float(value)
         arrays.append(value)
-        return {"dtype": value.dtype.str, "length": len(value)}
+        own = {"shape": value.shape} if value.ndim > 1 else {}
+        return {"dtype": value.dtype.str, "length": value.size, **own}
 
     prompt = {name: value for name, value in _declared(group.prompt).items() if name not in _SCORING_ONLY}
-    header = _declared(group) | {"prompt": prompt, "samples": [_declared(sample) for sample in group.samples]}
+    header = _declared(group) | {"prompt": prompt, "samples": [_sample(sample) for sample in group.samples]}
     text = json.dumps(header, default=form).encode()
     return b"".join([len(text).to_bytes(_SIZE_BYTES, "little"), text, *(array.tobytes() for array in arrays)])
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    return {name: value for name, value in _declared(sample).items() if name not in _SEEN_ONLY}
 
 
 def _declared(record: Prompt | Sample | Group) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def decode_group(data: bytes) -> Group:
             return fields
         array = np.frombuffer(data, dtype=np.dtype(fields["dtype"]), count=fields["length"], offset=offset).copy()
         offset += array.nbytes
-        return array
+        return array.reshape(fields["shape"]) if "shape" in fields else array
 
     header = json.loads(data[_SIZE_BYTES:start], object_hook=take)
     if offset != len(data):
@@ -115,6 +122,11 @@ class Sample:
     """float32 ``[length]``: the turn's reward, penalties included, at the last sampled token of each turn; else 0."""
     turn_states: np.ndarray | None = None
     """int64 ``[length]``: the id of the state that a turn acted in, at each of its sampled tokens; elsewhere -1."""
+    latents: np.ndarray | None = None
+    """Of a picture, whose sampled tokens are the numbers of its denoising steps: the latents before the first of these
+    steps and after each, float32 ``[sampled tokens + 1, channels, height, width]``."""
+    image: np.ndarray | None = None
+    """Of a picture that may be looked at: uint8 ``[height, width, 3]``."""
 
     @property
     def response_tokens(self) -> int:
@@ -163,8 +175,8 @@ class SampleBatch:
     ``tokens`` maps a name to an array ``[total_tokens]``. It always has ``token_ids`` and ``response_mask``; for
     training also ``behaviour_logprobs``, ``versions``, ``advantages`` and the objective's fields; for episodes also
     ``turns``, ``turn_rewards`` and ``turn_states`` (see `Sample`). ``per_sample`` maps a name to an array
-    ``[samples]``. ``loss_mask`` (bool) is the part of the response mask that is trained on, if not all of it. Sample
-    ``i`` owns ``offsets[i]:offsets[i + 1]``.
+    ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there. ``loss_mask`` (bool) is the part
+    of the response mask that is trained on, if not all of it. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
     """
 
     lengths: np.ndarray
@@ -206,6 +218,7 @@ class SampleBatch:
             per_sample={
                 "scores": np.array([sample.score for sample in samples], dtype=np.float32),
                 "rewards": np.array([sample.reward for sample in samples], dtype=np.float32),
+                **_of_pictures(samples),
             },
         )
 
@@ -256,6 +269,12 @@ class SampleBatch:
         inside = np.arange(width)[None, :] < self.lengths[:, None]
         out[inside] = values
         return out
+
+
+def _of_pictures(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the ``latents`` of pictures, which have equally many steps; nothing of other samples."""
+    latents = [sample.latents for sample in samples if sample.latents is not None]
+    return {"latents": np.stack(latents)} if latents else {}
 
 
 def derive_seed(run_seed: int, *parts: int | str) -> int:

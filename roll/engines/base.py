@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from roll.configs.errors import ConfigError
+from roll.configs.pictures import PictureSampling
 from roll.data import tokenizer
 from roll.tracking.timeline import BusySpans
 from roll.weights.adapters import LayerShapes, linear_layers
@@ -60,6 +61,28 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PictureRequest:
+    """A picture to draw."""
+
+    prompt: str
+    sampling: PictureSampling
+    window: range | None
+    """The steps that have noise, and are the tokens of the result. None: no step has any, and every step is a token of
+    log-probability 0."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that was drawn."""
+
+    image: np.ndarray
+    """uint8 ``[height, width, 3]``."""
+    latents: np.ndarray
+    """float32 ``[noisy steps + 1, channels, height, width]``: before the first step that has noise, and after each of
+    them; without noise only the last one."""
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """A prompt to continue, and how to sample."""
 
@@ -73,6 +96,8 @@ class GenerateRequest:
     stream resumes at this index, so a continued response is sampled like an uninterrupted one."""
     with_text: bool = False
     """True if the engine's process also decodes the response, so that the run's own process need not."""
+    picture: PictureRequest | None = None
+    """What an engine of pictures draws. The seed is that of the sampling parameters, of which it reads nothing else."""
 
 
 @dataclass
@@ -89,6 +114,8 @@ class Completion:
     finish_reason: FinishReason
     text: str | None = None
     """The response as text, without special tokens; None if it was not decoded."""
+    picture: Picture | None = None
+    """The picture, of which the tokens are the numbers of the steps that have noise; None if the response is text."""
 
     def after(self, known: int) -> TokenChunk:
         """Return the tokens beyond the first ``known``, as the last chunk of the request."""

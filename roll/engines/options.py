@@ -38,6 +38,16 @@ class HFInferConfig:
     """Number of torch's computing threads on a CPU. Default: torch's own."""
 
 
+@dataclass(frozen=True)
+class DiffusersInferConfig:
+    """Keys of `strategy_config` for `diffusers_infer`."""
+
+    max_running_requests: Annotated[int, Field(ge=1)] = 64
+    """Pictures drawn at once, a step of each in one pass of the model; more wait."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """Number of torch's computing threads on a CPU. Default: torch's own."""
+
+
 def check_hf_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
     return problems_of(lambda: made("hf_infer", HFInferConfig, strategy_config, path))

@@ -57,7 +57,12 @@ class PartialResponse:
         self._attempt.append(chunk)
 
     def cut_off(self) -> int:
-        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
+        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number.
+
+        Nothing is kept of a picture, whose latents are gone with the engine: it is drawn again from the same seed.
+        """
+        if self._request.picture is not None:
+            self._attempt = []
         kept = self.attempt_tokens
         self._settled = _joined([self._settled, *self._attempt])
         self._attempt = []

@@ -37,7 +37,7 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
-from roll.configs.run import AgenticConfig, DistillationConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, DistillationConfig, PipelineConfig, PromptConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
 from roll.rewards.registry import route_domains
@@ -375,7 +375,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         episode_weight=episode_weight,
         turn_weight=turn_weight,
         part_weights={domain: config.rewards[name].weights for domain, name in route_domains(config.rewards).items()}
-        if isinstance(config, RLVRConfig)
+        if isinstance(config, PromptConfig)
         else {},
         sample_weight=config.sample_weight,
         distillation=config.distillation,
@@ -522,7 +522,7 @@ def _estimator_problems(
 def _part_problems(config: PipelineConfig, shaping: Sequence[str]) -> Iterator[ConfigProblem]:
     """Yield the problems of an estimator of several rewards: rewards of one number, and changes of the score."""
     name = config.adv_estimator
-    if not isinstance(config, RLVRConfig):
+    if not isinstance(config, PromptConfig):
         message = f"{name} compares several rewards by name, and an episode has one score"
         yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
         return
@@ -598,6 +598,9 @@ class TrainingBatch:
         # In a response that saw a weight update, late tokens have this version too, but were sampled over older caches.
         fresh = np.maximum.reduceat(lags, data.offsets[:-1]) == 0
         data.tokens["same_weights"] = np.repeat(fresh, data.lengths)
+        if "latents" in data.per_sample:
+            texts = [group.prompt.text for group in groups for _ in group.samples]
+            data.per_sample["prompts"] = np.array(texts)
         return cls(step, groups, data)
 
     @property

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import naming, sync_file, sync_folder, write_atomically
 from roll.tracking.waits import waiting
+from roll.trainers.state import MODEL_INDEX, PICTURES, SINGLE
 
 if TYPE_CHECKING:
     from roll.trainers.worker import TrainerGroup
@@ -121,10 +122,13 @@ def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedChec
 
 def model_damage(folder: Path) -> str | None:
     """Return what is wrong with the model of a folder; None if it has all of its weights. Only headers are read."""
+    single = SINGLE
+    if (folder / MODEL_INDEX).exists():
+        folder, single = folder / PICTURES[0], PICTURES[1]
     try:
         json.loads((folder / "config.json").read_text())
-        index = folder / "model.safetensors.index.json"
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        index = folder / f"{single}.index.json"
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {single}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         return f"{folder} holds no model that can be read: {cause!r}"
     for name in sorted(names):

@@ -259,7 +259,7 @@ class ParityCheck:
 
     def __init__(self, config: PipelineConfig, prompts: Sequence[np.ndarray]) -> None:
         """Make the sequences from ``prompts`` (int32 ``[prompt]`` each)."""
-        self._interval = config.weight_update.canary_interval
+        self._interval = derived.canary_interval(config)
         self._tolerance, self._limit = derived.canary_tolerances(config)
         self._calibrated = False
         self._warned = False

@@ -23,7 +23,7 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import Problems, count
 from roll.configs.roles import COMPARED_ROLES
-from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, RLVRConfig
+from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, PromptConfig
 from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
@@ -51,9 +51,9 @@ NOTES = "exact"
 """Folder of a run's notes, and name of the stage that writes them."""
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
-    "token_ids", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs", "teacher_logprobs",
-    "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask", "critic/loss",
-    "critic/grad_norm", "actor/loss", "actor/grad_norm",
+    "token_ids", "latents", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs",
+    "teacher_logprobs", "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask",
+    "critic/loss", "critic/grad_norm", "actor/loss", "actor/grad_norm",
 )  # fmt: skip
 """Values of a training step that are compared, in the order in which they are computed."""
 
@@ -107,7 +107,7 @@ def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
         "chaos": ChaosConfig(),
         "stages": {NOTES: InsertedStage(use=f"{__name__}:note", before="param_update")},
     }
-    if isinstance(config, RLVRConfig):
+    if isinstance(config, PromptConfig):
         changes["validation"] = None
     return replace(derived.synchronous(config), **changes)
 

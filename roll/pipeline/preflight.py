@@ -41,8 +41,9 @@ from roll.configs.run import (
     AgenticConfig,
     ClusterConfig,
     CustomEnvConfig,
+    ImageConfig,
     PipelineConfig,
-    RLVRConfig,
+    PromptConfig,
     RunConfig,
     SFTConfig,
 )
@@ -53,7 +54,7 @@ from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
 from roll.data.tokenizer import load_tokenizer
 from roll.rewards.model import check_reward_model
-from roll.rewards.registry import check_machine, check_prompts, resolve_verifier, route_domains
+from roll.rewards.registry import check_machine, check_prompts, check_sight, resolve_verifier, route_domains
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -232,7 +233,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the trained policy."""
     arguments = config.actor_train.model_args
     return load_tokenizer(
-        derived.model_path(config, config.actor_train),
+        derived.tokenizer_path(config),
         trust_remote_code=arguments.trust_remote_code,
         config_path="actor_train.model_args.model_name_or_path" if arguments.model_name_or_path else "pretrain",
     )
@@ -326,7 +327,9 @@ def _check_strategies(
         from roll.trainers.lora import check_adapters
 
         policy, path = config.actor_train, "actor_train.model_args"
-        problems.found += check_adapters(derived.model_path(config, policy), policy.model_args, path)
+        problems.found += check_adapters(
+            derived.model_path(config, policy), policy.model_args, path, derived.picture_sampling(config) is not None
+        )
 
 
 def _worker_classes(config: RunConfig, problems: Problems) -> dict[str, type[Worker]]:
@@ -359,14 +362,14 @@ def _plan_rollouts(
     """Look up the names that only this pipeline has; None after a problem. ``contacts_models``: see `_plan_rlvr`."""
     if isinstance(config, AgenticConfig):
         return _plan_agentic(config, tokenizer, problems)
-    return _plan_rlvr(derived.rlvr(config), tokenizer, problems, contacts_models=contacts_models)
+    return _plan_rlvr(derived.prompted(config), tokenizer, problems, contacts_models=contacts_models)
 
 
 @dataclass(frozen=True)
 class RLVRPlan:
     """The prompts of an RLVR run."""
 
-    config: RLVRConfig
+    config: PromptConfig
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
     teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -383,7 +386,7 @@ class RLVRPlan:
 
 
 def _plan_rlvr(
-    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, contacts_models: bool
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, contacts_models: bool
 ) -> RLVRPlan:
     """Load prompts and find verifiers; what is wrong goes into ``problems``.
 
@@ -398,6 +401,7 @@ def _plan_rlvr(
         if verifier is None:
             continue
         verifiers[name] = verifier
+        problems.attempt(check_sight, verifier, isinstance(config, ImageConfig), path)
         if contacts_models:
             problems.attempt(check_machine, verifier, path)
         if contacts_models and reward.judge is not None:
@@ -431,7 +435,7 @@ def _plan_rlvr(
 
 
 def _teacher_prompts(
-    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
 ) -> dict[str, np.ndarray]:
     """Return the prompts that the teacher sees; see `RLVRPlan`. They and a response fit into its positions."""
     teacher, path = config.teacher, "teacher.prompt"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from PIL import Image
 
 from roll.agentic.episode import Episode
 from roll.agentic.frames import frames_to_gif, text_to_png
@@ -144,22 +145,39 @@ def _readable(
 ) -> ReadableSample:
     sample = group.samples[0]
     sampled = sample.response_mask
-    mean = None
+    mean, drawn = None, sample.image is not None
     if advantages is not None:
         mean = float(advantages[0][sampled].mean()) if sampled.any() else 0.0
     return ReadableSample(
         step=step,
         group_id=group.group_id,
         prompt=group.prompt.text,
-        response=sample.response_text,
+        response=picture_file(step, split, group) if drawn else sample.response_text,
         score=sample.score,
         advantage=mean,
         versions=(oldest, int(sample.versions[sampled].max(initial=oldest))),
         finish_reason=sample.finish_reason,
         domain=group.prompt.domain,
         split=split,
-        tokens=readable_tokens(group.episodes[0], advantages, decoder),
+        tokens=None if drawn else readable_tokens(group.episodes[0], advantages, decoder),
     )
+
+
+def picture_file(step: int, split: Literal["train", "val"], group: Group) -> str:
+    """Return the name of the file of the first picture of a group."""
+    return f"step-{step}-{split}-{group.group_id}.png"
+
+
+def write_pictures(groups: Sequence[Group], step: int, split: Literal["train", "val"], folder: Path) -> list[Path]:
+    """Write the first picture of each group, if there is one, as PNG into ``folder``. Return the files."""
+    files = []
+    for group in groups:
+        image = group.samples[0].image
+        if image is not None:
+            folder.mkdir(exist_ok=True)
+            files.append(folder / picture_file(step, split, group))
+            Image.fromarray(image).save(files[-1])
+    return files
 
 
 def readable_tokens(
@@ -343,6 +361,7 @@ class RunRecorder:
         self.show(batch.metrics, step)
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
+        await asyncio.to_thread(write_pictures, batch.groups[:count], step, "train", self.run.pictures)
 
     def show(self, metrics: dict[str, float], step: int) -> None:
         """Show the metrics of a step on the console and in the summary. Step 0: those of version 0."""
@@ -369,6 +388,11 @@ class RunRecorder:
         """Record the samples and episodes of a validation. Its metrics belong to the record of its step."""
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
+        chosen, version = result.groups[:count], result.version
+        drawn = await asyncio.to_thread(write_pictures, chosen, version, "val", self.run.pictures)
+        for group, path in zip(chosen, drawn, strict=False):
+            if self._events is not None:
+                self._events.picture(f"val/{group.prompt.domain}/{group.group_id}", path, version)
         pictures = await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, result.version)
         for name, path in pictures.items():
             if self._events is not None:

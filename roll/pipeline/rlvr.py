@@ -19,7 +19,7 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import GeneratingArguments
-from roll.configs.run import RLVRConfig
+from roll.configs.run import PromptConfig
 from roll.data.records import Group, Prompt, Sample, derive_seed
 from roll.data.stream import PromptStream
 from roll.engines.base import Completion, GenerateRequest, SamplingParams
@@ -101,7 +101,7 @@ class Rewards(WorkerProcesses):
 
 def build_rewards(
     prepared: Prepared,
-    config: RLVRConfig,
+    config: PromptConfig,
     placement: Placement,
     locks: Mapping[str, DeviceLock],
     run: RunDirectory,
@@ -237,8 +237,23 @@ class RolloutFunction:
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
-        name = f"{self.purpose}-{group_id}"
-        sticky_key = None if self.separate_requests else name
+        sticky_key = None if self.separate_requests else self._name(group_id)
+        try:
+            samples = await self._judged_samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
+        finally:
+            if sticky_key is not None:
+                self.generator.forget(sticky_key)
+        if not self.greedy_baseline:
+            return Group(group_id, prompt, samples)
+        baseline = samples.pop()
+        newest = int(baseline.versions.max(initial=-1))
+        return Group(group_id, prompt, samples, baseline_score=baseline.score, baseline_version=newest)
+
+    def _name(self, group_id: int) -> str:
+        return f"{self.purpose}-{group_id}"
+
+    def _requests(self, group_id: int, prompt: Prompt) -> list[GenerateRequest]:
+        """Return the requests of a group, that of the greedy baseline last."""
         samplings = [self.sampling] * self.samples_per_group
         if self.greedy_baseline:
             samplings.append(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0))
@@ -246,8 +261,14 @@ class RolloutFunction:
         for index, sampling in enumerate(samplings):
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
             sampling = replace(sampling, seed=seed)
-            request_id = f"{name}-{index}"
+            request_id = f"{self._name(group_id)}-{index}"
             requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
+        return requests
+
+    async def _judged_samples(
+        self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
+    ) -> list[Sample]:
+        """Return the samples of the requests, in their order, when all are there and have been judged."""
         running: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -256,42 +277,39 @@ class RolloutFunction:
         except BaseException:
             running.clear()  # the exception is in a cycle with this frame, and cycles are collected rarely
             raise
-        finally:
-            if sticky_key is not None:
-                self.generator.forget(sticky_key)
         samples = [task.result() for task in running]
         await self._judge(prompt, samples)
-        if not self.greedy_baseline:
-            return Group(group_id, prompt, samples)
-        baseline = samples.pop()
-        newest = int(baseline.versions.max(initial=-1))
-        return Group(group_id, prompt, samples, baseline_score=baseline.score, baseline_version=newest)
+        return samples
 
     async def _sample(
         self, request: GenerateRequest, prompt: Prompt, sticky_key: str | None, min_version: int | None
     ) -> Sample:
         completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
+        return self._from_completion(prompt, completion)
+
+    def _from_completion(self, prompt: Prompt, completion: Completion) -> Sample:
         text = completion.text
         if text is None:
             text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return sample_from_completion(prompt, completion, text)
 
+    def _input(self, prompt: Prompt, sample: Sample) -> RewardInput:
+        """Return what is judged."""
+        return RewardInput(
+            prompt_id=prompt.prompt_id,
+            prompt_text=prompt.text,
+            response_text=sample.response_text,
+            ground_truth=prompt.ground_truth,
+            domain=prompt.domain,
+            metadata=prompt.metadata,
+            finish_reason=sample.finish_reason,
+            prompt_tokens=len(prompt.token_ids),
+            response_tokens=sample.response_tokens,
+            messages=prompt.messages,
+        )
+
     async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        inputs = [
-            RewardInput(
-                prompt_id=prompt.prompt_id,
-                prompt_text=prompt.text,
-                response_text=sample.response_text,
-                ground_truth=prompt.ground_truth,
-                domain=prompt.domain,
-                metadata=prompt.metadata,
-                finish_reason=sample.finish_reason,
-                prompt_tokens=len(prompt.token_ids),
-                response_tokens=sample.response_tokens,
-                messages=prompt.messages,
-            )
-            for sample in samples
-        ]
+        inputs = [self._input(prompt, sample) for sample in samples]
         outputs = await self.judge.score(prompt.domain, inputs)
         weight = prompt.metadata.get(self.sample_weight) if self.sample_weight else None
         from_row = {} if weight is None else {str(self.sample_weight): float(weight)}

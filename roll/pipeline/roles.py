@@ -21,6 +21,7 @@ from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.pipeline.agentic import AgenticSide
 from roll.pipeline.checkpoints import Checkpoint
+from roll.pipeline.image import ImageSide
 from roll.pipeline.preflight import AgenticPlan, Prepared
 from roll.pipeline.rlvr import RLVRSide, build_rewards
 from roll.pipeline.rollouts import RolloutSide, WorkerProcesses
@@ -226,7 +227,8 @@ def build_side(
     plan = prepared.rollouts
     if isinstance(plan, AgenticPlan):
         return AgenticSide(prepared, plan, str(run.logs.absolute()), on_event)
-    return RLVRSide(prepared, plan, build_rewards(prepared, plan.config, placement, locks, run, on_event), on_event)
+    kind = RLVRSide if derived.picture_sampling(prepared.config) is None else ImageSide
+    return kind(prepared, plan, build_rewards(prepared, plan.config, placement, locks, run, on_event), on_event)
 
 
 def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
@@ -239,6 +241,7 @@ def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
         seed=config.seed,
         kind="value" if role == "critic" else "policy",
         forward_only=role in FORWARD_ROLES,
+        pictures=derived.picture_sampling(config),
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class RewardInput:
     response_tokens: int = 0
     messages: list[dict[str, str]] = field(default_factory=list)
     """The prompt as a conversation."""
+    image: Image | None = None
+    """The picture to judge, if the response is one."""
 
     def fields(self) -> dict[str, Any]:
         """Return the values by the parameter names through which a verifier asks for them (see `VERIFIER_FIELDS`)."""

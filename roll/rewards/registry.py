@@ -43,6 +43,7 @@ class Verifier:
     fields: tuple[str, ...] = ()
     """Names of the fields passed to the function."""
     needs_ground_truth: bool = False
+    needs_image: bool = False
     is_async: bool = False
     requires: tuple[str, ...] = ()
     timeout_score: float | None = None
@@ -93,13 +94,13 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     else:
         arguments = checked_arguments(name, parameters, given, where_given, filled=VERIFIER_FIELDS)
     anything = takes_anything(parameters)
-    truth = parameters.get("ground_truth")
     return Verifier(
         name=name,
         function=function,
         arguments=arguments,
         fields=VERIFIER_FIELDS if anything else tuple(key for key in VERIFIER_FIELDS if key in parameters),
-        needs_ground_truth=truth is not None and truth.default is inspect.Parameter.empty,
+        needs_ground_truth=_is_required(parameters, "ground_truth"),
+        needs_image=_is_required(parameters, "image"),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         requires=record.requires,
         timeout_score=record.timeout_score,
@@ -107,6 +108,20 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         weights=config.weights,
         prepared=prepared,
     )
+
+
+def check_sight(verifier: Verifier, draws: bool, path: str) -> None:
+    """Raise `ConfigError` if a verifier cannot judge what the run makes: pictures if it ``draws``, or texts.
+
+    ``path`` is the configuration path of its reward.
+    """
+    if draws and "image" not in verifier.fields:
+        remedy = "use one with a parameter `image`, for example `shapes` or `ocr` (docs/rewards.md)"
+        raise problem(f"{path}.verifier", f"`{verifier.name}` does not look at the picture", remedy)
+    if verifier.needs_image and not draws:
+        raise problem(
+            f"{path}.verifier", f"`{verifier.name}` judges pictures, and this run generates text", "use another"
+        )
 
 
 def check_machine(verifier: Verifier, path: str) -> None:
@@ -117,6 +132,10 @@ def check_machine(verifier: Verifier, path: str) -> None:
         verifier.prepared.check_machine()
     except VerifierUnavailable as cause:
         raise problem(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
+
+
+def _is_required(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    return name in parameters and parameters[name].default is inspect.Parameter.empty
 
 
 def _judge(config: JudgeConfig, path: str) -> Verifier:

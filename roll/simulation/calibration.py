@@ -20,7 +20,7 @@ from roll.check.config import read_config
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
-from roll.configs.run import PipelineConfig, RLVRConfig
+from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
 from roll.simulation.costs import shape_of
 from roll.simulation.inputs import Inputs, Origin, is_number
 from roll.simulation.run import Outcome, simulate
@@ -154,6 +154,8 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     config = read_config(run.config)
     if not isinstance(config, PipelineConfig):
         raise problem(str(folder), f"a run of `{config.pipeline}` has no rollouts", "give a run of `rlvr` or `agentic`")
+    if isinstance(config, ImageConfig):
+        raise problem(str(folder), "pictures are not simulated yet", "give a run of `rlvr` or `agentic`")
     records = [each for each in _lines(run.metrics) if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS]
     whole = [each for each in records if all(is_number(each.get(name)) for name in NEEDED)]
     if len(whole) < LEAST_STEPS:
@@ -195,7 +197,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         for name, value in (("forward_token_seconds", forward), ("step_seconds", 0.0), ("optimizer_seconds", 0.0)):
             inputs = _with(inputs, f"trainer.{name}", value, "fitted")
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
-    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    rewards = config.rewards if isinstance(config, PromptConfig) else {}
     judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and _all(records, name)]
     if judged:
         workers = [rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]

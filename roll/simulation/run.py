@@ -218,7 +218,7 @@ class _Run:
                 judged.append(self._judges.end_of(self._loop.time(), work.latencies[len(judged) - 1][0]))
 
             made = [Request(tokens, work.prompt, work.prompt, asked.group_id, judge) for tokens in work.responses]
-            expand = derived.rlvr(config).is_num_return_sequences_expand
+            expand = derived.prompted(config).is_num_return_sequences_expand
             key = None if expand else f"group-{asked.group_id}"
             await self.gate.generate(made, sticky_key=key, min_version=asked.start_version)
             if key is not None:

@@ -40,6 +40,8 @@ class RunDirectory:
         """States of stages and workers over time; opens in Perfetto."""
         self.samples = root / "samples.jsonl"
         """Readable rollouts."""
+        self.pictures = root / "samples"
+        """Pictures of the readable rollouts."""
         self.summary = root / "summary.json"
         """End and results of the run."""
         self.status = root / "status.json"

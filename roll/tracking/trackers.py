@@ -73,10 +73,14 @@ class TensorBoardTracker:
         self._write(step, summary=self._new_summary(value=values))
 
     def picture(self, name: str, path: Path, step: int) -> None:
-        """Write a GIF, shown under images and animated."""
+        """Write a GIF or a PNG, shown under images; a GIF is animated."""
         data = path.read_bytes()
-        # Width and height follow the six letters of the format's name and version.
-        width, height = (int.from_bytes(data[start : start + 2], "little") for start in (6, 8))
+        if path.suffix == ".png":
+            # Width and height begin the first chunk, after the signature and the chunk's length and name.
+            width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
+        else:
+            # Width and height follow the six letters of the format's name and version.
+            width, height = (int.from_bytes(data[start : start + 2], "little") for start in (6, 8))
         image = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": data}
         self._write(step, summary=self._new_summary(value=[{"tag": name, "image": image}]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.configs.pictures import PictureSampling
 from roll.configs.roles import ModelArguments, TrainingArguments, WorkerConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, strategy_class
 
@@ -41,6 +42,8 @@ class TrainerSetup:
     """Output of the model for each token: log-probabilities, or a value."""
     forward_only: bool = False
     """True if the role has no optimizer, and weights in the precision of `model_args`."""
+    pictures: PictureSampling | None = None
+    """How the pictures that it learns from are drawn; None for a model of text."""
     end_tokens: tuple[int, ...] = ()
     """Further tokens that end a response, which the generation settings of the exported model are to name."""
     rank: int = 0

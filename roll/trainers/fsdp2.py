@@ -24,7 +24,7 @@ from roll.configs.plugins import made
 from roll.trainers.base import TrainerSetup
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.loss_scale import LossScale
-from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model, stored_dtype
+from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, prepare_model, stored_dtype
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll.data.records import SampleBatch
+    from roll.trainers.pictures import PictureExport
 
 
 def _sharded(parameter: Tensor) -> DTensor:
@@ -56,11 +57,13 @@ class Fsdp2TrainStrategy(TrainStrategy):
         # What adapters are drawn for is the base in its own precision.
         model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
-        self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
+        task = "CAUSAL_LM" if setup.pictures is None else None
+        adapters = setup.trains_adapters
+        self.adapters = add_adapters(model, setup.model_args, setup.model_path, task) if adapters else None
         self.model = self._shard(model)
         if stored_dtype(setup) == torch.float32:
             self.model.float()
-        self.forward = HfForward(setup.kind, self.model, head, self.device)
+        self.forward = forward_pass(setup, self.model, head, self.device)
         self._reshard()
         if not setup.forward_only:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
@@ -94,7 +97,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self._reshard()
         return self.adapters.published(self._full)
 
-    def export(self) -> ModelExport | None:
+    def export(self) -> ModelExport | PictureExport | None:
         """Return a copy of the model, together with the adapter if one is trained; see `TrainStrategy`."""
         if self.adapters is None:
             return super().export()
@@ -258,7 +261,10 @@ def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, A
     """Return the precision and offload settings for `fully_shard`."""
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, setup.model_args.dtype), reduce_dtype=torch.float32
+            param_dtype=getattr(torch, setup.model_args.dtype),
+            reduce_dtype=torch.float32,
+            # A model of pictures takes its time steps in float32, and the rest as it is given.
+            cast_forward_inputs=setup.pictures is None,
         )
     }
     if options.offload == "cpu":

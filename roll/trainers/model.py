@@ -46,6 +46,7 @@ from roll.trainers.step import MicroBatch
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
+    from roll.trainers.pictures import PictureExport, PictureForward
     from roll.trainers.trainer import TrainStrategy
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,9 @@ class HfForward:
             raise RuntimeError("this role has a policy, which gives no values")
         return micro_batch.by_sample(self._logits(micro_batch)[..., 0].float())
 
+    def move(self, device: torch.device) -> None:
+        """Do nothing: there is no model beside the one that learns."""
+
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
         arguments = micro_batch.model_arguments()
@@ -247,7 +251,10 @@ def load_weights(path: str, setup: TrainerSetup, shapes: Mapping[str, torch.Size
 
     Raises ``ValueError`` naming the tensor if the export does not fit the model.
     """
-    model = load_model(path, setup.model_args, stored_dtype(setup), setup.kind)
+    if setup.pictures is not None:
+        model = _pictures().load_transformer(path, stored_dtype(setup))
+    else:
+        model = load_model(path, setup.model_args, stored_dtype(setup), setup.kind)
     source = {name: weight.detach() for name, weight in model.named_parameters()}
     if source.keys() != shapes.keys():
         raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ shapes.keys())}")
@@ -310,11 +317,15 @@ def save(trainer: TrainStrategy, path: str) -> None:
     dist.barrier()
 
 
-def build_export(like: PreTrainedModel, weights: Mapping[str, Tensor], setup: TrainerSetup) -> ModelExport:
+def build_export(
+    like: PreTrainedModel, weights: Mapping[str, Tensor], setup: TrainerSetup
+) -> ModelExport | PictureExport:
     """Return ``weights`` (full tensors by name, tied ones once) as an export of a model like ``like``.
 
     Raises ``RuntimeError`` if weights are missing.
     """
+    if setup.pictures is not None:
+        return _pictures().build_picture_export(like, weights, setup.model_path)
     trusted, kind = setup.model_args.trust_remote_code, setup.kind
     with torch.device("meta"):
         skeleton = model_class(kind).from_config(like.config, trust_remote_code=trusted)
@@ -384,6 +395,8 @@ def prepare_model(
     With ``mapped`` its precision is `mapped_dtype` if no constant suffers, and the caller converts what it keeps; else
     it is `stored_dtype`. Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
     """
+    if setup.pictures is not None:
+        return _pictures().prepare_pictures(setup, gradient_checkpointing, stored_dtype(setup)), None
     dtype = mapped_dtype(setup) if mapped else stored_dtype(setup)
     model = load_model(setup.model_path, setup.model_args, dtype, setup.kind)
     if dtype != stored_dtype(setup) and _has_constants(model, dtype):
@@ -401,6 +414,22 @@ def prepare_model(
             # Checkpointing looks at the layer's own training flag. Its children, dropout among them, stay in eval mode.
             layer.training = True
     return model, head
+
+
+def forward_pass(
+    setup: TrainerSetup, model: PreTrainedModel, head: OutputHead | None, device: torch.device
+) -> HfForward | PictureForward:
+    """Return the forward pass of a rank's model, which may be sharded. Collective."""
+    if setup.pictures is None:
+        return HfForward(setup.kind, model, head, device)
+    return _pictures().PictureForward(setup, model, device)
+
+
+def _pictures() -> Any:
+    """Return the module for models of pictures, whose library need not be installed."""
+    from roll.trainers import pictures
+
+    return pictures
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

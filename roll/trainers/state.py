@@ -244,6 +244,10 @@ def state_file(folder: Path, rank: int) -> Path:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MODEL_INDEX = "model_index.json"
+"""File of a folder that is a pipeline of diffusers."""
+PICTURES = ("transformer", "diffusion_pytorch_model.safetensors")
+"""Folder and file of the weights that learn, in a pipeline of diffusers."""
 
 
 def checkpoint_folder(model_path: str) -> Path:
@@ -257,17 +261,24 @@ def checkpoint_folder(model_path: str) -> Path:
 
 
 class CheckpointFiles(StoredTensors):
-    """The weights of a Hugging Face model. Its methods raise `UnfitState` for a file that is missing or damaged."""
+    """The weights of a Hugging Face model, or of what learns in a pipeline of diffusers.
+
+    Its methods raise `UnfitState` for a file that is missing or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the index only. Raises ``FileNotFoundError`` if the folder holds no weights as safetensors."""
+        single, index = SINGLE, INDEX
+        if (folder / MODEL_INDEX).exists():
+            folder, single = folder / PICTURES[0], PICTURES[1]
+            index = f"{single}.index.json"
         super().__init__(folder)
-        if (folder / INDEX).exists():
-            files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        elif (folder / SINGLE).exists():
-            files = dict.fromkeys(self._open(folder / SINGLE).keys(), SINGLE)
+        if (folder / index).exists():
+            files = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        elif (folder / single).exists():
+            files = dict.fromkeys(self._open(folder / single).keys(), single)
         else:
-            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}; other formats are not read")
+            raise FileNotFoundError(f"{folder} holds neither {single} nor {index}; other formats are not read")
         self._file_of: dict[str, str] = files
 
     def names(self) -> list[str]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,10 @@ class Packing:
         }
 
 
+PICTURE_FIELDS = ("latents", "prompts")
+"""Fields of samples from which the log-probabilities of pictures are computed."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tensors on the trainer's device; the logits at `positions` predict the tokens of `targets`.
@@ -212,6 +216,8 @@ class MicroBatch:
     """None if rows are padded."""
     rows: Sequence[int] = ()
     """Rows of the batch; none for a stand-in."""
+    pictures: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Of pictures, the `PICTURE_FIELDS`, one row per sample; their targets are the numbers of denoising steps."""
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments for a transformers model. Default positions and the causal mask fit right padding."""
@@ -241,7 +247,8 @@ def build_micro_batch(
     stand-in of one row of two tokens and no wanted target.
     """
     needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
-    per_sample = {name: batch.per_sample[name] for name in sample_fields}
+    of_pictures = [name for name in PICTURE_FIELDS if name in batch.per_sample]
+    per_sample = {name: batch.per_sample[name] for name in (*sample_fields, *of_pictures)}
     whole = SampleBatch(batch.lengths, needed, per_sample)
     part = whole.select(rows) if rows else _stand_in(whole)
     width = max(2, int(part.lengths.max()))
@@ -255,7 +262,7 @@ def build_micro_batch(
 
     fields = {
         **{name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
-        **{name: torch.from_numpy(values).to(device) for name, values in part.per_sample.items()},
+        **{name: torch.from_numpy(part.per_sample[name]).to(device) for name in sample_fields},
     }
     if packed:
         return _packed(part, aligned(mask), fields, device, rows)
@@ -267,6 +274,7 @@ def build_micro_batch(
         mask=aligned(mask),
         fields=fields,
         rows=rows,
+        pictures={name: part.per_sample[name] for name in of_pictures},
     )
 
 
@@ -329,7 +337,9 @@ def _stand_in(batch: SampleBatch) -> SampleBatch:
     return SampleBatch(
         lengths=np.array([2], dtype=np.int64),
         tokens={name: np.zeros(2, dtype=values.dtype) for name, values in batch.tokens.items()},
-        per_sample={name: np.zeros(1, dtype=values.dtype) for name, values in batch.per_sample.items()},
+        per_sample={
+            name: np.zeros((1, *values.shape[1:]), dtype=values.dtype) for name, values in batch.per_sample.items()
+        },
     )
 
 

@@ -51,6 +51,7 @@ from roll.weights.checkpoint_names import CheckpointNames
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from roll.trainers.pictures import PictureExport, PictureForward
     from roll.trainers.state import SavedState, StateSnapshot
 
 
@@ -143,7 +144,7 @@ class ForwardStrategy(ABC):
     """
 
     model: PreTrainedModel
-    forward: HfForward
+    forward: HfForward | PictureForward
 
     def __init__(self, setup: TrainerSetup) -> None:
         self.setup = setup
@@ -266,6 +267,7 @@ class ForwardStrategy(ABC):
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
+        self.forward.move(device)
 
 
 class HfReplicaStrategy(ForwardStrategy):
@@ -419,7 +421,7 @@ class TrainStrategy(ForwardStrategy):
         buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
         return self.checkpoint_names.of(chain(weights, buffers))
 
-    def export(self) -> ModelExport | None:
+    def export(self) -> ModelExport | PictureExport | None:
         """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.
 
         The copy can be written in Hugging Face format while training continues.

@@ -231,7 +231,7 @@ class TrainWorker(Worker):
 
         def write(synced: Synced) -> None:
             export.write(folder)
-            for path in Path(folder).iterdir():
+            for path in Path(folder).rglob("*"):
                 if path.is_file():
                     sync_file(path, synced)
 

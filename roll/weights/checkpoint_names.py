@@ -15,15 +15,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from roll.weights.buckets import WeightMismatch
 
 if TYPE_CHECKING:
+    from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
 
@@ -48,7 +49,7 @@ class Part:
 class CheckpointNames:
     """The table of a model. Parameters that the conversion computes with or joins keep their names in memory."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel | ModelMixin) -> None:
         """Read the table off a model that was made from its configuration; on the device ``meta`` it takes no memory.
 
         (One that was loaded could carry the names of an older checkpoint.)
@@ -72,9 +73,11 @@ class CheckpointNames:
         """Name in a checkpoint -> part. Tied tensors appear once, in the order of the model's parameters."""
 
     @classmethod
-    def like(cls, model: PreTrainedModel) -> CheckpointNames:
+    def like(cls, model: PreTrainedModel | ModelMixin) -> CheckpointNames:
         """Return the table of a model that may be loaded, sharded, or have adapters."""
         with torch.device("meta"):
+            if not _is_of_transformers(model):
+                return cls(type(model).from_config(model.config))
             return cls(type(model)(copy.deepcopy(model.config)))
 
     @property
@@ -135,7 +138,7 @@ class CheckpointNames:
         return {name: Part(name, shape, torch.empty(shape, device="meta").stride(), 0, is_whole=True)}
 
 
-def _is_float_buffer(model: PreTrainedModel, name: str) -> bool:
+def _is_float_buffer(model: nn.Module, name: str) -> bool:
     module, _, own_name = name.rpartition(".")
     buffer = model.get_submodule(module)._buffers.get(own_name)
     return buffer is not None and buffer.is_floating_point()
@@ -148,7 +151,16 @@ class _Uncopied(TorchFunctionMode):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _reverted(model: PreTrainedModel | ModelMixin, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as a checkpoint has them. diffusers stores them under their names in memory."""
+    if not _is_of_transformers(model):
+        return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
 
     with _Uncopied():

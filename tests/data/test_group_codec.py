@@ -33,6 +33,7 @@ def samples(draw) -> Sample:
         turns=rng.integers(-1, 5, length).astype(np.int32) if with_turns else None,
         turn_rewards=rng.random(length).astype(np.float32) if with_turns else None,
         turn_states=rng.integers(-1, 2**62, length) if with_turns else None,
+        latents=rng.random((draw(st.integers(1, 4)), 2, 3, 1)).astype(np.float32) if draw(st.booleans()) else None,
     )
 
 
@@ -47,7 +48,8 @@ def assert_same(one, other) -> None:
     for field in fields(one):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
         if isinstance(mine, np.ndarray):
-            assert mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes(), field.name
+            assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), field.name
+            assert mine.tobytes() == theirs.tobytes(), field.name
         elif isinstance(mine, Prompt):
             assert_same(mine, theirs)
         elif field.name == "samples":
@@ -76,6 +78,15 @@ def test_what_only_the_judge_needs_is_left_out():
     prompt = Prompt("p", "d", np.zeros(0, np.int32), "", ground_truth=object(), metadata={"x": object()})
     back = decode_group(encode_group(Group(1, prompt, [])))
     assert back.prompt.ground_truth is None and back.prompt.metadata == {}
+
+
+def test_a_picture_that_has_been_seen_is_left_out_and_its_latents_stay():
+    sample = Sample(np.zeros(3, np.int32), np.ones(3, bool), np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")
+    sample.latents, sample.image = np.ones((4, 2, 2, 2), np.float32), np.zeros((900, 900, 3), np.uint8)
+    data = encode_group(Group(0, Prompt("a", "pictures", np.zeros(1, np.int32), "red"), [sample]))
+    (found,) = decode_group(data).samples
+    assert len(data) < 2000 and found.image is None and found.latents.shape == (4, 2, 2, 2)
+    found.latents[0] = 2  # memory of its own
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:5]])

@@ -24,7 +24,7 @@ from tests.docs.settings import settings_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.yaml"))
-MAKES_ITS_MODEL = ("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu")
+MAKES_ITS_MODEL = ("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu", "image-shapes-cpu")
 """Examples that make their model and data; their own tests run them."""
 PACKAGES = {
     "strategy_name: vllm": "vllm",
@@ -33,6 +33,7 @@ PACKAGES = {
     "strategy_name: megatron_train": "megatron",
     "attn_implementation: flash_attention_2": "flash_attn",
     "lora_target:": "peft",
+    "pipeline: image": "diffusers",
 }
 """What stands in a file -> the package that it needs."""
 OFF_POLICY = EXAMPLES / "qwen2.5-7B-rlvr-offpolicy"

@@ -243,10 +243,13 @@ class HFInferStrategy(InferStrategy):
             raise RuntimeError("this engine was started before")
         if self._devices > 1:
             raise problem("actor_infer.num_gpus_per_engine", "hf_infer computes on one GPU", "write 1")
-        self._options = made("hf_infer", HFInferConfig, self._strategy_config, "strategy_args.strategy_config")
+        self._read_options()
         self._requests: dict[str, ActiveRequest] = {}
         self._thread = EngineThread(self._build_engine, self._receive)
         await self._thread.start()
+
+    def _read_options(self) -> None:
+        self._options = made("hf_infer", HFInferConfig, self._strategy_config, "strategy_args.strategy_config")
 
     async def generate(self, request: GenerateRequest) -> Completion:
         with self._running(request, streaming=False) as active:

@@ -1,0 +1,166 @@
+"""Denoising steps of a flow-matching model as decisions of a Gaussian policy: moments, log-probabilities, divergences.
+
+With noise level s from 1 (noise) to 0 (picture), x_s = (1 - s) x_0 + s e, and the model predicts the velocity v =
+E[e - x_0 | x_s]. A deterministic step from s to s' is x + v dt with dt = s' - s (below 0). A stochastic step draws the
+next latent from N(mean, std^2 I), so it has a log-probability, as a text token has. Everything here is float32 (float64
+if an input is), works row by row, and leaves its inputs as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Reduce = Literal["mean", "sum"]
+PerRow = float | Tensor
+"""One number for all rows, or a tensor ``[batch]`` with one for each."""
+Moments = tuple[Tensor, Tensor]
+"""Mean ``[batch, ...]`` of the next latent, and standard deviation ``[batch, 1, ...]`` of each of its dimensions."""
+
+
+def flow_sde(x: Tensor, v: Tensor, s: Tensor, to: Tensor, noise: Tensor, first_level: float) -> Moments:
+    """Return the moments of Flow-GRPO's SDE (arXiv 2505.05470).
+
+    g = noise sqrt(s / (1 - s)), at s = 1 with ``first_level`` for s in the denominator;
+    mean = x (1 + g^2 dt / (2 s)) + v (1 + g^2 (1 - s) / (2 s)) dt; std = g sqrt(-dt).
+    For small steps the marginals are those of the ODE.
+    """
+    dt = to - s
+    g = noise * (s / (1 - torch.where(s < 1, s, first_level))).sqrt()
+    pull = g.square() / (2 * s)
+    return x * (1 + pull * dt) + v * (1 + pull * (1 - s)) * dt, g * (-dt).sqrt()
+
+
+def cps(x: Tensor, v: Tensor, s: Tensor, to: Tensor, noise: Tensor, first_level: float) -> Moments:
+    """Return the moments of coefficients-preserving sampling (arXiv 2509.05952).
+
+    std = s' sin(noise pi / 2); mean = x_0 (1 - s') + e sqrt(s'^2 - std^2), with the predictions x_0 = x - s v and e =
+    x + (1 - s) v. Old and new noise together have exactly the level s', whatever the length of the step; the last step
+    has no noise. The spread of x_0 given x is lost, so the marginals are the ODE's only for a sure x_0.
+    """
+    angle = noise * (math.pi / 2)
+    return (x - s * v) * (1 - to) + (x + (1 - s) * v) * (to * angle.cos()), to * angle.sin()
+
+
+def dance(x: Tensor, v: Tensor, s: Tensor, to: Tensor, noise: Tensor, first_level: float) -> Moments:
+    """Return the moments of DanceGRPO's SDE (arXiv 2505.07818), noise of the same strength at each level.
+
+    score = -(x - (1 - s) x_0) / s^2 with x_0 = x - s v; mean = x + v dt - noise^2 score dt / 2; std = noise sqrt(-dt).
+    For small steps the marginals are those of the ODE; close to s = 0 the steps must be smaller than s.
+    """
+    dt = to - s
+    score = -(x + (1 - s) * v) / s
+    return x + (v - noise.square() * score / 2) * dt, noise * (-dt).sqrt()
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Moments]] = {
+    "flow_sde": flow_sde,
+    "cps": cps,
+    "dance": dance,
+}
+"""Name -> function of (latent, velocity, level, next level, noise, first level below 1), all of the latent's rank."""
+
+
+def step_moments(
+    kind: str,
+    latent: Tensor,
+    velocity: Tensor,
+    level: PerRow,
+    next_level: PerRow,
+    noise: PerRow,
+    first_level: float,
+) -> Moments:
+    """Return mean ``[batch, ...]`` and standard deviation ``[batch]`` of the next latent.
+
+    ``latent`` and ``velocity`` are ``[batch, ...]``; ``0 <= next_level < level <= 1``. ``noise`` is the strength of the
+    ``kind``, at least 0, and for `cps` at most 1; with 0 the mean is the step x + v dt of the ODE and the deviation 0.
+    ``first_level`` is the level after 1, that is ``levels(...)[1]``. ``ValueError`` for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of sampling {kind!r}; valid: {', '.join(KINDS)}")
+    x, v = _wide(latent), _wide(velocity)
+    s, to, strength = (per_row(value, x) for value in (level, next_level, noise))
+    mean, std = KINDS[kind](x, v, s, to, strength, first_level)
+    return mean, std.flatten().expand(len(x))
+
+
+def log_prob(sample: Tensor, mean: Tensor, std: Tensor, reduce: Reduce = "mean") -> Tensor:
+    """Return the log-density ``[batch]`` of ``sample`` under N(mean, std^2 I), in nats.
+
+    ``sample`` and ``mean`` are ``[batch, ...]``, ``std`` is ``[batch]``. With `mean` it is divided by the number of
+    dimensions, as in Flow-GRPO: the ratio of two policies then stays near 1, and clip ranges are of the order of 1e-4;
+    with `sum` it is the log-density itself, and they are of the order of 0.2. A row with deviation 0 is no decision:
+    its value and gradient are 0, and it belongs outside the response mask.
+    """
+    sure, width = _width(std, mean)
+    squares = ((_wide(sample) - _wide(mean)) / width).square()
+    density = -squares / 2 - width.log() - math.log(2 * math.pi) / 2
+    return _reduced(density.masked_fill(sure, 0), reduce)
+
+
+def kl(mean: Tensor, mean_ref: Tensor, std: Tensor, reduce: Reduce = "mean") -> Tensor:
+    """Return KL(N(mean, std^2 I) || N(mean_ref, std^2 I)) ``[batch]`` = |mean - mean_ref|^2 / (2 std^2), in nats.
+
+    Shapes, ``reduce`` and rows with deviation 0 are as in `log_prob`. The reference has the same deviation, since that
+    depends on the level alone.
+    """
+    sure, width = _width(std, mean)
+    squares = ((_wide(mean) - _wide(mean_ref)) / width).square()
+    return _reduced((squares / 2).masked_fill(sure, 0), reduce)
+
+
+def levels(steps: int, shift: float = 1.0) -> Tensor:
+    """Return the noise levels ``[steps + 1]`` from 1 to 0 of `FlowMatchEulerDiscreteScheduler` with a constant shift.
+
+    Evenly spaced s become shift s / (1 + (shift - 1) s) (Esser et al., arXiv 2403.03206, equation 23); the scheduler
+    shifts the lowest level, 1 / 1000, twice. The model's time step is 1000 s. ``ValueError`` unless both are positive.
+    """
+    if steps < 1 or not 0 < shift < math.inf:
+        raise ValueError(f"a schedule needs at least one step and a positive shift, not {steps} and {shift}")
+    lowest = float(_shifted(np.float32(1 / 1000), shift))
+    even = np.linspace(1000.0, lowest * 1000, steps) / 1000
+    return torch.from_numpy(np.append(_shifted(even, shift), 0.0)).float()
+
+
+def window(steps: int, size: int, within: int, seed: int | Sequence[int]) -> range:
+    """Return the indices of the stochastic steps: ``size`` in a row among the first ``within`` of ``steps``.
+
+    The position is drawn from ``seed`` (one number or several), and is the same on every machine; ``within = size``
+    fixes it at the beginning. Flow-GRPO-Fast takes one or two in the first half. ``ValueError`` unless
+    ``1 <= size <= within <= steps``.
+    """
+    if not 1 <= size <= within <= steps:
+        raise ValueError(f"a window of {size} within the first {within} of {steps} steps does not fit")
+    start = int(np.random.default_rng(seed).integers(within - size + 1))
+    return range(start, start + size)
+
+
+def per_row(value: PerRow, like: Tensor) -> Tensor:
+    """Return numbers ``[batch]``, or one for all rows, in a shape that multiplies ``like`` ``[batch, ...]``."""
+    numbers = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    return numbers.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _width(std: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows have deviation 0, and the deviations with 1 in these rows."""
+    deviation = per_row(std, _wide(like))
+    sure = deviation == 0
+    return sure, deviation.masked_fill(sure, 1)
+
+
+def _reduced(values: Tensor, reduce: Reduce) -> Tensor:
+    flat = values.flatten(1)
+    return flat.mean(-1) if reduce == "mean" else flat.sum(-1)
+
+
+def _shifted(level: np.ndarray | np.float32, shift: float) -> np.ndarray | np.float32:
+    return shift * level / (1 + (shift - 1) * level)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

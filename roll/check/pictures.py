@@ -1,0 +1,189 @@
+"""Rules about pictures: how they are drawn, what the model can do, and the keys that mean something for text only.
+
+What is not built for pictures is refused by name, so that no run trains as if a key had been read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roll.configs import derived
+from roll.configs.errors import ConfigProblem, count, shown, without_effect
+from roll.configs.fields import changes
+from roll.configs.rewards import RewardConfig
+from roll.configs.roles import MODEL_REWARDS
+from roll.configs.run import ImageConfig, PipelineConfig
+from roll.configs.strategies import ENGINES, TRAINERS, Engine, Trainer, strategy_of
+
+PIPELINES = ("StableDiffusion3Pipeline",)
+"""Classes of diffusers' pipelines whose models can be trained."""
+MODEL_INDEX = "model_index.json"
+"""File of a folder that is a pipeline of diffusers."""
+_TEXT_KEYS = (
+    "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
+    "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
+    "actor_train.model_args.attn_implementation", "weight_update.canary_interval", "weight_update.canary_prompts",
+    "weight_update.canary_tolerance", "entropy_loss_coef",
+)  # fmt: skip
+"""Keys that say something of text: its tokens, its attention, its probabilities, the entropy of a choice."""
+_NOT_BUILT = (
+    "reference", "use_kl_loss", "add_token_level_kl", "teacher", "distillation", "critic", "actor_logp",
+)  # fmt: skip
+_DENSITIES = {
+    "dppo": "bounds differences of probabilities, and a denoising step has a density, which may be above 1",
+    "clip_cov": "keeps up the entropy of choices, and that of a denoising step is fixed by its noise",
+    "kl_cov": "keeps up the entropy of choices, and that of a denoising step is fixed by its noise",
+}
+"""Losses that mean nothing for a denoising step, and why."""
+
+
+def engines_fit_the_pipeline(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require an engine that makes what the pipeline trains on, and for pictures a trainer that can learn them."""
+    draws = isinstance(config, ImageConfig)
+    engine, path = strategy_of("actor_infer", config.actor_infer), "actor_infer.strategy_args.strategy_name"
+    if isinstance(engine, Engine) and engine.draws != draws:
+        able = [f"`{name}`" for name, each in ENGINES.built_in.items() if each.draws == draws]
+        makes = "generates text" if draws else "draws pictures"
+        message = f"{config.actor_infer.strategy_args.strategy_name} {makes}, and this is `pipeline: {config.pipeline}`"
+        yield ConfigProblem(path, message, f"use {' or '.join(able)}")
+    trainer = strategy_of("actor_train", config.actor_train)
+    if draws and isinstance(trainer, Trainer) and not trainer.draws:
+        able = [f"`{name}`" for name, each in TRAINERS.built_in.items() if each.draws]
+        message = f"{config.actor_train.strategy_args.strategy_name} trains models of text only"
+        yield ConfigProblem("actor_train.strategy_args.strategy_name", message, f"use {' or '.join(able)}")
+
+
+def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
+    """Reject keys that only text has, and what is not built for pictures yet."""
+    for path, value in _changed(config, _TEXT_KEYS):
+        if path == "validation.generating_args.num_return_sequences":
+            continue
+        yield without_effect(path, value, "it says something of text, and this run draws pictures", "remove this key")
+    for path, value in _changed(config, _NOT_BUILT):
+        yield ConfigProblem(path, f"{shown(value)}: not built for `pipeline: image` yet", "remove it")
+    if config.weight_update.in_flight == "resume":
+        message = "resume drops caches, and a picture has none: between two steps it is nothing but its latents"
+        yield ConfigProblem("weight_update.in_flight", message, "write `keep` or `drain`")
+    for role, section in (("actor_train", config.actor_train), ("actor_infer", config.actor_infer)):
+        if section.model_args.dtype == "float16":
+            message = "float16: velocities and their gradients are computed in float32 or bfloat16"
+            yield ConfigProblem(f"{role}.model_args.dtype", message, "write `float32` or `bfloat16`")
+    if config.actor_infer.num_gpus_per_engine > 1:
+        message = (
+            f"{config.actor_infer.num_gpus_per_engine}: diffusers_infer computes on one GPU, the others would idle"
+        )
+        yield ConfigProblem("actor_infer.num_gpus_per_engine", message, "write 1")
+    if config.adv_estimator == "remax":
+        message = "remax compares with a greedy response, which pictures do not have"
+        yield ConfigProblem("adv_estimator", message, "use grpo, rloo or reinforce")
+    if config.actor_train.pg_variant in _DENSITIES:
+        message = f"{config.actor_train.pg_variant} {_DENSITIES[config.actor_train.pg_variant]}"
+        yield ConfigProblem("actor_train.pg_variant", message, "use another one, for example `ppo`")
+    for name, reward in config.rewards.items():
+        yield from _blind(name, reward)
+
+
+def _changed(config: ImageConfig, paths: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of what is changed at or below the paths."""
+    for path in paths:
+        *parents, key = path.split(".")
+        section: Any = config
+        for parent in parents:
+            section = None if section is None else vars(section)[parent]
+        if section is not None:
+            prefix = path.removesuffix(key)
+            yield from ((prefix + below, value) for below, value in changes(section, key))
+
+
+def _blind(name: str, reward: RewardConfig) -> Iterator[ConfigProblem]:
+    if reward.verifier in MODEL_REWARDS:
+        message = f"{reward.verifier} reads texts, and sees no pictures yet"
+        yield ConfigProblem(f"rewards.{name}.verifier", message, "use a function of an `image`")
+
+
+def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
+    """Require steps, a window and a noise that fit together, and no key of guidance without guidance."""
+    sampling = config.sampling
+    steps, last = sampling.num_inference_steps, sampling.num_inference_steps - 1
+    if steps < 2:
+        message = f"{steps}: the last step has no noise, so there would be nothing to learn from"
+        yield ConfigProblem("sampling.num_inference_steps", message, "write at least 2")
+    elif sampling.reach > last:
+        message = f"{sampling.reach} of {count(steps, 'step')}: the last one has no noise"
+        yield ConfigProblem("sampling.window_reach", message, f"write at most {last}")
+    elif sampling.window_size > sampling.reach:
+        message = f"{sampling.window_size} steps do not fit into the first {sampling.reach} of {steps}"
+        remedy = f"write at most {sampling.reach}, or raise `window_reach` (at most {last})"
+        yield ConfigProblem("sampling.window_size", message, remedy)
+    if sampling.kind == "cps" and sampling.noise_level >= 1:
+        message = (
+            f"{sampling.noise_level:g}: at 1 all noise is new, and of the picture so far only its prediction stays"
+        )
+        yield ConfigProblem("sampling.noise_level", message, "write less than 1, for example 0.8")
+    if sampling.guidance_scale == 1 and sampling.negative_prompt:
+        reason = "guidance_scale is 1, which is no guidance"
+        remedy = "set `sampling.guidance_scale` above 1, or remove this key"
+        yield without_effect("sampling.negative_prompt", sampling.negative_prompt, reason, remedy)
+
+
+def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
+    """Require a model that can be trained, that trainer and engine share, and that has pictures of this size.
+
+    Only the model's settings are read.
+    """
+    path, model = _model(config)
+    if str(model) != str(Path(derived.model_path(config, config.actor_infer))):
+        remedy = "remove this key: both begin with the same model"
+        message = "the engine would draw with the text encoders of another model"
+        yield ConfigProblem("actor_infer.model_args.model_name_or_path", message, remedy)
+    index = _settings(model / MODEL_INDEX)
+    if not index:
+        return
+    if index.get("_class_name") not in PIPELINES:
+        message = f"{model} is a {index.get('_class_name')}; so far a {' or '.join(PIPELINES)} can be trained"
+        yield ConfigProblem(path, message, "take a model of that kind, such as Stable Diffusion 3 or 3.5")
+        return
+    transformer, vae = _settings(model / "transformer" / "config.json"), _settings(model / "vae" / "config.json")
+    scheduler = _settings(model / "scheduler" / "scheduler_config.json")
+    if scheduler.get("use_dynamic_shifting"):
+        message = f"{model} shifts its noise levels by the size of the picture, which is not built yet"
+        yield ConfigProblem(path, message, "take a model with a constant shift")
+    scale = 2 ** (len(vae.get("block_out_channels") or vae.get("decoder_block_out_channels") or [1]) - 1)
+    unit = scale * int(transformer.get("patch_size", 1))
+    most = unit * int(transformer.get("pos_embed_max_size") or 0)
+    for key in ("height", "width"):
+        pixels = vars(config.sampling)[key]
+        if pixels % unit:
+            message = f"{pixels} pixels are no whole number of the model's patches of {unit} pixels"
+            yield ConfigProblem(f"sampling.{key}", message, f"write a multiple of {unit}")
+        elif most and pixels > most:
+            message = f"{pixels} pixels are more than the {most} that the model has positions for"
+            yield ConfigProblem(f"sampling.{key}", message, f"write at most {most}")
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a file; nothing if it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _model(config: ImageConfig) -> tuple[str, Path]:
+    """Return the key that names the model, and its folder."""
+    own = config.actor_train.model_args.model_name_or_path
+    path = "actor_train.model_args.model_name_or_path" if own else "pretrain"
+    return path, Path(derived.model_path(config, config.actor_train))
+
+
+def pipelines_exist(config: ImageConfig) -> Iterator[ConfigProblem]:
+    """Reject a model that is no folder of a pipeline in diffusers' format."""
+    path, model = _model(config)
+    if not (model / MODEL_INDEX).is_file():
+        message = f"{shown(str(model))} is no folder with a {MODEL_INDEX}"
+        remedy = "give the folder of a pipeline, as diffusers' `save_pretrained` writes it; hub names are not read yet"
+        yield ConfigProblem(path, message, remedy)

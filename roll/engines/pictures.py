@@ -1,0 +1,334 @@
+"""`diffusers_infer`: many pictures drawn at once by a flow-matching model, a denoising step of each in one pass.
+
+A picture joins and leaves between two steps, and rows of a pass may be at different steps. Steps inside a picture's
+window draw from a Gaussian, and are its tokens: each has a log-probability and the version of the weights behind it.
+All others follow the ODE. Everything random derives from the request's seed and the number of the step. Promise: on a
+CPU, a picture and its record have the same bits whatever is drawn beside it.
+
+Between two steps a picture is nothing but its latents, so an update may come there (`keep`), and an interruption costs
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.configs.pictures import PictureSampling
+from roll.configs.plugins import made
+from roll.data.records import derive_seed
+from roll.engines.base import (
+    BusyClock,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Picture,
+    PictureRequest,
+    TokenChunk,
+    no_tokens,
+)
+from roll.engines.hf.engine import ActiveRequest
+from roll.engines.hf.strategy import HFInferStrategy
+from roll.engines.hf.weights import ModelEngine
+from roll.engines.options import DiffusersInferConfig
+from roll.pictures.model import Conditions, FrozenParts, Schedule, load_transformer, velocity
+from roll.runtime.process import keep_blocks_of
+
+ROW_MULTIPLE = 8
+"""A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that."""
+STARTING_NOISE = "starting noise"
+"""Part of the seed of the first latents. The others have the number of their step."""
+
+
+@dataclass(eq=False)
+class Drawing:
+    """A picture that is being drawn."""
+
+    active: ActiveRequest
+    asked: PictureRequest
+    shape: tuple[Any, ...]
+    """Drawings of equal shape share a pass of the model."""
+    schedule: Schedule
+    conditions: Conditions
+    """Of one row."""
+    latents: Tensor
+    """float32 ``[channels, height, width]``."""
+    step: int = 0
+    trail: list[Tensor] = field(default_factory=list)
+    """Latents before the first step with noise, and after each."""
+    logprobs: list[float] = field(default_factory=list)
+    """One for each token."""
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def is_noisy(self) -> bool:
+        """True if the next step has noise."""
+        return self.asked.window is not None and self.step in self.asked.window
+
+    @property
+    def tokens(self) -> range:
+        """The steps that are tokens."""
+        return range(self.asked.sampling.num_inference_steps) if self.asked.window is None else self.asked.window
+
+    def noise(self, of: int | str) -> Tensor:
+        """Return the noise of a step, or that which the picture begins with."""
+        seed = derive_seed(self.active.request.sampling.seed, of)
+        return torch.randn(self.latents.shape, generator=torch.Generator().manual_seed(seed)).to(self.latents.device)
+
+    def advance(self, drawn: Tensor, logprob: float, version: int) -> None:
+        """Take the next latents, which weights of ``version`` led to."""
+        if self.step in self.tokens:
+            if self.is_noisy and not self.trail:
+                self.trail.append(self.latents)
+            self.logprobs.append(logprob)
+            self.versions.append(version)
+        if self.is_noisy:
+            self.trail.append(drawn)
+        self.latents = drawn
+        self.step += 1
+
+    def chunk(self) -> TokenChunk:
+        """Return the tokens so far."""
+        known = len(self.versions)
+        return TokenChunk(
+            np.array(self.tokens[:known], np.int32),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+        )
+
+
+class PictureEngine(ModelEngine):
+    """Engine that draws many independent pictures with one model. All methods must be called from one thread."""
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, options: DiffusersInferConfig) -> None:
+        """Load the model in the folder ``path``, with its text encoders and its autoencoder."""
+        transformer = load_transformer(path, dtype)
+        if device.type == "cpu":
+            keep_blocks_of(transformer.num_parameters())
+        transformer.to(device).requires_grad_(False)
+        for parameter in transformer.parameters():
+            # Some kernels' sums depend on the alignment, which files have and weights of an update do not.
+            parameter.data = parameter.data.clone()
+        super().__init__(transformer)
+        self.clock = BusyClock()
+        self.generated_tokens = 0
+        """Denoising steps so far."""
+        self.asleep = False
+        self._path = path
+        self._options = options
+        self._frozen = FrozenParts(path, transformer, dtype, device, decodes=True)
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        self._row_multiple = ROW_MULTIPLE * threads
+        self._schedules: dict[tuple[Any, ...], Schedule] = {}
+        self._drawings: list[Drawing] = []
+        self._waiting: deque[ActiveRequest] = deque()
+        self._events: list[tuple[ActiveRequest, Completion | TokenChunk | Exception]] = []
+
+    @property
+    def running(self) -> int:
+        """Number of pictures that are being drawn."""
+        return len(self._drawings)
+
+    @property
+    def waiting(self) -> int:
+        """Number of pictures that wait."""
+        return len(self._waiting)
+
+    def submit(self, active: ActiveRequest) -> None:
+        """Queue a checked request. No other request in the engine has its id."""
+        self._waiting.append(active)
+
+    def refuse(self, active: ActiveRequest, error: Exception) -> None:
+        """End a request with an error, instead of `submit`."""
+        self._events.append((active, error))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests (None: all), without a picture. Unknown ids are ignored."""
+        names = None if request_ids is None else set(request_ids)
+
+        def chosen(active: ActiveRequest) -> bool:
+            return names is None or active.request.request_id in names
+
+        for drawing in [each for each in self._drawings if chosen(each.active)]:
+            self._drawings.remove(drawing)
+            self._end(drawing.active, drawing.chunk(), "abort")
+        for active in [each for each in self._waiting if chosen(each)]:
+            self._waiting.remove(active)
+            self._end(active, no_tokens(), "abort")
+
+    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
+        """Return the completions and refusals since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def progress(self, known: Mapping[str, int]) -> list[tuple[ActiveRequest, TokenChunk]]:
+        """Return the steps of each picture beyond the first ``known[id]``, as tokens that only show progress."""
+        chunks = []
+        for drawing in self._drawings:
+            new = range(known.get(drawing.active.request.request_id, 0), drawing.step)
+            if new:
+                nothing = np.zeros(len(new), np.float32)
+                chunk = TokenChunk(np.array(new, np.int32), nothing, np.full(len(new), self.version, np.int32))
+                chunks.append((drawing.active, chunk))
+        return chunks
+
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Raise ``RuntimeError``: there is no text to score."""
+        raise RuntimeError("an engine of pictures scores no tokens of text")
+
+    @torch.inference_mode()
+    def step(self, admit: bool = True) -> None:
+        """Let waiting requests join (if ``admit``) and take a step of every picture."""
+        self.clock.set(True)
+        if admit:
+            self._admit()
+        for batch in self._batches():
+            self._advance(batch)
+        for drawing in [each for each in self._drawings if each.step == each.asked.sampling.num_inference_steps]:
+            self._drawings.remove(drawing)
+            self._end(drawing.active, drawing.chunk(), "stop", self._picture(drawing))
+        self.clock.set(False)
+
+    def drop_caches(self) -> None:
+        """Do nothing: there are no caches."""
+
+    def sleep(self) -> None:
+        """Move the models to the host. Harmless to repeat."""
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Move the models back."""
+        self._move(self._device)
+        self.asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        self._frozen.move(device)
+
+    def _admit(self) -> None:
+        while self._waiting and self.running < self._options.max_running_requests:
+            active = self._waiting.popleft()
+            try:
+                self._drawings.append(self._begun(active))
+            except Exception as error:  # of the text encoders, which know what a prompt may be
+                self.refuse(active, error)
+
+    def _begun(self, active: ActiveRequest) -> Drawing:
+        asked = active.request.picture
+        if asked is None:
+            raise ValueError(f"request {active.request.request_id!r} asks for no picture")
+        sampling = asked.sampling
+        drawing = Drawing(
+            active,
+            asked,
+            _shape(sampling),
+            self._schedule(sampling),
+            self._frozen.conditions([asked.prompt], sampling),
+            torch.empty(self._frozen.latent_shape(sampling), device=self._device),
+        )
+        drawing.latents = drawing.noise(STARTING_NOISE)
+        return drawing
+
+    def _schedule(self, sampling: PictureSampling) -> Schedule:
+        shape = _shape(sampling)
+        if shape not in self._schedules:
+            self._schedules[shape] = Schedule.of(sampling, self._path)
+        return self._schedules[shape]
+
+    def _batches(self) -> list[list[Drawing]]:
+        by_shape: dict[tuple[Any, ...], list[Drawing]] = {}
+        for drawing in self._drawings:
+            by_shape.setdefault(drawing.shape, []).append(drawing)
+        return list(by_shape.values())
+
+    def _advance(self, batch: list[Drawing]) -> None:
+        """Take one step of some drawings of equal shape."""
+        rows = [*batch, *[batch[-1]] * (-len(batch) % self._row_multiple)]
+        schedule = batch[0].schedule
+        latents = torch.stack([row.latents for row in rows])
+        steps = torch.tensor([row.step for row in rows], device=self._device)
+        noisy = torch.tensor([row.is_noisy for row in rows], device=self._device)
+        levels = schedule.levels.to(self._device)[steps]
+        conditions = _joined([row.conditions for row in rows])
+        predicted = velocity(self._model, latents, levels, conditions, schedule.sampling.guidance_scale)
+        drawn, std = schedule.moments(latents, predicted, steps, noisy)
+        mean = drawn.clone()
+        for number, row in enumerate(batch):
+            if row.is_noisy:
+                drawn[number] += std[number] * row.noise(row.step)
+        logprobs = schedule.log_probs(drawn, mean, std).tolist()
+        for number, row in enumerate(batch):
+            row.advance(drawn[number], logprobs[number], self.version)
+        self.generated_tokens += len(batch)
+
+    def _picture(self, drawing: Drawing) -> Picture:
+        latents = torch.stack(drawing.trail or [drawing.latents])
+        return Picture(self._frozen.picture(drawing.latents), latents.cpu().numpy())
+
+    def _end(
+        self, active: ActiveRequest, chunk: TokenChunk, reason: FinishReason, picture: Picture | None = None
+    ) -> None:
+        whole = chunk.completion(active.request.request_id, reason)
+        whole.picture = picture
+        self._events.append((active, whole))
+
+
+def _shape(sampling: PictureSampling) -> tuple[Any, ...]:
+    """Return what requests have in common that share a pass of the model."""
+    return tuple(vars(sampling).values())
+
+
+def _joined(rows: Sequence[Conditions]) -> Conditions:
+    """Return conditions of one row each as those of a batch."""
+    negative = [row.negative for row in rows if row.negative is not None]
+    return Conditions(
+        torch.cat([row.tokens for row in rows]),
+        torch.cat([row.pooled for row in rows]),
+        _joined(negative) if negative else None,
+    )
+
+
+class DiffusersInferStrategy(HFInferStrategy):
+    """One engine replica: a `PictureEngine` in a thread, as `hf_infer` has its engine."""
+
+    _drawing_options: DiffusersInferConfig
+
+    def _read_options(self) -> None:
+        where = "strategy_args.strategy_config"
+        self._drawing_options = made("diffusers_infer", DiffusersInferConfig, self._strategy_config, where)
+
+    def _build_engine(self) -> Any:
+        """Build the engine. Runs in the engine's thread."""
+        options, spec = self._drawing_options, self._spec
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        return PictureEngine(spec.model_path, getattr(torch, spec.dtype), torch.device(spec.device), options)
+
+    def _check_request(self, request: GenerateRequest) -> None:
+        asked = request.picture
+        if asked is None:
+            raise ValueError(f"request {request.request_id!r} cannot run: it asks for no picture")
+        steps = asked.sampling.num_inference_steps
+        if asked.window is not None and not (asked.window and 0 <= min(asked.window) <= max(asked.window) < steps):
+            raise ValueError(f"request {request.request_id!r} cannot run: {asked.window} is not within {steps} steps")
+
+    def stats(self) -> dict[str, Any]:
+        """See `InferStrategy.stats`."""
+        engine = self._live_thread().engine
+        running = engine.running
+        return {
+            "running": running,
+            "waiting": max(len(self._requests) - running, 0),
+            "version": engine.version,
+            "generated_tokens": engine.generated_tokens,
+            **engine.clock.stats(),
+        }

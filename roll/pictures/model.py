@@ -1,0 +1,213 @@
+"""A flow-matching model in diffusers' format: its transformer, which learns, and its frozen parts, which do not.
+
+Engine and trainer ask for velocities through `velocity`, and encode prompts through `FrozenParts`, each text alone and
+once. So what they compute for the same latent differs by rounding at most. Weights are read from safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers.utils import logging as diffusers_logging
+from torch import Tensor, nn
+
+from roll.algorithms import flow
+from roll.configs.pictures import PictureSampling
+
+# Its bars and remarks on each start would hide the warnings of a run.
+diffusers_logging.disable_progress_bar()
+diffusers_logging.set_verbosity_error()
+TIME_STEPS = 1000.0
+"""The model's time step at noise level 1."""
+KEPT_PROMPTS = 1024
+"""Number of prompts whose embeddings stay in the host's memory, those used last. With a T5 encoder each has 5 MB."""
+
+
+def load_transformer(path: str, dtype: torch.dtype) -> SD3Transformer2DModel:
+    """Return the transformer of the pipeline in the folder ``path``, on the CPU and without dropout.
+
+    Raises ``OSError`` if its files are missing or are no safetensors.
+    """
+    model: SD3Transformer2DModel = SD3Transformer2DModel.from_pretrained(
+        path, subfolder="transformer", dtype=dtype, use_safetensors=True
+    )
+    return model.eval()
+
+
+def empty_transformer(path: str) -> SD3Transformer2DModel:
+    """Return the transformer of the pipeline in the folder ``path`` without memory for its weights."""
+    settings = SD3Transformer2DModel.load_config(path, subfolder="transformer")
+    with torch.device("meta"):
+        return SD3Transformer2DModel.from_config(settings)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The noise levels of a picture's steps, and what a step with noise draws from."""
+
+    sampling: PictureSampling
+    levels: Tensor
+    """float32 ``[steps + 1]``, from 1 to 0."""
+
+    @classmethod
+    def of(cls, sampling: PictureSampling, path: str) -> Schedule:
+        """Return the schedule of the model in the folder ``path``, whose scheduler has the shift by default."""
+        shift = sampling.shift
+        if shift is None:
+            facts = json.loads((Path(path) / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+            shift = float(facts.get("shift", 1.0))
+        return cls(sampling, flow.levels(sampling.num_inference_steps, shift))
+
+    def moments(
+        self, latents: Tensor, velocities: Tensor, steps: Tensor, noisy: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean ``[batch, ...]`` and deviation ``[batch]`` of what the ``steps`` (int64 ``[batch]``) draw.
+
+        Rows that are not ``noisy`` (bool ``[batch]``; default: all are) take the step of the ODE, with deviation 0.
+        """
+        levels = self.levels.to(latents.device)
+        noise = self.sampling.noise_level if noisy is None else noisy * self.sampling.noise_level
+        return flow.step_moments(
+            self.sampling.kind,
+            latents,
+            velocities,
+            levels[steps],
+            levels[steps + 1],
+            noise,
+            float(self.levels[1]),
+        )
+
+    def log_probs(self, drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """Return the log-probability of each drawn latent, float32 ``[batch]``, in nats."""
+        return flow.log_prob(drawn, mean, std, self.sampling.log_prob)
+
+    def entropies(self, std: Tensor, dimensions: int) -> Tensor:
+        """Return the entropy of each step, ``[batch]``: over the ``dimensions`` of a latent, as log-probabilities."""
+        each = std.log() + 0.5 * (1 + np.log(2 * np.pi))
+        return each if self.sampling.log_prob == "mean" else each * dimensions
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The embeddings that the transformer draws by, with those of the negative prompt if there is guidance."""
+
+    tokens: Tensor
+    """``[batch, tokens, size]``."""
+    pooled: Tensor
+    """``[batch, size]``."""
+    negative: Conditions | None = None
+
+    def repeated(self, times: int) -> Conditions:
+        """Return the conditions with each row so many times."""
+        tokens, pooled = (each.repeat_interleave(times, dim=0) for each in (self.tokens, self.pooled))
+        return Conditions(tokens, pooled, None if self.negative is None else self.negative.repeated(times))
+
+
+def velocity(model: nn.Module, latents: Tensor, levels: Tensor, conditions: Conditions, guidance: float) -> Tensor:
+    """Return the predicted velocities, float32, in the shape of the latents ``[batch, channels, height, width]``.
+
+    ``levels`` is float32 ``[batch]``; rows may have different ones. With a ``guidance`` above 1 the conditions have a
+    negative side, and the model sees both in one pass.
+    """
+    negative = conditions.negative
+    if negative is None:
+        return _velocity(model, latents, levels, conditions.tokens, conditions.pooled)
+    tokens, pooled = (torch.cat(pair) for pair in _pairs(negative, conditions))
+    away, towards = _velocity(model, latents.repeat(2, 1, 1, 1), levels.repeat(2), tokens, pooled).chunk(2)
+    return away + guidance * (towards - away)
+
+
+def _pairs(one: Conditions, other: Conditions) -> list[tuple[Tensor, Tensor]]:
+    return [(one.tokens, other.tokens), (one.pooled, other.pooled)]
+
+
+def _velocity(model: nn.Module, latents: Tensor, levels: Tensor, tokens: Tensor, pooled: Tensor) -> Tensor:
+    result: Tensor = model(
+        hidden_states=latents.to(tokens.dtype),
+        timestep=levels * TIME_STEPS,
+        encoder_hidden_states=tokens,
+        pooled_projections=pooled,
+        return_dict=False,
+    )[0]
+    return result.float()
+
+
+class FrozenParts:
+    """Text encoders and autoencoder of a pipeline, and the embeddings of the prompts that were met."""
+
+    def __init__(
+        self, path: str, transformer: SD3Transformer2DModel, dtype: torch.dtype, device: torch.device, *, decodes: bool
+    ) -> None:
+        """Load them beside the pipeline's ``transformer``; the autoencoder only if the caller ``decodes``."""
+        index = json.loads((Path(path) / "model_index.json").read_text(encoding="utf-8"))
+        # diffusers insists on being told of the parts that its own index says are missing.
+        own = {name: None for name, entry in index.items() if entry == [None, None]} | {"transformer": transformer}
+        if not decodes:
+            own["vae"] = None
+        self._pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=dtype, use_safetensors=True, **own)
+        for part in self._parts():
+            part.eval().requires_grad_(False).to(device)
+        self._device = device
+        self._dtype = dtype
+        self._known: OrderedDict[tuple[str, int], tuple[Tensor, Tensor]] = OrderedDict()
+
+    def move(self, device: torch.device) -> None:
+        """Move the models to another device."""
+        for part in self._parts():
+            part.to(device)
+
+    def conditions(self, prompts: list[str], sampling: PictureSampling) -> Conditions:
+        """Return the embeddings of some prompts, one row each."""
+        length = sampling.max_sequence_length
+        tokens, pooled = self._stacked(prompts, length)
+        if sampling.guidance_scale == 1:
+            return Conditions(tokens, pooled)
+        return Conditions(tokens, pooled, Conditions(*self._stacked([sampling.negative_prompt] * len(prompts), length)))
+
+    @torch.no_grad()
+    def picture(self, latents: Tensor) -> np.ndarray:
+        """Return the picture of latents ``[channels, height, width]``: uint8 ``[height, width, 3]``."""
+        vae = self._pipeline.vae
+        scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        decoded = vae.decode(scaled[None].to(self._dtype), return_dict=False)[0][0]
+        return (decoded.float() / 2 + 0.5).clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
+
+    def latent_shape(self, sampling: PictureSampling) -> tuple[int, int, int]:
+        """Return channels, height and width of the latents of a picture."""
+        scale = self._pipeline.vae_scale_factor
+        channels = self._pipeline.transformer.config.in_channels
+        return channels, sampling.height // scale, sampling.width // scale
+
+    def _parts(self) -> list[nn.Module]:
+        pipeline = self._pipeline
+        parts = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3, pipeline.vae)
+        return [part for part in parts if part is not None]
+
+    def _stacked(self, prompts: list[str], length: int) -> tuple[Tensor, Tensor]:
+        embedded = [self._embedded(prompt, length) for prompt in prompts]
+        tokens, pooled = (torch.stack(rows).to(self._device) for rows in zip(*embedded, strict=True))
+        return tokens, pooled
+
+    @torch.no_grad()
+    def _embedded(self, prompt: str, length: int) -> tuple[Tensor, Tensor]:
+        key = prompt, length
+        if key not in self._known:
+            tokens, _, pooled, _ = self._pipeline.encode_prompt(
+                prompt,
+                prompt,
+                prompt,
+                device=self._device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=length,
+            )
+            self._known[key] = tokens[0].to("cpu", self._dtype), pooled[0].to("cpu", self._dtype)
+            if len(self._known) > KEPT_PROMPTS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]

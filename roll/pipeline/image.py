@@ -1,0 +1,97 @@
+"""The rollout side of pictures: a flow-matching model draws the prompts, and pictures are judged as they come.
+
+Everything is as in RLVR, but for what a sample is: its sampled tokens are the denoising steps that have noise, and one
+token stands for the prompt. The steps with noise are the same for a group, drawn from (run seed, group id).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from PIL import Image
+
+from roll.algorithms.flow import window
+from roll.configs.pictures import PictureSampling
+from roll.configs.roles import GeneratingArguments
+from roll.configs.run import ImageConfig
+from roll.data.records import Prompt, Sample, derive_seed
+from roll.engines.base import Completion, GenerateRequest, PictureRequest
+from roll.pipeline.rlvr import RLVRSide, RolloutFunction, sample_from_completion
+from roll.pipeline.rollouts import Generator
+from roll.rewards.base import RewardInput
+
+PROMPT_TOKEN = np.zeros(1, np.int32)
+"""The token of a sample that stands for its prompt, which the model sees as text."""
+
+
+class ImageSide(RLVRSide):
+    """The rollout side of pictures."""
+
+    def canary_prompts(self) -> list[np.ndarray]:
+        """Return nothing: canaries are sequences of text."""
+        return []
+
+    def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
+        config, plain = self._config, super()._function(generator, arguments, purpose)
+        if not isinstance(config, ImageConfig):
+            raise TypeError(f"a configuration of `pipeline: image` is needed here, not a {type(config).__name__}")
+        return PictureFunction(**vars(plain) | {"greedy_baseline": False}, pictures=config.sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFunction(RolloutFunction):
+    """Drawing and reward of one group; one object serves training, another one validation."""
+
+    pictures: PictureSampling
+
+    def window_of(self, group_id: int) -> range | None:
+        """Return the steps of a group that have noise; None in validation, where no step has any."""
+        if self.purpose != "train":
+            return None
+        sampling = self.pictures
+        seed = derive_seed(self.run_seed, "window", group_id)
+        return window(sampling.num_inference_steps, sampling.window_size, sampling.reach, seed)
+
+    def _requests(self, group_id: int, prompt: Prompt) -> list[GenerateRequest]:
+        picture = PictureRequest(prompt.text, self.pictures, self.window_of(group_id))
+        plain = super()._requests(group_id, prompt)
+        return [replace(each, prompt_token_ids=PROMPT_TOKEN, with_text=False, picture=picture) for each in plain]
+
+    async def _judged_samples(
+        self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
+    ) -> list[Sample]:
+        """Judge pictures as they come, those that come together in one call, while others are being drawn."""
+        drawing: list[asyncio.Task[Sample]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for request in requests:
+                    drawing.append(tasks.create_task(self._sample(request, prompt, sticky_key, min_version)))
+                missing = set(drawing)
+                while missing:
+                    come, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
+                    if any(task.cancelled() or task.exception() for task in come):
+                        break  # the group of tasks raises it
+                    pictures = [task.result() for task in drawing if task in come]
+                    tasks.create_task(self._judge(prompt, pictures))
+            samples = [task.result() for task in drawing]
+            for sample in samples[1:]:
+                sample.image = None  # all have been judged, and one of a group is enough to look at
+            return samples
+        finally:
+            drawing.clear()  # an exception is in a cycle with this frame, and cycles are collected rarely
+
+    def _from_completion(self, prompt: Prompt, completion: Completion) -> Sample:
+        if completion.picture is None:
+            raise ValueError(f"the engine has drawn no picture for {completion.request_id}")
+        sample = sample_from_completion(replace(prompt, token_ids=PROMPT_TOKEN), completion, "")
+        sample.image = completion.picture.image
+        if self.purpose == "train":
+            sample.latents = completion.picture.latents
+        return sample
+
+    def _input(self, prompt: Prompt, sample: Sample) -> RewardInput:
+        image = None if sample.image is None else Image.fromarray(sample.image)
+        return replace(super()._input(prompt, sample), image=image)

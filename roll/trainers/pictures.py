@@ -1,0 +1,119 @@
+"""A flow-matching model as a trainer uses it: log-probabilities of the recorded denoising steps, and its export.
+
+For each step of a sample the model predicts the velocity at the recorded latent. With it the step's Gaussian is known,
+and the log-probability of the recorded next latent under it. All steps of a micro-batch share one pass.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors import SafetensorError
+from torch import Tensor
+
+from roll.pictures.model import FrozenParts, Schedule, load_transformer, velocity
+from roll.runtime.process import keep_blocks_of
+from roll.trainers.base import TrainerSetup
+from roll.trainers.state import PICTURES
+from roll.trainers.step import MicroBatch
+
+
+def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: torch.dtype) -> SD3Transformer2DModel:
+    """Return a rank's transformer, whole, on the CPU and without dropout."""
+    model = load_transformer(setup.model_path, dtype)
+    if setup.device == "cpu":
+        keep_blocks_of(model.num_parameters())
+    model.requires_grad_(not setup.forward_only)
+    if gradient_checkpointing and not setup.forward_only:
+        model.enable_gradient_checkpointing()
+    return model
+
+
+class PictureForward:
+    """Forward pass of the model, in place of `HfForward`."""
+
+    def __init__(self, setup: TrainerSetup, model: SD3Transformer2DModel, device: torch.device) -> None:
+        """Load the text encoders beside ``model``, which may be sharded. Raise ``ValueError`` for a model of text."""
+        if setup.pictures is None:
+            raise ValueError("these log-probabilities are those of pictures")
+        self._model = model
+        self._device = device
+        self._schedule = Schedule.of(setup.pictures, setup.model_path)
+        dtype = getattr(torch, setup.model_args.dtype)
+        self._frozen = FrozenParts(setup.model_path, model, dtype, device, decodes=False)
+
+    def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
+        """Return log-probabilities and entropies of the targets, ``[rows, kept]``; see `HfForward.outputs`.
+
+        The entropy follows from the noise alone and has no gradient. A picture has no temperature: 1 is expected.
+        """
+        return self._computed(micro_batch)
+
+    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        """Return the log-probabilities of the targets, ``[rows, kept]``."""
+        return self._computed(micro_batch)[0]
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """Raise ``RuntimeError``: there is no critic of pictures."""
+        raise RuntimeError("a model of pictures gives no values")
+
+    def move(self, device: torch.device) -> None:
+        """Move the text encoders."""
+        self._frozen.move(device)
+
+    def _computed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        fields, (rows, kept) = micro_batch.pictures, micro_batch.targets.shape
+        latents = torch.from_numpy(fields["latents"]).to(self._device)
+        before, after = latents[:, :kept].flatten(0, 1), latents[:, 1 : kept + 1].flatten(0, 1)
+        sampling, steps = self._schedule.sampling, micro_batch.targets.flatten()
+        conditions = self._frozen.conditions([str(prompt) for prompt in fields["prompts"]], sampling).repeated(kept)
+        levels = self._schedule.levels.to(self._device)[steps]
+        predicted = velocity(self._model, before, levels, conditions, sampling.guidance_scale)
+        mean, std = self._schedule.moments(before, predicted, steps)
+        logprobs = self._schedule.log_probs(after, mean, std)
+        entropies = self._schedule.entropies(std, before[0].numel())
+        return logprobs.reshape(rows, kept), entropies.reshape(rows, kept)
+
+
+@dataclass(frozen=True)
+class PictureExport:
+    """A model in memory of its own, which any thread may write; see `ModelExport`."""
+
+    model: SD3Transformer2DModel
+    source: str
+    """Folder of the pipeline that the model was loaded from; its other parts are copied."""
+    beside: Callable[[str], None] | None = None
+    """Function that writes further files into the folder."""
+
+    def write(self, path: str) -> None:
+        """Write a whole pipeline into the folder ``path``, for ``DiffusionPipeline.from_pretrained``.
+
+        Raises `OSError` naming the folder.
+        """
+        if self.beside is not None:
+            self.beside(path)
+        shutil.copytree(self.source, path, ignore=shutil.ignore_patterns(PICTURES[0]), dirs_exist_ok=True)
+        try:
+            self.model.save_pretrained(Path(path) / PICTURES[0], safe_serialization=True)
+        except SafetensorError as cause:
+            raise OSError(f"cannot write the model into {path}: {cause}") from cause
+
+
+def build_picture_export(like: SD3Transformer2DModel, weights: Mapping[str, Tensor], source: str) -> PictureExport:
+    """Return ``weights`` (full tensors by name) as an export of a model like ``like``.
+
+    Raises ``RuntimeError`` if weights are missing.
+    """
+    with torch.device("meta"):
+        skeleton = type(like).from_config(like.config)
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers()}
+    skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
+    missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
+    if missing:
+        raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
+    return PictureExport(skeleton, source)

@@ -1,0 +1,119 @@
+"""What a run of pictures cannot do is refused by name, with the key and the reason, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import roll
+from roll.check.config import check_config
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from tests.tiny_pictures import make_picture_task, picture_config
+
+pytestmark = pytest.mark.needs("diffusers")
+
+
+LORA = {"actor_train__model_args": {"lora_target": "to_q,to_v", "lora_rank": 4}}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    make_picture_task(folder)
+    return folder
+
+
+def problems(task, **changes) -> dict[str, str]:
+    found = roll.check(picture_config(task, **changes)).problems
+    return {each.path: each.message for each in found}
+
+
+def test_a_configuration_that_works_has_no_problems(task):
+    assert problems(task) == {}
+    assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
+    assert problems(task, **LORA) == {}
+    assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"sampling__window_reach": 4}, "sampling.window_reach", "4 of 4 steps: the last one has no noise"),
+        ({"sampling__window_size": 3, "sampling__window_reach": 2}, "sampling.window_size", "do not fit"),
+        ({"sampling__num_inference_steps": 1}, "sampling.num_inference_steps", "nothing to learn from"),
+        ({"sampling__height": 9}, "sampling.height", "patches of 2 pixels"),
+        ({"sampling__width": 18}, "sampling.width", "more than the 16 that the model has positions for"),
+        ({"sampling__noise_level": 1.0}, "sampling.noise_level", "all noise is new"),
+        ({"sampling__negative_prompt": "blue"}, "sampling.negative_prompt", "no guidance"),
+        ({"sampling__kind": "ddim"}, "sampling.kind", "ddim"),
+        ({"sampling__guidance_scale": 0.5}, "sampling.guidance_scale", "must be >= 1"),
+        ({"sampling__steps": 4}, "sampling.steps", "unknown"),
+        ({"actor_train__pg_variant": "dppo"}, "actor_train.pg_variant", "density"),
+        ({"actor_train__pg_variant": "kl_cov"}, "actor_train.pg_variant", "fixed by its noise"),
+        (
+            {"actor_infer__strategy_args": {"strategy_name": "hf_infer"}},
+            "actor_infer.strategy_args.strategy_name",
+            "text",
+        ),
+        (
+            {"actor_train__strategy_args": {"strategy_name": "deepspeed_train"}},
+            "actor_train.strategy_args.strategy_name",
+            "text only",
+        ),
+        ({"reference": {"device_mapping": [0]}, "use_kl_loss": True}, "use_kl_loss", "not built"),
+        (
+            {"actor_train__model_args": {"lora_target": "q_prj"}},
+            "actor_train.model_args.lora_target",
+            "no module of this",
+        ),
+        ({"weight_update__content": "adapter", **LORA}, "weight_update.content", "diffusers_infer"),
+        ({"actor_infer__generating_args": {"top_k": 5}}, "actor_infer.generating_args.top_k", "says something of text"),
+        ({"response_length": 9}, "response_length", "says something of text"),
+        ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),
+        ({"weight_update__in_flight": "resume"}, "weight_update.in_flight", "nothing but its latents"),
+        ({"entropy_loss_coef": 0.1}, "entropy_loss_coef", "says something of text"),
+        ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
+        ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
+    ],
+)
+def test_what_cannot_work_is_named(task, changes, path, words):
+    found = problems(task, **changes)
+    assert path in found and words in found[path], found
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"pretrain": "owner/hub-model"}, "pretrain", "no folder with a model_index.json"),
+        ({"actor_train__data_args": {"file_name": "nowhere.jsonl"}}, "actor_train.data_args.file_name", "no file"),
+    ],
+)
+def test_what_is_missing_on_the_machine_of_the_run_is_named(task, changes, path, words):
+    with pytest.raises(ConfigError) as refused:
+        check_config(config_from_tree(picture_config(task, **changes)))
+    (found,) = refused.value.problems
+    assert found.path == path and words in found.message
+
+
+def test_text_runs_cannot_have_an_engine_of_pictures(task):
+    tree = picture_config(task, pipeline="rlvr", actor_infer__strategy_args={"strategy_name": "diffusers_infer"})
+    del tree["sampling"]
+    found = {each.path: each.message for each in roll.check(tree).problems}
+    assert "diffusers_infer draws pictures" in found["actor_infer.strategy_args.strategy_name"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("model_index.json", {"_class_name": "FluxPipeline"}, "is a FluxPipeline; so far a StableDiffusion3Pipeline"),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "by the size of the picture"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_named(task, tmp_path, file, change, words):
+    shutil.copytree(task / "pictures", tmp_path / "pictures")
+    settings = json.loads((tmp_path / "pictures" / file).read_text())
+    (tmp_path / "pictures" / file).write_text(json.dumps(settings | change))
+    assert words in problems(task, pretrain=str(tmp_path / "pictures"))["pretrain"]

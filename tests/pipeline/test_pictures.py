@@ -1,0 +1,272 @@
+"""`pipeline: image` in whole runs: exact at ratio 0, bounded beyond, killed and resumed, with pictures to look at.
+
+The plain loop at the end shares nothing with a run but torch, diffusers and the formulas of `roll.algorithms.flow`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from fake_cluster import IN_THIS_PROCESS, FakeCluster
+from killed_runs import KilledRun, newest_checkpoint
+from runs import run_pipeline
+from safetensors.torch import load_file
+
+from roll.algorithms import flow
+from roll.cli.main import attempt_run
+from roll.configs.loader import config_from_tree
+from roll.data.records import derive_seed
+from roll.pipeline.exact import exact_config, first_difference
+from roll.pipeline.preflight import prepare
+from roll.tracking.run_directory import RunDirectory
+from tests.tiny_pictures import PROMPTS, SAMPLING, make_picture_task, picture_config
+
+pytestmark = pytest.mark.needs("diffusers")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with a tiny pipeline and its prompts."""
+    folder = tmp_path_factory.mktemp("pictures")
+    make_picture_task(folder)
+    return folder
+
+
+def weights(run, step: int) -> dict[str, torch.Tensor]:
+    folder = run.folder / "checkpoints" / f"step-{step}" / "transformer"
+    return load_file(folder / "diffusion_pytorch_model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def validated(folder, **changes):
+    section = {"data_args": {"file_name": str(folder / "val.jsonl")}}
+    return picture_config(folder, validation=section, eval_steps=2, **changes)
+
+
+ONE_AT_A_TIME = {"max_running_requests": 1}
+COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": [0]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            **COLOCATED,
+            "ppo_epochs": 2,
+            "old_logprobs": "recompute",
+            "train_infer_correction": {"weight": {"level": "token", "upper": 2.0}},
+            "sampling__guidance_scale": 3.0,
+            "sampling__log_prob": "sum",
+        },
+    ],
+    ids=["split", "colocated, two epochs, corrected, guided, sums"],
+)
+def test_the_run_is_the_plain_loop_to_the_last_bit(pictures, tmp_path, monkeypatch, changes):
+    monkeypatch.chdir(tmp_path)
+    config = exact_config(config_from_tree(picture_config(pictures, **changes)), 2)
+    with FakeCluster():
+        assert attempt_run("run.yaml", lambda: config, time.monotonic()).exit_code == 0
+        run = RunDirectory.latest(config.exp_name)
+        assert asyncio.run(first_difference(prepare(config), run)) is None
+        with np.load(run.root / "exact" / "step-2.npz") as noted:
+            assert noted["latents"].shape == (8, 3, 3, 8, 8)
+            assert np.ptp(noted["behaviour_logprobs"][noted["behaviour_logprobs"] != 0]) > 0
+
+
+@pytest.mark.tier("all")
+def test_one_step_off_the_bound_holds_and_the_ledger_balances(pictures):
+    run = run_pipeline(pictures, IN_THIS_PROCESS, validated(pictures, async_generation_ratio=1, max_steps=4))
+    assert [step["lag/max"] for step in run.metrics][-1] == 1
+    assert run.summary["lag/max"] == 1
+    ledger = run.summary["ledger"]
+    assert ledger["issued"] == ledger["consumed"] + ledger["buffered"] + ledger["in_flight"]
+    assert ledger["consumed"] == 8
+    # A trainer and an engine of equal weights agree about what was drawn.
+    assert max(step.get("mismatch/abs_mean", 0.0) for step in run.metrics) < 1e-5
+    assert all(step["actor/ratio_max"] != 1.0 for step in run.metrics[2:])
+
+
+def test_pictures_of_training_and_validation_are_there_to_look_at(pictures):
+    from PIL import Image
+
+    run = run_pipeline(pictures, IN_THIS_PROCESS, validated(pictures, max_steps=2))
+    files = {path.name for path in (run.folder / "samples").iterdir()}
+    assert {"step-0-val-0.png", "step-2-val-1.png", "step-1-train-0.png", "step-2-train-2.png"} <= files
+    assert {sample["response"] for sample in run.samples} == files
+    before, after = (Image.open(run.folder / "samples" / f"step-{step}-val-0.png") for step in (0, 2))
+    assert before.size == (8, 8) and before.tobytes() != after.tobytes()
+    assert [step["val/colours/response_length"] for step in run.metrics[1:]] == [4.0]
+
+
+@pytest.mark.tier("soak")
+def test_groups_may_be_trained_on_as_they_finish(pictures):
+    changes = {"actor_train__stream_groups": True, "actor_infer__strategy_args": {"strategy_config": ONE_AT_A_TIME}}
+    streamed = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2, **changes))
+    whole = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2))
+    assert all("actor/streamed_share" in step for step in streamed.metrics)
+    one, other = weights(streamed, 2), weights(whole, 2)
+    assert all(torch.allclose(one[name], other[name], atol=3e-5) for name in one)
+
+
+@pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.tier("soak"))])
+def test_a_killed_run_goes_on_and_ends_like_the_undisturbed_one(pictures, tmp_path, ratio):
+    config = picture_config(
+        pictures, max_steps=3, save_steps=2, async_generation_ratio=ratio, consumption="fifo" if ratio else None
+    )
+    whole = run_pipeline(pictures, IN_THIS_PROCESS, config)
+    killed = KilledRun(tmp_path, config)
+    killed.kill_when(lambda out: newest_checkpoint(out) == 2)
+    run = killed.finish()
+    assert run.summary["resumed_at"] == [2]
+    assert run.summary["ledger"]["consumed"] == 6
+    if ratio == 0:
+        assert same(weights(run, 3), weights(whole, 3))
+
+
+def test_the_export_is_a_whole_pipeline(pictures):
+    from diffusers import DiffusionPipeline
+
+    run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=1))
+    exported = DiffusionPipeline.from_pretrained(
+        run.folder / "checkpoints" / "step-1", text_encoder_3=None, tokenizer_3=None
+    )
+    exported.set_progress_bar_config(disable=True)
+    trained = weights(run, 1)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in exported.transformer.state_dict().items())
+    begun = load_file(pictures / "pictures" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert not same(trained, begun)
+    drawn = exported("red", height=8, width=8, num_inference_steps=2, guidance_scale=1.0, max_sequence_length=2)
+    assert drawn.images[0].size == (8, 8)
+
+
+def plain_loop(folder, steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Draw, judge, train; with nothing but diffusers' transformer, AdamW and the formulas."""
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder / "pictures", text_encoder_3=None, tokenizer_3=None)
+    model: SD3Transformer2DModel = pipeline.transformer.eval()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors}], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    levels, reached = flow.levels(SAMPLING["num_inference_steps"], 3.0), SAMPLING["num_inference_steps"] - 1
+
+    def noise(seed: int, of: int | str) -> torch.Tensor:
+        return torch.randn((3, 8, 8), generator=torch.Generator().manual_seed(derive_seed(seed, of)))
+
+    def velocity(latents, step, tokens, pooled):
+        return model(latents, tokens, pooled, levels[step].expand(len(latents)) * 1000, return_dict=False)[0]
+
+    def moments(latents, step, tokens, pooled, strength):
+        predicted = velocity(latents, step, tokens, pooled)
+        return flow.step_moments("cps", latents, predicted, levels[step], levels[step + 1], strength, float(levels[1]))
+
+    rows = [json.loads(line)["prompt"] for line in (folder / "train.jsonl").read_text().splitlines()]
+    order, rewards = plain_order(folder), []
+    for number in range(steps):
+        transitions, means = [], []
+        for group in (2 * number, 2 * number + 1):
+            prompt = rows[order[group]]
+            tokens, _, pooled, _ = pipeline.encode_prompt(
+                prompt, prompt, prompt, do_classifier_free_guidance=False, max_sequence_length=2
+            )
+            tokens, pooled = tokens.expand(4, -1, -1), pooled.expand(4, -1)
+            within = flow.window(reached + 1, 2, reached, derive_seed(7, "window", group))
+            seeds = [derive_seed(7, "train", group, index, 0) for index in range(4)]
+            latents, kept = torch.stack([noise(seed, "starting noise") for seed in seeds]), []
+            with torch.no_grad():
+                for step in range(reached + 1):
+                    strength = SAMPLING["noise_level"] if step in within else 0.0
+                    mean, std = moments(latents, step, tokens, pooled, strength)
+                    drawn = mean
+                    if strength:
+                        drawn = mean + std[:, None, None, None] * torch.stack([noise(seed, step) for seed in seeds])
+                        kept.append((step, latents, drawn, flow.log_prob(drawn, mean, std)))
+                    latents = drawn
+                image = pipeline.vae.decode(latents, return_dict=False)[0]
+            pixels = (image / 2 + 0.5).clamp(0, 1).mul(255).round() / 255
+            scores = (pixels[:, 0] - pixels[:, 2]).mean((1, 2)).double()
+            means.append(float(scores.mean()))
+            advantages = ((scores - scores.mean()) / (scores.std() + 1e-6)).float()
+            transitions += [(*each, tokens, pooled, advantages) for each in kept]
+        loss = 0.0
+        for step, before, after, old, tokens, pooled, advantages in transitions:
+            ratio = (flow.log_prob(after, *moments(before, step, tokens, pooled, 0.8)) - old).exp()
+            loss = loss - torch.minimum(ratio * advantages, ratio.clamp(0.999, 1.001) * advantages).sum() / 16
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        rewards.append(float(np.mean(means)))
+    return model.state_dict(), rewards
+
+
+def plain_order(folder) -> list[int]:
+    """The prompts of the first groups of the run, by their place in the file."""
+    from roll.data.stream import PromptStream
+
+    config = prepare(config_from_tree(picture_config(folder)))
+    stream = iter(PromptStream(config.rollouts.prompts, seed=7, shuffle=True, domain_interleave_probs=None))
+    return [PROMPTS.index(next(stream).text) for _ in range(4)]
+
+
+@pytest.mark.tier("all")
+def test_a_run_is_what_a_loop_of_diffusers_and_torch_computes(pictures):
+    run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=2))
+    mine, rewards = plain_loop(pictures, 2)
+    assert [step["reward/mean"] for step in run.metrics] == pytest.approx(rewards, abs=1e-5)
+    trained = weights(run, 2)
+    begun = load_file(pictures / "pictures" / "transformer" / "diffusion_pytorch_model.safetensors")
+    moved = {name: float((trained[name] - begun[name]).abs().max()) for name in trained}
+    assert sum(each > 1e-4 for each in moved.values()) > 30
+    for name, tensor in mine.items():
+        torch.testing.assert_close(trained[name], tensor, atol=3e-5, rtol=0, msg=name)
+
+
+@pytest.mark.tier("soak")
+def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
+    whole = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=4, save_steps=1))
+    deaths = [
+        {"kind": "kill", "role": "actor_infer", "at_step": 1},
+        {"kind": "kill", "role": "actor_train", "at_step": 2},
+    ]
+    run = run_pipeline(
+        pictures,
+        IN_THIS_PROCESS,
+        picture_config(
+            pictures,
+            max_steps=4,
+            save_steps=1,
+            chaos={"enabled": True, "events": deaths},
+            restarts={"max_in_a_row": 2, "delay_seconds": 0},
+        ),
+    )
+    assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == 8
+    assert max(step["engine/restarts"] for step in run.metrics) == 1
+    assert same(weights(run, 4), weights(whole, 4))
+
+
+@pytest.mark.needs("peft")
+def test_adapters_learn_beside_a_frozen_model_and_are_exported_merged(pictures):
+    arguments = {"lora_target": "to_q,to_v", "lora_rank": 4}
+    config = picture_config(pictures, max_steps=2, save_steps=1, actor_train__model_args=arguments)
+    config["actor_train"]["training_args"]["learning_rate"] = 1e-2
+    run = run_pipeline(pictures, IN_THIS_PROCESS, config)
+    begun = load_file(pictures / "pictures" / "transformer" / "diffusion_pytorch_model.safetensors")
+    first, second = weights(run, 1), weights(run, 2)
+    changed = {name for name in begun if not torch.equal(begun[name], second[name])}
+    assert {name.rpartition(".attn.")[2] for name in changed} == {"to_q.weight", "to_v.weight"}
+    assert all(not torch.equal(first[name], second[name]) for name in changed)
+    assert (run.folder / "checkpoints" / "step-2" / "adapter" / "adapter_model.safetensors").is_file()
+    # What drew the second batch were the weights that the first one had made, at full precision.
+    assert max(step["mismatch/abs_mean"] for step in run.metrics) < 1e-5

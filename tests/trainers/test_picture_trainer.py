@@ -1,0 +1,130 @@
+"""`fsdp2_train` on pictures: the engine's log-probabilities, and one update however the batch is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.pictures import PictureSampling
+from roll.configs.roles import ModelArguments
+from roll.data.records import SampleBatch
+from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams
+from tests.tiers import need
+from tests.tiny_pictures import SAMPLING, make_pipeline
+from tests.trainers.ranks import Job, run_here, run_job
+from tests.trainers.trainers import ALMOST_SGD
+
+need("diffusers")
+
+PLAIN = PictureSampling(**SAMPLING)
+KINDS = {
+    "cps": PLAIN,
+    "flow_sde, guided": replace(PLAIN, kind="flow_sde", guidance_scale=3.0, negative_prompt="blue"),
+    "dance": replace(PLAIN, kind="dance"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_pipeline(tmp_path_factory.mktemp("model")))
+
+
+def recorded(model: str, sampling: PictureSampling, count: int = 6, first_steps: bool = False) -> SampleBatch:
+    """What an engine records of some pictures, with advantages."""
+    from roll.engines.hf.engine import ActiveRequest
+    from roll.engines.options import DiffusersInferConfig
+    from roll.engines.pictures import PictureEngine
+
+    engine = PictureEngine(model, torch.float32, torch.device("cpu"), DiffusersInferConfig())
+    prompts = [("red", "two blue", "green")[number % 3] for number in range(count)]
+    for number, prompt in enumerate(prompts):
+        begin = 0 if first_steps else number % 2
+        picture = PictureRequest(prompt, sampling, range(begin, begin + 2))
+        request = GenerateRequest(f"{number}", np.zeros(1, np.int32), SamplingParams(1, seed=number), picture=picture)
+        engine.submit(ActiveRequest(request))
+    while engine.running or engine.waiting:
+        engine.step()
+    done = sorted((each for _, each in engine.take_events()), key=lambda each: int(each.request_id))
+    flat = {
+        "token_ids": np.concatenate([np.append(0, each.token_ids) for each in done]).astype(np.int32),
+        "response_mask": np.tile([False, True, True], count),
+        "behaviour_logprobs": np.concatenate([np.append(0, each.logprobs) for each in done]).astype(np.float32),
+        "advantages": np.repeat(np.linspace(-1, 1, count), 3).astype(np.float32),
+    }
+    latents = np.stack([each.picture.latents for each in done])
+    return SampleBatch(np.full(count, 3), flat, {"latents": latents, "prompts": np.array(prompts)})
+
+
+OBJECTIVE = PolicyObjective(max_response_length=2, pg_variant="vanilla")
+
+
+def logprobs(trainer, batch):
+    return trainer.log_probs(batch, 1.0)
+
+
+def updated(trainer, batch):
+    """Metrics and weights after an update, and the log-probabilities then."""
+    metrics = trainer.train_step(batch, OBJECTIVE, 1.0)
+    weights = {name: weight.clone() for name, weight in trainer.published_weights()}
+    return metrics, weights, trainer.log_probs(batch, 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_those_of_the_engine(model, kind):
+    batch = recorded(model, KINDS[kind])
+    (found,) = run_here(Job(logprobs, "fsdp2_train", model, batch, {"pictures": KINDS[kind]}, ranks=1))
+    mask = batch.tokens["response_mask"]
+    np.testing.assert_allclose(found[mask], batch.tokens["behaviour_logprobs"][mask], atol=1e-5, rtol=0)
+    assert not found[~mask].any() and np.ptp(found[mask]) > 1e-2
+
+
+SETUP = {"pictures": PLAIN, "training_args": ALMOST_SGD, "max_tokens": None}
+
+
+def whole_batch(model, batch) -> Job:
+    return Job(updated, "fsdp2_train", model, batch, {**SETUP, "max_samples": 6}, ranks=1)
+
+
+def test_the_update_does_not_depend_on_micro_batches_or_recomputed_activations(model):
+    batch = recorded(model, PLAIN)
+    alone = whole_batch(model, batch)
+    ((metrics, weights, after),) = run_here(alone)
+    begun = recorded(model, PLAIN).tokens["behaviour_logprobs"]
+    assert metrics["grad_norm"] > 0.1 and np.abs(after - begun).max() > 1e-3
+    saving = {"strategy_config": {"gradient_checkpointing": True, "process_group_timeout_seconds": 60}}
+    for job in (
+        replace(alone, setup={**SETUP, "max_samples": 1}),
+        replace(alone, setup={**SETUP, "max_samples": 6, **saving}),
+    ):
+        ((other, theirs, _),) = run_here(job)
+        assert_same_update((metrics, weights), (other, theirs))
+
+
+@pytest.mark.tier("soak")
+def test_two_ranks_take_the_update_of_one(model):
+    batch = recorded(model, PLAIN)
+    alone = whole_batch(model, batch)
+    ((metrics, weights, _),) = run_here(alone)
+    for other, theirs, _ in run_job(replace(alone, setup={**SETUP, "max_samples": 2}, ranks=2)):
+        assert_same_update((metrics, weights), (other, theirs))
+
+
+def assert_same_update(one, other):
+    assert other[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-4)
+    assert one[1].keys() == other[1].keys()
+    for name, weight in one[1].items():
+        apart = (other[1][name] - weight).abs().max()
+        assert apart < 1e-5, f"{name} by {apart}"
+
+
+def test_bfloat16_computes_near_float32(model):
+    batch = recorded(model, PLAIN, first_steps=True)
+    short = {"pictures": PLAIN, "model_args": ModelArguments(dtype="bfloat16")}
+    (found,) = run_here(Job(logprobs, "fsdp2_train", model, batch, short, ranks=1))
+    mask = batch.tokens["response_mask"]
+    apart = np.abs(found[mask] - batch.tokens["behaviour_logprobs"][mask])
+    assert 0 < apart.max() < 0.05
