@@ -5,8 +5,9 @@ are fitted to its synchronous and its asynchronous step. The other rows are pred
 is predicted blind as well, with an interval. Lengths are the published means; where a source has none, the default.
 
 Large systems are simulated as an eighth or a fourth of themselves: as many prompts, replicas and trainer ranks less.
-That changes no time but that of the trainer's imperfect scaling, which is put back. Schedules of other systems are
-mapped to the nearest of ours: their staleness threshold, or number of steps off, is the ratio.
+What that changes is put back: the trainer's imperfect scaling, the driver's work, the states of a rank. Schedules of
+other systems are mapped to the nearest of ours: their staleness threshold, or number of steps off, is the ratio. Their
+weights are sent by all ranks of the trainer, not by the first.
 
     python benchmarks/published_runs.py published_runs.json
 """
@@ -28,7 +29,8 @@ import numpy as np
 from roll.check import memory_parts
 from roll.configs.loader import config_from_tree
 from roll.configs.run import PipelineConfig
-from roll.simulation.inputs import Inputs, LengthInputs, TrainerInputs
+from roll.simulation.costs import PCIE_BANDWIDTH, STATE_BYTES, shape_of
+from roll.simulation.inputs import Inputs, LengthInputs, TrainerInputs, varied
 from roll.simulation.prediction import predict
 from roll.simulation.run import simulate
 
@@ -78,7 +80,7 @@ class Case:
             train = generate = gpus.get("sync") or gpus["count"]
         of_engine = settings.get("engine_tensor_parallel") or settings["engine_tp_" + self._name]
         replicas, batch = max(1, generate // of_engine), row["batch"]
-        part = 1
+        part, ranks = 1, train
         while batch * row["group"] / part > LARGEST and not math.gcd(replicas, batch, train) % (2 * part):
             part *= 2
         train, generate, batch = train // part, replicas * of_engine // part, batch // part
@@ -109,11 +111,19 @@ class Case:
         lengths = inputs.lengths
         if mean:
             lengths = LengthInputs(prompt=PROMPT, median=median_of(mean - PROMPT, longest), sigma=SIGMA)
-        # Of so many parts the ranks together lose more than those of one; that says nothing of how well it is known.
-        trainer = replace(inputs.trainer, scale=inputs.trainer.scale * part ** (1 - inputs.trainer.exponent))
-        origins = {**inputs.origins, "trainer.scale": inputs.origin("trainer.scale")}
-        inputs = replace(inputs, device=gpus["kind"], lengths=lengths, trainer=trainer, origins=origins)
-        return config_from_tree(tree), inputs
+        config = config_from_tree(tree)
+        # Of so many parts the ranks together lose more than those of one, and the driver has as many samples more.
+        factors = {
+            "trainer.scale": part ** (1 - inputs.trainer.exponent),
+            "driver.sample_seconds": part,
+            "weight_update.gather_bandwidth": ranks,
+            "weight_update.send_bandwidth": ranks,
+        }
+        origins = {**inputs.origins, **{path: inputs.origin(path) for path in factors}}
+        moved = shape_of(config, config.actor_train).parameters * (STATE_BYTES / ranks + 2 / of_engine) / 2
+        inputs = varied(inputs, factors, config)
+        update = replace(inputs.weight_update, exchange_seconds=moved / PCIE_BANDWIDTH)
+        return config, replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update, origins=origins)
 
     @property
     def _name(self) -> str:
@@ -248,7 +258,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--draws", type=int, default=8)
+    parser.add_argument("--draws", type=int, default=16)
     parser.add_argument("--only", default="", help="families whose name contains this")
     options = parser.parse_args()
     memory_parts.KNOWN["deepseek-v3"] = DEEPSEEK_V3

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import tiers
-from tests.ray_cluster import connected, running_cluster
+from tests.ray_cluster import FOLDERS, connected, running_cluster
+from tests.warm_workers import search_path, warm_workers
 
 # What these folders share (tiny models, rewards, games, engines) is imported by name, also by the workers of runs.
 sys.path += [str(Path(__file__).parent / folder) for folder in ("pipeline", "runtime")]
@@ -21,7 +22,20 @@ COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
+def warm() -> Iterator[None]:
+    """Commands that start Ray for themselves have warm workers (tests/warm_workers.py)."""
+    with warm_workers(*FOLDERS):
+        yield
+
+
+@pytest.fixture
+def warm_commands(warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So have the commands that code under test starts."""
+    monkeypatch.setenv("PYTHONPATH", search_path(*FOLDERS))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(warm: None) -> Iterator[str]:
     """The address of this process's Ray. Each run connects to it and leaves it."""
     with running_cluster() as address:
         yield address
@@ -87,8 +101,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _smallest_tier(item: pytest.Item) -> str:
-    """The closest mark wins, so that a test may leave the tier of its file. Property tests are soaked as well."""
-    marker = item.get_closest_marker("tier")
+    """The closest mark wins, so that a test may leave the tier of its file, and an example that of its test. Property
+    tests are soaked as well."""
+    own = [marker for marker in item.own_markers if marker.name == "tier"]  # those of the example come last
+    marker = own[-1] if own else item.get_closest_marker("tier")
     if marker is not None:
         return marker.args[0]
     is_property = hasattr(getattr(item, "obj", None), "hypothesis")

@@ -14,6 +14,8 @@ from pathlib import Path
 from tests import warm_workers as warm
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = (ROOT, ROOT / "tests" / "pipeline")
+"""Where workers find what tests give them."""
 PLACES = 4
 """CPUs that it offers: more roles than these no run of a test puts side by side."""
 
@@ -27,16 +29,16 @@ def running_cluster(nodes: int = 1) -> Iterator[str]:
     an object store of its own."""
     from ray.cluster_utils import Cluster
 
-    paths = [str(ROOT), str(ROOT / "tests" / "pipeline"), os.environ.get("PYTHONPATH", "")]
     with ExitStack() as stack:
-        with environment(PYTHONPATH=os.pathsep.join(path for path in paths if path)):
-            address = stack.enter_context(warm.warm_workers())
-            with environment(**address):
-                node = {"num_cpus": PLACES, "setup_worker_path": warm.__file__, **QUIET}
-                cluster = Cluster(initialize_head=True, head_node_args=node)
-                stack.callback(cluster.shutdown)
-                for _ in range(nodes - 1):
-                    cluster.add_node(**node)
+        if warm.ADDRESS not in os.environ:
+            stack.enter_context(warm.warm_workers(*FOLDERS))
+        paths = [*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with environment(PYTHONPATH=os.pathsep.join(paths)):
+            node = {"num_cpus": PLACES, "setup_worker_path": warm.__file__, **QUIET}
+            cluster = Cluster(initialize_head=True, head_node_args=node)
+            stack.callback(cluster.shutdown)
+            for _ in range(nodes - 1):
+                cluster.add_node(**node)
         yield cluster.address
 
 

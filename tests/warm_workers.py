@@ -1,7 +1,7 @@
 """Worker processes of Ray that begin with what is large imported: forks of one process instead of new interpreters.
 
 Each is a process of its own, which dies alone, as those of a user's run are; only the seconds of importing torch and
-transformers are spent once. Runs with a Ray of their own begin cold.
+transformers are spent once. A command with a Ray of its own has them too, if its `PYTHONPATH` is `search_path`'s.
 
 As a script this file is what Ray starts in place of its own `setup_worker.py`: a small process that asks for the fork
 and lives as long as it.
@@ -38,19 +38,26 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
 )
 """Not Ray itself: its library reads the environment, with the job of the worker, when it is loaded."""
+COMMANDS = Path(__file__).with_name("warm_commands")
 Request = tuple[list[str], dict[str, str], str]
 """Arguments, environment and working directory."""
 
 
+def search_path(*folders: Path) -> str:
+    """`PYTHONPATH` of a command: these folders. Its workers are warm within `warm_workers`."""
+    return os.pathsep.join(map(str, [COMMANDS, *folders] if ADDRESS in os.environ else folders))
+
+
 @contextmanager
-def warm_workers() -> Iterator[dict[str, str]]:
-    """What the environment of a Ray must have so that its workers are forks; they end with the block. They find modules
-    where `PYTHONPATH` says now. Nothing where there is no Linux: they begin cold there."""
+def warm_workers(*folders: Path) -> Iterator[int | None]:
+    """Within the block this process's environment, and so that of a Ray which it starts, names a server that forks
+    workers; they end with the block. They find modules in these folders, too. Yields the server's process id; None
+    where there is no Linux: workers begin cold there."""
     import subprocess
     from tempfile import TemporaryDirectory
 
     if sys.platform != "linux":
-        yield {}
+        yield None
         return
     # Not where temporary files usually are: the path of a socket has 107 characters at most.
     with TemporaryDirectory(prefix="roll-", dir="/tmp") as folder:
@@ -60,11 +67,17 @@ def warm_workers() -> Iterator[dict[str, str]]:
             listener.listen(64)  # who asks while the imports run waits
             command = [sys.executable, "-P", "-m", "tests.warm_workers", str(listener.fileno())]
             # Libraries of numbers would start threads of their own, and then it could not fork.
-            alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+            paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+            alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
             server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=alone)
+        before = os.environ.get(ADDRESS)
+        os.environ[ADDRESS] = path
         try:
-            yield {ADDRESS: path}
+            yield server.pid
         finally:
+            del os.environ[ADDRESS]
+            if before is not None:
+                os.environ[ADDRESS] = before
             try:
                 server.communicate(timeout=60)
             except subprocess.TimeoutExpired:
@@ -131,12 +144,14 @@ def receive(asker: socket.socket) -> tuple[Request, list[int]]:
 
 
 def take_over(files: list[int]) -> None:
-    """Make a fork's standard files those of who asked, and let it die with its parent."""
+    """Make a fork's standard files those of who asked, and let it die with its parent. It has a group of its own, as
+    each worker of Ray: when a node dies, its workers' groups are killed."""
     import ctypes
     import signal
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    os.setpgid(0, 0)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

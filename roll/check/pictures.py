@@ -31,7 +31,6 @@ _TEXT_KEYS = (
 """Keys that say something of text: its tokens, its attention, its probabilities, the entropy of a choice."""
 _NOT_BUILT = (
     "reference", "use_kl_loss", "add_token_level_kl", "teacher", "distillation", "critic", "actor_logp",
-    "actor_train.model_args.lora_target",
 )  # fmt: skip
 _DENSITIES = {
     "dppo": "bounds differences of probabilities, and a denoising step has a density, which may be above 1",

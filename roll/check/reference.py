@@ -30,7 +30,7 @@ from roll.configs.fields import default_of, describe, is_optional, range_of, sec
 from roll.configs.loader import PIPELINES
 from roll.configs.plugins import Kind, PlugIn, help_text, parameters_of
 from roll.configs.roles import UNREAD_PATHS
-from roll.configs.run import PipelineConfig, RunConfig
+from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig, RunConfig
 
 CORRECTION_PARTS = {
     "`train_infer_correction`": Correction,
@@ -50,6 +50,8 @@ def keys() -> str:
     parts.append(f"{title}\n\n{PipelineConfig.__doc__}\n\n{shared}")
     for name, cls in PIPELINES.items():
         above = PipelineConfig if name in rollouts else RunConfig
+        if cls is ImageConfig:
+            above = PromptConfig  # whose keys stand under `rlvr`
         parts.append(f"## Pipeline `{name}`\n\n{cls.__doc__}\n\n{_key_tables(cls, _documented(above, cls))}")
     return "\n".join(parts)
 

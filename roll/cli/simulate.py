@@ -6,6 +6,8 @@ Nothing is started, and neither a GPU nor the model is needed: its name or its `
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,8 @@ PREFIX = "simulation."
 """Before the name of an input on the command line."""
 SHORT = {"ratio": "async_generation_ratio"}
 """Names in `--sweep` beside those of keys and inputs."""
+PROGRESS_SECONDS = 5.0
+"""Time between lines that say how far a long simulation is."""
 
 _EPILOG = """\
 examples:
@@ -58,7 +62,12 @@ def main(arguments: Sequence[str]) -> int:
         "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
     )
     parser.add_argument("--price", type=float, help="of a device and hour")
-    parser.add_argument("--draws", type=int, default=16, help="simulations for the interval (default 16)")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=16,
+        help="simulations for the interval (default 16; of a large run fewer; below 4: no interval)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -71,8 +80,12 @@ def main(arguments: Sequence[str]) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from roll.simulation.calibration import calibrated
     from roll.simulation.inputs import dump_inputs, overridden, read_inputs
-    from roll.simulation.prediction import predict, report, table
+    from roll.simulation.prediction import origins, predict, report, table
 
+    if options.draws < 0:
+        raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise problem("--price", f"{options.price:g} is no price", "write a number of at least 0")
     keys, numbers = _split(options.overrides)
     config = _config(options.config, keys)
     inputs = read_inputs(options.inputs, numbers)
@@ -86,8 +99,9 @@ def _simulate(options: argparse.Namespace) -> int:
         except OSError as error:
             say(f"cannot write {options.out}: {error.strerror or error}", error=True)
             return FAILED
+    progress = _Progress()
     if options.sweep is None:
-        prediction = predict(config, inputs, draws=options.draws, seed=options.seed)
+        prediction = predict(config, inputs, draws=options.draws, seed=options.seed, progress=progress)
         say(report(config, inputs, prediction, options.price))
         return DONE
     key, values = _sweep(options.sweep)
@@ -96,9 +110,26 @@ def _simulate(options: argparse.Namespace) -> int:
         change, number = _split([f"{key}={value}"])
         swept = _config(options.config, [*keys, *change])
         given = overridden(inputs, number)
-        rows.append((value, predict(swept, given, draws=options.draws, seed=options.seed)))
-    say(table(key, rows))
+        progress.of = f"{key}={value}, "
+        rows.append((value, predict(swept, given, draws=options.draws, seed=options.seed, progress=progress)))
+    say(table(key, rows, options.price))
+    say("\n".join(origins(inputs)))
     return DONE
+
+
+class _Progress:
+    """Says on standard error, every few seconds, how far the command is."""
+
+    def __init__(self) -> None:
+        self.of = ""
+        """Row of a sweep that is simulated."""
+        self._said_at = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Say it, if it is time."""
+        if time.monotonic() - self._said_at >= PROGRESS_SECONDS:
+            self._said_at = time.monotonic()
+            say(self.of + text, error=True)
 
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -472,7 +472,7 @@ class RLVRConfig(PromptConfig):
 
 @dataclass
 class ImageConfig(PromptConfig):
-    """Pictures drawn by a flow-matching model, with rewards. See `docs/images.md`."""
+    """Pictures drawn by a flow-matching model. It has the keys of `rlvr`, and these. See `docs/images.md`."""
 
     pipeline: Literal["image"] = option("image", "Which pipeline runs.")
     prompt_length: Count = option(77, "Longest prompt in tokens of the model's first tokenizer.")

@@ -40,6 +40,13 @@ def load_transformer(path: str, dtype: torch.dtype) -> SD3Transformer2DModel:
     return model.eval()
 
 
+def empty_transformer(path: str) -> SD3Transformer2DModel:
+    """Return the transformer of the pipeline in the folder ``path`` without memory for its weights."""
+    settings = SD3Transformer2DModel.load_config(path, subfolder="transformer")
+    with torch.device("meta"):
+        return SD3Transformer2DModel.from_config(settings)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The noise levels of a picture's steps, and what a step with noise draws from."""

@@ -327,7 +327,9 @@ def _check_strategies(
         from roll.trainers.lora import check_adapters
 
         policy, path = config.actor_train, "actor_train.model_args"
-        problems.found += check_adapters(derived.model_path(config, policy), policy.model_args, path)
+        problems.found += check_adapters(
+            derived.model_path(config, policy), policy.model_args, path, derived.picture_sampling(config) is not None
+        )
 
 
 def _worker_classes(config: RunConfig, problems: Problems) -> dict[str, type[Worker]]:

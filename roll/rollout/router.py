@@ -37,6 +37,13 @@ Rank = tuple[bool, int, int]
 """Whether a replica drains, its load, and its place among the names: the least one takes the next request."""
 
 
+class Shelf(NamedTuple):
+    """Replicas that a request chooses among together."""
+
+    version: int
+    reserved: bool
+
+
 @dataclass(slots=True)
 class ReplicaState:
     """The known state of one replica."""
@@ -50,17 +57,12 @@ class ReplicaState:
     """True while the replica finishes its requests before a change. It may be idle then, but begins no new request."""
     incarnation: int = 0
     """Number of times it has become live."""
-    rank: Rank | None = None
+    rank: Rank = (False, 0, 0)
     """Its present rank. An equal one that is another object is over."""
+    shelf: Shelf = Shelf(-1, False)
+    """Where that rank is."""
     cause: str | None = None
     """First reported reason why it is not live. None while it is live, or if it has not started yet."""
-
-
-class Shelf(NamedTuple):
-    """Replicas that a request chooses among together."""
-
-    version: int
-    reserved: bool
 
 
 class Router:
@@ -108,7 +110,7 @@ class Router:
         state.version = version
         state.draining = False
         state.incarnation += 1
-        self._rank(replica_id)
+        self._shelve(replica_id)
         self._wake_waiting()
 
     def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
@@ -134,7 +136,7 @@ class Router:
         if version < state.version:
             raise ValueError(f"replica {replica_id} went back from version {state.version} to {version}")
         state.version = version
-        self._rank(replica_id)
+        self._shelve(replica_id)
         self._wake_waiting()
 
     def oldest(self) -> int | None:
@@ -146,7 +148,7 @@ class Router:
         """Reserve these replicas, and their successors, in place of those that were reserved before."""
         before, self._reserved = self._reserved, frozenset(replica_ids)
         for replica_id in before ^ self._reserved:
-            self._rank(replica_id)
+            self._shelve(replica_id)
         self._wake_waiting()
 
     @contextmanager
@@ -207,7 +209,7 @@ class Router:
 
     def release(self, lease: Lease) -> None:
         """Give a lease back, once. If its replica has died since, this does nothing."""
-        state = self.state(lease.replica_id)
+        state = self._replicas[lease.replica_id]
         if not state.live or state.incarnation != lease.incarnation:
             return
         if state.load == 0:
@@ -233,15 +235,12 @@ class Router:
             state = self._replicas[earlier.replica_id]
             if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
-        wanted = bool(self._reserved) and reserved
-        firsts = [
-            first
-            for shelf in list(self._ranks)
-            # Every shelf is looked at, so that empty ones go.
-            if (first := self._first(shelf)) is not None
-            if shelf.reserved == wanted and (min_version is None or shelf.version >= min_version)
-        ]
-        return self._names[min(firsts)[-1]] if firsts else None
+        wanted, best = bool(self._reserved) and reserved, None
+        for shelf in list(self._ranks):
+            first = self._first(shelf)  # of every shelf, so that empty ones go
+            if first is not None and shelf.reserved == wanted and (min_version is None or shelf.version >= min_version):
+                best = first if best is None else min(best, first)
+        return None if best is None else self._names[best[-1]]
 
     async def _wait_for_one(
         self, timeout: float, sticky_key: Hashable | None, min_version: int | None, reserved: bool
@@ -259,16 +258,22 @@ class Router:
             raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
         return replica_id
 
+    def _shelve(self, replica_id: str) -> None:
+        """Note the shelf of a replica whose version has changed, or whether it is reserved."""
+        state = self._replicas[replica_id]
+        state.shelf = Shelf(state.version, replica_id in self._reserved)
+        self._rank(replica_id)
+
     def _rank(self, replica_id: str) -> None:
         """Note the rank of a replica that has changed."""
         state = self._replicas[replica_id]
         if not state.live:
             return
-        ranks = self._ranks.setdefault(Shelf(state.version, replica_id in self._reserved), [])
+        ranks = self._ranks.setdefault(state.shelf, [])
         state.rank = (state.draining, state.load, self._place[replica_id])
         heapq.heappush(ranks, state.rank)
         if len(ranks) > 4 * len(self._names):
-            ranks[:] = [rank for rank in ranks if self._is_rank(rank)]
+            ranks[:] = [each.rank for each in self._replicas.values() if each.live and each.shelf == state.shelf]
             heapq.heapify(ranks)
 
     def _first(self, shelf: Shelf) -> Rank | None:

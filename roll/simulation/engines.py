@@ -41,7 +41,7 @@ class Host:
         self._loop = loop
         self._cores, self._threads, self._speed = cores, 0.0, 1.0
         self._done, self._seen = 0.0, loop.time()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._firing = False
@@ -50,8 +50,8 @@ class Host:
         """Return the seconds of work that a thread could have done so far."""
         return self._done + (self._loop.time() - self._seen) * self._speed
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call a function when `now` is ``when``."""
+    def at(self, when: float, call: Callable[[float], None]) -> None:
+        """Call a function with ``when`` at the moment when `now` is that."""
         self._number += 1
         heapq.heappush(self._events, (when, self._number, call))
         if not self._firing and self._events[0][0] == when:
@@ -74,7 +74,7 @@ class Host:
         ended = self._loop.create_future()
         self.compute(threads)
         try:
-            self.at(self.now() + seconds, lambda: None if ended.done() else ended.set_result(None))
+            self.at(self.now() + seconds, lambda when: None if ended.done() else ended.set_result(None))
             await ended
         finally:
             self.compute(-threads)
@@ -97,14 +97,15 @@ class Host:
             # Rounding must not leave the event that time was advanced for in the future.
             self._done, self._seen = max(self.now(), due), loop.time()
             while events and events[0][0] <= self._done:
-                heapq.heappop(events)[2]()
+                when, _, call = heapq.heappop(events)
+                call(when)
             if not events:
                 break
-            due = events[0][0]
-            at = self._time_of(due)
+            due, now = events[0][0], loop.time()
+            at = now + max(0.0, due - self._done) / self._speed
             if at >= loop.idle_until():
                 break
-            loop.advance(at - loop.time())
+            loop.advance(at - now)
         self._firing = False
         self._arm()
 
@@ -226,8 +227,8 @@ class Replica:
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
-    def _event(self) -> None:
-        if self._next is not None and self._next <= self._host.now():
+    def _event(self, when: float) -> None:
+        if self._next == when:
             self._turn()
 
     def _turn(self) -> None:
@@ -256,7 +257,7 @@ class Replica:
         if requests > 1:
             steps = min(steps, (costs.cache_tokens - self._cached) / requests)
         first, growth = self._rate(requests)
-        self._next = self._host.now() + self._stall + (first + growth * steps / 2) * steps
+        self._next = self._seen + self._stall + (first + growth * steps / 2) * steps
         self._host.at(self._next, self._event)
 
     def _admit(self) -> None:

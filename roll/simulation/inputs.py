@@ -69,12 +69,18 @@ class LengthInputs:
 
 @dataclass
 class EngineInputs:
-    """The time of an engine replica."""
+    """The time of an engine replica.
+
+    The defaults are those of a run, not of a kernel. A single request to a 7B model used 34 % of an H100's bandwidth
+    with CUDA graphs, 27 % without, and 81 % of an L4's (arXiv 2605.30571); with these defaults it is 35 %. Before vLLM
+    0.6, 38 % of an 8B model's time on an H100 was on the GPU, where a step takes about 5 ms (vLLM blog, 2024-09-05 and
+    2025-01-27): 8 ms beside it, and fewer since. `efficiency` is a judgement.
+    """
 
     scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
-    efficiency: Nucleus = option(0.5, "Share of the peak operations that matrix products reach.")
-    bandwidth: Nucleus = option(0.7, "Share of the peak memory bandwidth that reading weights and caches reaches.")
-    overhead_seconds: NotNegative = option(0.004, "Fixed time of a decoding step: scheduling, sampling, launches.")
+    efficiency: Nucleus = option(0.4, "Share of the peak operations that matrix products reach.")
+    bandwidth: Nucleus = option(0.6, "Share of the peak memory bandwidth that reading weights and caches reaches.")
+    overhead_seconds: NotNegative = option(0.005, "Fixed time of a decoding step: scheduling, sampling, launches.")
     communication_seconds: NotNegative = option(
         2e-5, "Time of one of the two sums over GPUs in each layer, if a replica has several."
     )
@@ -90,11 +96,15 @@ class EngineInputs:
 
 @dataclass
 class TrainerInputs:
-    """The time of a trainer, and of the roles that compute log-probabilities."""
+    """The time of a trainer, and of the roles that compute log-probabilities.
+
+    verl published utilizations of 0.40, 0.37 and 0.31 (a mixture of 30B on 8, 16 and 32 GPUs) and of 0.19 (671B on 96
+    H20), in `docs/perf/dpsk.md`: the default is their geometric mean.
+    """
 
     scale: Positive = option(1.0, "Seconds that grow with tokens are multiplied by this.")
-    mfu: Nucleus = option(0.35, "Share of the peak operations that forward and backward passes reach on one rank.")
-    forward_mfu: Nucleus = option(0.35, "The same of passes for log-probabilities.")
+    mfu: Nucleus = option(0.3, "Share of the peak operations that forward and backward passes reach on one rank.")
+    forward_mfu: Nucleus = option(0.3, "The same of passes for log-probabilities.")
     exponent: Annotated[float, Range(above=0, at_most=1)] = option(
         0.95, "n ranks do the work of n to this power; 0.82 was published for a mixture of experts on 8 to 32 GPUs."
     )
@@ -107,7 +117,12 @@ class TrainerInputs:
 
 @dataclass
 class UpdateInputs:
-    """The time of a weight update."""
+    """The time of a weight update.
+
+    Our first rank gathers and sends (`roll.weights.publisher`): two minutes for 671 billion parameters. A system in
+    which each rank sends its share takes seconds: 1.3 for 1T parameters on 256 ranks (Perplexity, 2025-09), or 7, and
+    53 before by broadcasts (LMSYS, 2026-04-29). For such a system multiply the bandwidths by the ranks.
+    """
 
     gather_seconds: NotNegative | None = option(None, "Trainer stands still. Default: bytes / `gather_bandwidth`.")
     send_seconds: NotNegative | None = option(None, "In the background. Default: bytes / `send_bandwidth`.")
@@ -310,19 +325,19 @@ def _tree(inputs: Inputs) -> dict[str, Any]:
 
 
 SPREADS: Mapping[str, float] = {
-    "lengths.median": 0.6,
+    "lengths.median": 1.0,
     "lengths.sigma": 0.2,
     "lengths.prompt": 0.5,
     "lengths.correlation": 0.4,
     "filtered_share": 0.5,
-    "engine.scale": 0.45,
-    "trainer.scale": 0.45,
+    "engine.scale": 0.55,
+    "trainer.scale": 0.55,
     "trainer.exponent": 0.05,
     "trainer.step_seconds": 0.5,
     "trainer.optimizer_seconds": 0.5,
-    "weight_update.gather_bandwidth": 0.5,
-    "weight_update.send_bandwidth": 0.5,
-    "weight_update.load_bandwidth": 0.5,
+    "weight_update.gather_bandwidth": 1.0,
+    "weight_update.send_bandwidth": 1.0,
+    "weight_update.load_bandwidth": 1.0,
     "rewards.seconds": 0.5,
     "environments.seconds": 0.5,
     "driver.sample_seconds": 0.3,

@@ -7,7 +7,7 @@ what the models leave out: `docs/simulation.md` has the share of published runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,15 @@ from roll.configs.run import PipelineConfig
 from roll.pipeline.algorithm import build_algorithms
 from roll.simulation.inputs import Inputs, Origin, drawn_factors, varied
 from roll.simulation.run import MEASURED_STEPS, Outcome, simulate
+from roll.simulation.workload import turns
 
 DRAWS = 16
 """Simulations behind an interval by default."""
+LEAST_DRAWS = 4
+"""Fewer than these make no interval."""
+MOST_REQUESTS = 400_000
+"""Requests of all simulations behind an interval, about half a minute of work: a large run gets fewer draws, but at
+least `LEAST_DRAWS`."""
 INTERVAL = (0.1, 0.9)
 """Quantiles of the outcomes at its ends."""
 
@@ -34,10 +40,19 @@ class Prediction:
     low: float
     high: float
     devices: int
+    steps: int
+    """Of the whole run."""
+    draws: int
+    """Simulations behind the interval; 0: there is none, and both ends are the outcome."""
 
-    def gpu_hours(self, steps: int) -> float:
-        """Return the device hours of so many steps."""
-        return self.outcome.step_seconds * steps * self.devices / 3600
+    @property
+    def hours(self) -> float:
+        """Time of the whole run."""
+        return self.outcome.step_seconds * self.steps / 3600
+
+    def cost(self, price: float) -> str:
+        """Return what the run costs, at the price of a device and hour."""
+        return f"{self.hours * self.devices * price:,.0f}"
 
 
 def predict(
@@ -48,22 +63,35 @@ def predict(
     seed: int = 0,
     steps: int = MEASURED_STEPS,
     algorithms: Any = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Prediction:
     """Predict the time of a step.
 
-    ``draws``: simulations for the interval; 0: none, and the interval is a point. ``algorithms``: see `simulate`.
-    Raises `ConfigError`.
+    ``draws``: simulations for the interval, with the seed and the steps of the nominal one; fewer than `LEAST_DRAWS`:
+    none. ``algorithms``: see `simulate`. ``progress``: told after each simulated step. Raises `ConfigError`.
     """
     algorithms = algorithms or build_algorithms(config)
-    outcome = simulate(config, inputs, seed=seed, steps=steps, algorithms=algorithms)
-    random = np.random.default_rng(seed)
+    draws = _afforded(config, inputs, steps, draws) if draws >= LEAST_DRAWS else 0
+
+    def simulated(number: int, own: Inputs) -> Outcome:
+        def step_done(step: int, last: int) -> None:
+            progress(f"simulation {number + 1} of {draws + 1}: {count(step, 'step')} of {last}")
+
+        return simulate(config, own, seed=seed, steps=steps, algorithms=algorithms, step_done=step_done)
+
+    outcome, random = simulated(0, inputs), np.random.default_rng(seed)
     seconds = [outcome.step_seconds]
-    for draw in range(draws):
+    for number in range(1, draws + 1):
         drawn = varied(inputs, drawn_factors(inputs, random), config)
-        fewer = max(2, steps // 2)
-        seconds.append(simulate(config, drawn, seed=seed + draw, steps=fewer, algorithms=algorithms).step_seconds)
+        seconds.append(simulated(number, drawn).step_seconds)
     low, high = np.quantile(seconds, INTERVAL)
-    return Prediction(outcome, float(low), float(high), derived.total_devices(config))
+    return Prediction(outcome, float(low), float(high), derived.total_devices(config), config.max_steps, draws)
+
+
+def _afforded(config: PipelineConfig, inputs: Inputs, steps: int, draws: int) -> int:
+    """Return how many draws a run of this size gets."""
+    requests = derived.samples_per_step(config) * turns(config, inputs) * (steps + 2 * config.async_generation_ratio)
+    return max(LEAST_DRAWS, min(draws, int(MOST_REQUESTS / requests)))
 
 
 def report(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price: float | None = None) -> str:
@@ -72,7 +100,7 @@ def report(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price
 
 
 def _lines(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price: float | None) -> Iterator[str]:
-    outcome, steps = prediction.outcome, config.max_steps
+    outcome, hours = prediction.outcome, prediction.hours
     yield f"a step     {_span(prediction)}"
     seconds = outcome.step_seconds
     yield f"rates      {outcome.samples / seconds:,.3g} samples/s, {outcome.tokens:,.0f} sampled tokens/s trained on"
@@ -84,26 +112,32 @@ def _lines(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price
         f"waste      {outcome.wasted:.1%} of the generated tokens are dropped, the caches of {outcome.recomputed:.1%} "
         "are computed again"
     )
-    hours = prediction.gpu_hours(steps)
-    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
-    days = f"{count(steps, 'step')} take {seconds * steps / 3600:,.3g} h"
-    yield f"the run    {days}: {hours:,.3g} device hours on {count(prediction.devices, 'device')}{cost}"
+    cost = "" if price is None else f", {prediction.cost(price)} at {price:g} an hour"
+    taken = f"{hours:,.3g} h: {hours * prediction.devices:,.3g} device hours on {count(prediction.devices, 'device')}"
+    yield f"the run    {count(prediction.steps, 'step')} take {taken}{cost}"
     yield f"device     {inputs.device or ('CPU' if config.cluster.device == 'cpu' else 'H100')}"
-    yield from _origins(inputs)
-    if config.eval_steps or config.save_steps:
-        yield "left out   validations and checkpoints"
+    yield from origins(inputs)
+    left_out = ["validations and checkpoints"] if config.eval_steps or config.save_steps else []
+    if config.actor_train.model_args.lora_target is not None:
+        left_out.append("what adapters (LoRA) save: training and updates take the time of all weights")
+    if left_out:
+        yield f"left out   {'; '.join(left_out)}"
 
 
 def _span(prediction: Prediction) -> str:
-    low, high = _seconds(prediction.low), _seconds(prediction.high)
-    return f"{_seconds(prediction.outcome.step_seconds)} s; {low} to {high} s as what is not known of the inputs varies"
+    nominal = f"{_seconds(prediction.outcome.step_seconds)} s"
+    if not prediction.draws:
+        return nominal
+    ends = f"{_seconds(prediction.low)} to {_seconds(prediction.high)} s"
+    return f"{nominal}; {ends} as what is not known of the inputs varies ({count(prediction.draws, 'draw')})"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
-def _origins(inputs: Inputs) -> Iterator[str]:
+def origins(inputs: Inputs) -> Iterator[str]:
+    """Yield lines that say where the inputs come from."""
     known = inputs.known()
     order: Sequence[Origin] = ("measured", "fitted", "given")
     for origin in order:
@@ -113,10 +147,13 @@ def _origins(inputs: Inputs) -> Iterator[str]:
     yield f"default    {everything}"
 
 
-def table(name: str, rows: Sequence[tuple[str, Prediction]]) -> str:
-    """Return a sweep over ``name`` as a table."""
+def table(name: str, rows: Sequence[tuple[str, Prediction]], price: float | None = None) -> str:
+    """Return a sweep over ``name`` as a table. ``price``: of a device and hour."""
     roles = sorted({role for _, each in rows for role in each.outcome.idle})
-    heads = [name, "step s", "interval", "samples/s", "lag", *(f"idle {role}" for role in roles), "waste"]
+    interval = any(each.draws for _, each in rows)
+    heads = [name, "step s", *["interval"] * interval, "samples/s", "lag"]
+    heads += [*(f"idle {role}" for role in roles), "waste"]
+    heads += [] if price is None else ["cost"]
     lines = [heads]
     for value, each in rows:
         outcome = each.outcome
@@ -126,11 +163,12 @@ def table(name: str, rows: Sequence[tuple[str, Prediction]]) -> str:
             [
                 value,
                 _seconds(outcome.step_seconds),
-                f"{_seconds(each.low)}-{_seconds(each.high)}",
+                *[f"{_seconds(each.low)}-{_seconds(each.high)}"] * interval,
                 f"{outcome.samples / outcome.step_seconds:.3g}",
                 f"{mean:.2f}",
                 *idle,
                 f"{outcome.wasted:.0%}",
+                *([] if price is None else [each.cost(price)]),
             ]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]

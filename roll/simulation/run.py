@@ -143,6 +143,7 @@ class _Run:
     streams: bool
     needs_proximal: bool
     seed: int
+    step_done: Callable[[int, int], None]
     steps: StepCounter = field(default_factory=StepCounter)
     published: StepCounter = field(default_factory=StepCounter)
     spans: dict[int, float] = field(default_factory=dict)
@@ -360,6 +361,7 @@ class _Run:
             "dropped": self.dropped_tokens + self.pool.wasted,
         }
         self.ends.append((self._loop.time(), counted))
+        self.step_done(len(self.ends), self.config.max_steps)
 
     @contextmanager
     def _computing(self, role: str) -> Iterator[None]:
@@ -419,11 +421,18 @@ def check_simulated(config: PipelineConfig) -> None:
 
 
 def simulate(
-    config: PipelineConfig, inputs: Inputs, *, seed: int = 0, steps: int = MEASURED_STEPS, algorithms: Any = None
+    config: PipelineConfig,
+    inputs: Inputs,
+    *,
+    seed: int = 0,
+    steps: int = MEASURED_STEPS,
+    algorithms: Any = None,
+    step_done: Callable[[int, int], None] = lambda step, last: None,
 ) -> Outcome:
     """Simulate a run until ``steps`` steps beyond the start have ended. Validations and checkpoints are left out.
 
-    ``algorithms``: what `build_algorithms` returns for the configuration, if it is at hand. Raises `ConfigError`.
+    ``algorithms``: what `build_algorithms` returns for the configuration, if it is at hand. ``step_done``: called with
+    the number of steps that have ended, and of all. Raises `ConfigError`.
     """
     check_simulated(config)
     algorithms = algorithms or build_algorithms(config)
@@ -431,7 +440,7 @@ def simulate(
     measured = ahead, ahead + steps
     config = replace(config, max_steps=measured[1] + ahead + 1, eval_steps=0)
     needs_proximal = algorithms.correction is not None or "proximal_logprobs" in algorithms.objective.token_fields
-    run = _Run(config, inputs, costs_of(config, inputs), algorithms.streams, needs_proximal, seed)
+    run = _Run(config, inputs, costs_of(config, inputs), algorithms.streams, needs_proximal, seed, step_done)
     collects = gc.isenabled()
     gc.disable()  # a collection would scan all that is imported, again and again
     try:

@@ -57,7 +57,9 @@ class Fsdp2TrainStrategy(TrainStrategy):
         # What adapters are drawn for is the base in its own precision.
         model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
-        self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
+        task = "CAUSAL_LM" if setup.pictures is None else None
+        adapters = setup.trains_adapters
+        self.adapters = add_adapters(model, setup.model_args, setup.model_path, task) if adapters else None
         self.model = self._shard(model)
         if stored_dtype(setup) == torch.float32:
             self.model.float()
@@ -102,7 +104,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         # First, because it is collective and what rank 0 does alone may fail.
         adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
         export = super().export()
-        return replace(export, beside=adapter) if isinstance(export, ModelExport) else None
+        return None if export is None else replace(export, beside=adapter)
 
     def load(self, path: str) -> None:
         """Load the weights of an export, or only its adapter if one is trained; see `TrainStrategy`."""

@@ -47,13 +47,20 @@ FOLDER = "adapter"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
+def check_adapters(
+    model_path: str, arguments: ModelArguments, path: str, pictures: bool = False
+) -> list[ConfigProblem]:
     """Return what is wrong with the adapters that ``arguments`` ask for. Loads no weights.
 
-    ``path`` is the configuration path of ``arguments``.
+    ``path`` is the configuration path of ``arguments``; ``pictures``: the model draws pictures.
     """
     if importlib.util.find_spec("peft") is None:
         return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
+    if pictures:
+        from roll.pictures.model import empty_transformer
+
+        drawer = empty_transformer(model_path)
+        return problems_of(lambda: resolve_targets(drawer, arguments.lora_target or EVERYWHERE, path))
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
@@ -237,8 +244,12 @@ def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
-def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: str) -> Adapters:
+def add_adapters(
+    model: PreTrainedModel, arguments: ModelArguments, model_path: str, task: str | None = "CAUSAL_LM"
+) -> Adapters:
     """Add adapters to a whole model in place, before it is sharded, and freeze the other weights.
+
+    ``task`` is peft's name of what the model is for, which its files carry.
 
     They change no output yet. The first matrix of each adapter is random (torch's generator), the second zero. Raises
     `ConfigError` for an unknown target.
@@ -252,7 +263,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: 
         target_modules=resolve_targets(model, arguments.lora_target or EVERYWHERE),
         lora_dropout=0.0,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=task,
         base_model_name_or_path=model_path,
     )
     base = fingerprint(model)

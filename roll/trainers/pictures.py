@@ -7,7 +7,7 @@ and the log-probability of the recorded next latent under it. All steps of a mic
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +87,16 @@ class PictureExport:
     model: SD3Transformer2DModel
     source: str
     """Folder of the pipeline that the model was loaded from; its other parts are copied."""
+    beside: Callable[[str], None] | None = None
+    """Function that writes further files into the folder."""
 
     def write(self, path: str) -> None:
         """Write a whole pipeline into the folder ``path``, for ``DiffusionPipeline.from_pretrained``.
 
         Raises `OSError` naming the folder.
         """
+        if self.beside is not None:
+            self.beside(path)
         shutil.copytree(self.source, path, ignore=shutil.ignore_patterns(PICTURES[0]), dirs_exist_ok=True)
         try:
             self.model.save_pretrained(Path(path) / PICTURES[0], safe_serialization=True)

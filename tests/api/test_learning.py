@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.tier("soak")  # tests/api/test_training.py has a run of the same kind that is short
-def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path):
+def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path, warm_commands):
     script = ROOT / "examples" / "quickstart" / "make_model.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
 
@@ -47,7 +47,7 @@ def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path):
 
 
 @pytest.mark.tier("all")
-def test_a_local_environment_is_learned(tmp_path):
+def test_a_local_environment_is_learned(tmp_path, warm_commands):
     make_task(tmp_path)
 
     class Copy(gymnasium.Env):

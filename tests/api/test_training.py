@@ -206,7 +206,9 @@ def centred():
     return advantage
 
 
-def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event_loop(task, tmp_path, capfd):
+def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event_loop(
+    task, tmp_path, capfd, warm_commands
+):
     """The only test here that starts Ray: what is given crosses processes, and the notebook's loop keeps running."""
     tree = tiny_config(task, max_steps=2, output_dir=str(tmp_path / "out"))
     handlers = list(logging.getLogger().handlers)

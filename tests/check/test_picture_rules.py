@@ -16,6 +16,9 @@ from tests.tiny_pictures import make_picture_task, picture_config
 pytestmark = pytest.mark.needs("diffusers")
 
 
+LORA = {"actor_train__model_args": {"lora_target": "to_q,to_v", "lora_rank": 4}}
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
@@ -31,6 +34,7 @@ def problems(task, **changes) -> dict[str, str]:
 def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task) == {}
     assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
+    assert problems(task, **LORA) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
 
 
@@ -60,7 +64,12 @@ def test_a_configuration_that_works_has_no_problems(task):
             "text only",
         ),
         ({"reference": {"device_mapping": [0]}, "use_kl_loss": True}, "use_kl_loss", "not built"),
-        ({"actor_train__model_args": {"lora_target": "all-linear"}}, "actor_train.model_args.lora_target", "not built"),
+        (
+            {"actor_train__model_args": {"lora_target": "q_prj"}},
+            "actor_train.model_args.lora_target",
+            "no module of this",
+        ),
+        ({"weight_update__content": "adapter", **LORA}, "weight_update.content", "diffusers_infer"),
         ({"actor_infer__generating_args": {"top_k": 5}}, "actor_infer.generating_args.top_k", "says something of text"),
         ({"response_length": 9}, "response_length", "says something of text"),
         ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),

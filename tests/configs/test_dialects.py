@@ -190,6 +190,51 @@ def test_a_public_configuration_converts_and_each_of_its_keys_is_accounted_for(s
         assert line.split(":")[0] in text
 
 
+def test_the_teacher_of_verl_becomes_a_role():
+    given = {
+        "distillation.enabled": True,
+        "distillation.nnodes": 1,
+        "distillation.teacher_models.teacher_model.model_path": "models/teacher",
+        "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size": 2,
+        "distillation.distillation_loss.loss_mode": "k1",
+        "distillation.distillation_loss.use_policy_gradient": True,
+        "distillation.distillation_loss.use_task_rewards": False,
+        "trainer.n_gpus_per_node": 8,
+    }
+
+    def converted(**changes):
+        return verl.translate({tuple(path.split(".")): value for path, value in (given | changes).items()})
+
+    done = converted()
+    ours = done.tree()
+    assert ours["distillation"] == {"coef": 1.0, "reward_coef": 0}
+    assert ours["teacher"]["model_args"]["model_name_or_path"] == "models/teacher"
+    assert ours["teacher"]["device_mapping"] == ours["actor_train"]["device_mapping"]
+    assert not any("distillation" in line for line in done.lost)
+    assert {line.partition(":")[0] for line in done.without_effect if line.startswith("distillation")} == {
+        "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size",
+        "distillation.nnodes",
+    }
+    as_loss = converted(
+        **{
+            "distillation.distillation_loss.use_policy_gradient": False,
+            "distillation.distillation_loss.loss_mode": "forward_kl_topk",
+            "distillation.distillation_loss.loss_max_clamp": 10.0,
+            "distillation.teacher_models.other.model_path": "models/other",
+        }
+    )
+    assert as_loss.tree()["distillation"]["use"] == "loss"
+    assert {line.partition(":")[0] for line in as_loss.lost if line.startswith("distillation")} == {
+        "distillation.teacher_models.other.model_path",
+        "distillation.distillation_loss.loss_mode",
+        "distillation.distillation_loss.loss_max_clamp",
+    }
+    off = converted(**{"distillation.enabled": False})
+    assert "teacher" not in off.tree() and "distillation" not in off.tree()
+    named = {line.partition(":")[0] for line in off.without_effect}
+    assert {path for path in given if path.startswith("distillation")} - {"distillation.enabled"} <= named
+
+
 def test_the_teacher_of_slime_becomes_a_role_that_may_be_the_only_judge():
     given = {("use-opd",): True, ("opd-type",): "megatron", ("opd-teacher-load",): "/t", ("opd-kl-coef",): 0.5}
     done = slime.translate(given | {("rm-type",): "math", ("tensor-model-parallel-size",): 2})

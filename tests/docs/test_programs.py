@@ -11,7 +11,9 @@ WITH_PYTHON = [page for page in pages() if any(block.language == "python" for bl
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page, sit_down):
+def test_the_python_of_a_page_runs(page, sit_down, request):
+    if any("roll.train(" in block.text for block in page.blocks):
+        request.getfixturevalue("warm_commands")
     assert problems_of_programs(page, sit_down(page)) == []
 
 

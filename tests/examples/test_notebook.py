@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_workers import search_path
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook" / "first_run.ipynb"
 KERNEL = """
@@ -42,7 +44,7 @@ def test_the_notebook_is_saved_without_outputs():
 
 @pytest.mark.tier("all")
 @pytest.mark.timeout(900)
-def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, warm):
     """With fewer steps, which change what is learned and nothing else."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     written = cells()
@@ -52,7 +54,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
         [sys.executable, "-c", KERNEL],
         input=json.dumps([shorter, *written[1:]]),
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": search_path(ROOT)},
         capture_output=True,
         text=True,
         timeout=880,

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from roll.data.tokenizer import load_tokenizer
 from roll.tracking.files import read_json_lines
 from roll.tracking.status import read_status
 from roll.tracking.trackers import read_metrics
+from tests.ray_cluster import environment
+from tests.warm_workers import search_path, warm_workers
 
 BATCH = 8
 STEPS_PER_KILL = 6
@@ -91,7 +94,8 @@ class Report:
 
 
 class DisturbedRun:
-    """One run in one folder, started again and again."""
+    """One run in one folder, started again and again within its context: its processes are all found by a mark in their
+    environment, which warm workers have from their server."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.out = folder / "run"
@@ -102,6 +106,21 @@ class DisturbedRun:
         self.mark = f"ROLL_SOAK_{uuid.uuid4().hex}"
         self.process: subprocess.Popen[bytes]
 
+    def __enter__(self) -> DisturbedRun:
+        with ExitStack() as stack:
+            stack.enter_context(environment(**{self.mark: "1"}))
+            self._server = stack.enter_context(warm_workers(ROOT, TESTS))
+            stack.callback(self._kill_all)
+            self._end = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.close()
+
+    def _kill_all(self) -> None:
+        for pid in self.processes():
+            _kill(pid)
+
     def start(self) -> None:
         self.started_steps = self.steps()
         with open(self.log, "ab") as log:
@@ -111,7 +130,7 @@ class DisturbedRun:
                 stderr=log,
                 cwd=TESTS,
                 start_new_session=True,
-                env={**os.environ, self.mark: "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
+                env={**os.environ, "PYTHONPATH": search_path(ROOT, TESTS)},
             )
 
     def steps(self) -> int:
@@ -123,7 +142,9 @@ class DisturbedRun:
         found = {}
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                if not entry.name.isdigit() or int(entry.name) in (os.getpid(), self._server):
+                    continue
+                if self.mark.encode() in (entry / "environ").read_bytes():
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
             except OSError:
                 continue
@@ -276,16 +297,13 @@ def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = RANKS, *, 
     config = soak_config(folder, max_steps=STEPS_PER_KILL * len(kills) + 10, ranks=ranks)
     report, dice = Report(), random.Random(derive_seed(seed, "kills"))
     run = DisturbedRun(folder, config)
-    try:
+    with run:
         disturb(run, kills, dice, report)
-        check_history(run.out, config["max_steps"], folder, config["seed"], report)
-        if compare:
-            report.undisturbed_accuracy = undisturbed_accuracy(folder, config)
-            report.noise = noise(VALIDATION_PROMPTS)
-            assert abs(report.accuracy - report.undisturbed_accuracy) <= report.noise, report
-    finally:
-        for pid in run.processes():
-            _kill(pid)
+    check_history(run.out, config["max_steps"], folder, config["seed"], report)
+    if compare:
+        report.undisturbed_accuracy = undisturbed_accuracy(folder, config)
+        report.noise = noise(VALIDATION_PROMPTS)
+        assert abs(report.accuracy - report.undisturbed_accuracy) <= report.noise, report
     report.seconds = time.monotonic() - started
     return report
 

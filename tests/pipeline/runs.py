@@ -20,6 +20,7 @@ from tiny import write_config
 from roll.cli.main import main
 from roll.tracking.files import read_json_lines
 from roll.tracking.trackers import read_metrics
+from tests.warm_workers import search_path
 
 ROOT = Path(__file__).parents[2]
 TESTS = Path(__file__).parent
@@ -96,5 +97,5 @@ def start_process(path: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
+        env={**os.environ, "PYTHONPATH": search_path(ROOT, TESTS)},
     )

@@ -332,7 +332,7 @@ def test_a_run_prints_its_plan_first_and_saves_a_configuration_that_loads_again(
 
 
 @pytest.mark.tier("all")
-def test_a_reader_that_went_away_does_not_fail_the_run(task):
+def test_a_reader_that_went_away_does_not_fail_the_run(task, warm):
     process, out = start_command(task, tiny_config(task, max_steps=1))
     assert process.stdout.readline()
     process.stdout.close()

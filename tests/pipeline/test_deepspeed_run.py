@@ -72,7 +72,7 @@ METRICS = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "act
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.tier("soak")), 3])
 def test_a_run_on_two_ranks_is_the_same_as_with_the_default_trainer(expected, run_of, stage):
     run, _ = run_of(stage)
     for step, default in zip(run.metrics, expected, strict=True):

@@ -147,7 +147,14 @@ def learned(tmp_path_factory):
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize(("use", "ratio", "rate"), [("advantages", 1, 5e-3), ("rewards", 0, 5e-3), ("loss", 0, 3e-3)])
+@pytest.mark.parametrize(
+    ("use", "ratio", "rate"),
+    [
+        ("advantages", 1, 5e-3),
+        pytest.param("rewards", 0, 5e-3, marks=pytest.mark.tier("soak")),
+        pytest.param("loss", 0, 3e-3, marks=pytest.mark.tier("soak")),
+    ],
+)
 def test_a_student_without_rewards_comes_to_do_what_its_teacher_does(learned, use, ratio, rate):
     changes = {
         "pretrain": str(learned / "student"),

@@ -45,7 +45,7 @@ def pid_of(out, name):
 
 
 @pytest.mark.tier("all")
-def test_a_run_is_well_then_without_its_trainer_then_well_again_and_in_the_end_dead(task):
+def test_a_run_is_well_then_without_its_trainer_then_well_again_and_in_the_end_dead(task, warm):
     process, out = start_command(task, tiny_config(task, max_steps=5000, save_steps=5))
     try:
         wait_until(lambda: recorded_steps(out) >= 6 and newest_checkpoint(out), process)

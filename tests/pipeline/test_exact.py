@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ from test_agentic_runs import agentic_config
 from test_critic_run import critic_config
 from tiny import tiny_config, write_config
 
-from roll.cli.main import attempt_run
+from roll.cli.main import attempt_run, main
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.pipeline import stages
@@ -168,28 +169,39 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"}
 @pytest.mark.tier("all")
 @pytest.mark.timeout(300)
 def test_the_command_says_so(task, tmp_path, ray_cluster):
-    def command(*arguments):
-        return subprocess.run(
-            command_line(*arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-        )
-
-    tree = tiny_config(task, cluster__address=ray_cluster)
-    file = str(write_config(tmp_path, tree))
-    same = command(file, "--exact", "2")
+    file = str(write_config(tmp_path, tiny_config(task, cluster__address=ray_cluster)))
+    same = subprocess.run(
+        command_line(file, "--exact", "2"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
     assert same.returncode == 0, same.stderr
     assert same.stdout.endswith("the run and the plain loop have computed the same in 2 steps, to the last bit\n")
     assert same.stderr == ""
-    wrong = command(file, "--exact", "none")
-    assert wrong.returncode == 2 and "is no number of steps" in wrong.stderr
-    refused = command(file, "--exact", "2", "stages={advantage: 'custom_parts:halved_advantages'}")
-    assert refused.returncode == 2 and "stages: the plain loop has the built-in stages only" in refused.stderr
-    broken = command(file, "--exact", "1", "pretrain=nowhere")
-    assert broken.returncode == 2 and "nothing was started" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none"], "is no number of steps"),
+        (["2", "stages={advantage: 'custom_parts:halved_advantages'}"], "the plain loop has the built-in stages only"),
+        (["1", "pretrain=nowhere"], "nothing was started"),
+    ],
+)
+def test_what_it_cannot_compare_is_refused(task, tmp_path, capsys, arguments, words):
+    file = str(write_config(tmp_path, tiny_config(task)))
+    with pytest.raises(SystemExit) if arguments == ["none"] else nullcontext():
+        assert main(["check", file, "--exact", *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.tier("all")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("harm", "words"), [("interrupted", "interrupted"), ("killed", "the plain loop failed")])
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("interrupted", "interrupted"),
+        pytest.param("killed", "the plain loop failed", marks=pytest.mark.tier("soak")),
+    ],
+)
 def test_a_plain_loop_that_is_interrupted_or_killed_leaves_nothing_behind(task, tmp_path, ray_cluster, harm, words):
     file = str(write_config(tmp_path, tiny_config(task, cluster__address=ray_cluster)))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

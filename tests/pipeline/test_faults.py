@@ -16,6 +16,7 @@ from runs import run_pipeline, start_command
 from tiny import tiny_config
 
 from roll.tracking.trackers import read_metrics
+from tests import warm_workers
 
 START_SECONDS = 120
 END_SECONDS = 90
@@ -80,11 +81,12 @@ def test_whoever_dies_is_replaced_or_named(task, role):
 
 
 class Command:
-    """A run in processes of its own, which are all found by a mark in their environment."""
+    """A run in processes of its own, which are all found by a mark in their environment: none is a fork."""
 
     def __init__(self, folder: Path, config, monkeypatch):
         self.mark = f"ROLL_TEST_{uuid.uuid4().hex}"
         monkeypatch.setenv(self.mark, "1")
+        monkeypatch.delenv(warm_workers.ADDRESS, raising=False)
         self.process, self.out = start_command(folder, config)
 
     def processes(self) -> dict[int, str]:
@@ -205,7 +207,10 @@ def test_processes_killed_by_their_ids_are_replaced_or_named_and_nothing_is_left
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize(("signal_number", "in_background"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+@pytest.mark.parametrize(
+    ("signal_number", "in_background"),
+    [pytest.param(signal.SIGINT, False, marks=pytest.mark.tier("soak")), (signal.SIGTERM, True)],
+)
 def test_an_interrupted_run_says_so_and_leaves_no_process(task, command, signal_number, in_background):
     """Nor does it begin again."""
     config = rewarded_by(

@@ -158,7 +158,7 @@ def assert_same_steps(task, address, changes):
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize(("train", "logp"), [([0, 1], [2]), ([0], [1, 2])])
+@pytest.mark.parametrize(("train", "logp"), [([0, 1], [2]), pytest.param([0], [1, 2], marks=pytest.mark.tier("soak"))])
 def test_so_they_are_on_two_ranks_in_processes_of_their_own(task, ray_cluster, train, logp):
     devices = {
         "cluster__num_devices_per_node": 4,

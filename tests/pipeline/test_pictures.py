@@ -254,3 +254,19 @@ def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
     assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == 8
     assert max(step["engine/restarts"] for step in run.metrics) == 1
     assert same(weights(run, 4), weights(whole, 4))
+
+
+@pytest.mark.needs("peft")
+def test_adapters_learn_beside_a_frozen_model_and_are_exported_merged(pictures):
+    arguments = {"lora_target": "to_q,to_v", "lora_rank": 4}
+    config = picture_config(pictures, max_steps=2, save_steps=1, actor_train__model_args=arguments)
+    config["actor_train"]["training_args"]["learning_rate"] = 1e-2
+    run = run_pipeline(pictures, IN_THIS_PROCESS, config)
+    begun = load_file(pictures / "pictures" / "transformer" / "diffusion_pytorch_model.safetensors")
+    first, second = weights(run, 1), weights(run, 2)
+    changed = {name for name in begun if not torch.equal(begun[name], second[name])}
+    assert {name.rpartition(".attn.")[2] for name in changed} == {"to_q.weight", "to_v.weight"}
+    assert all(not torch.equal(first[name], second[name]) for name in changed)
+    assert (run.folder / "checkpoints" / "step-2" / "adapter" / "adapter_model.safetensors").is_file()
+    # What drew the second batch were the weights that the first one had made, at full precision.
+    assert max(step["mismatch/abs_mean"] for step in run.metrics) < 1e-5

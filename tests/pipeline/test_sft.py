@@ -202,7 +202,7 @@ def test_a_run_goes_on_to_the_bit(task):
 
 
 @pytest.mark.tier("all")
-def test_a_killed_run_goes_on_to_the_bit(task):
+def test_a_killed_run_goes_on_to_the_bit(task, warm):
     """Its process is killed between two checkpoints; the whole run has processes and a Ray of its own."""
     config = supervised(task, max_steps=60, save_steps=20)
     undisturbed = run_pipeline(task, IN_THIS_PROCESS, config)

@@ -64,26 +64,32 @@ ADAPTERS_ALONE = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("changes", "gain"),
-    [({}, 0.15), pytest.param(ADAPTERS_ALONE, -0.1, marks=pytest.mark.tier("soak"))],
-    ids=["full", "adapter"],
+    ("replicas", "changes", "gain"),
+    [
+        (1, {}, 0.15),
+        pytest.param(2, {}, 0.15, marks=pytest.mark.tier("soak")),
+        pytest.param(2, ADAPTERS_ALONE, -0.1, marks=pytest.mark.tier("soak")),
+    ],
+    ids=["one", "two", "adapter"],
 )
-def test_a_run_with_vllm_learns_although_one_replica_dies_generating_and_one_at_an_update(
-    vllm_task, ray_cluster, changes, gain
+def test_a_run_with_vllm_learns_although_one_replica_dies_generating_and_a_second_at_an_update(
+    vllm_task, ray_cluster, replicas, changes, gain
 ):
     config = vllm_config(
         vllm_task,
         max_steps=STEPS,
-        cluster__num_devices_per_node=3,
-        actor_infer__device_mapping=[1, 2],
+        cluster__num_devices_per_node=1 + replicas,
+        actor_infer__device_mapping=list(range(1, 1 + replicas)),
         actor_infer__worker_cls="odd_engines:KilledTwiceWithVLLM",
         weight_update__canary_interval=5,
         **changes,
     )
     run = run_pipeline(vllm_task, ray_cluster, config)
     steps = run.metrics
-    assert {path.name for path in (run.folder / "logs").glob("killed-*")} == {"killed-0", "killed-1"}
-    assert steps[-1]["engine/restarts"] == 2
+    assert {path.name for path in (run.folder / "logs").glob("killed-*")} == {
+        f"killed-{rank}" for rank in range(replicas)
+    }
+    assert steps[-1]["engine/restarts"] == replicas
     assert len(steps) == STEPS and run.summary["status"] == "success"
     assert_balanced(run)
     compared = [row for row in read_metrics(run.folder / "metrics.jsonl") if "mismatch/canary_abs_mean" in row]

@@ -12,7 +12,9 @@ from ray.cluster_utils import Cluster
 from roll.configs.run import ClusterConfig
 from roll.runtime.placement import Placement, PlacementError, ray_session
 from roll.runtime.workers import Worker, WorkerGroup, split_devices, start_group, start_worker
+from tests import warm_workers
 from tests.engines.test_vllm_options import arguments
+from tests.ray_cluster import QUIET
 
 pytestmark = pytest.mark.tier("all")
 
@@ -29,8 +31,9 @@ class GpuProbe(Worker):
 
 
 @pytest.fixture(scope="module")
-def eight_gpus():
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 8, "include_dashboard": False})
+def eight_gpus(warm):
+    node = {"num_cpus": 2, "num_gpus": 8, "setup_worker_path": warm_workers.__file__, **QUIET}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
     config = ClusterConfig(device="cuda", num_devices_per_node=8, address=cluster.address, cpu_threads_per_device=1)
     with ray_session(config):
         yield config

@@ -215,6 +215,9 @@ RULES: dict[str, Rule] = {
     "critic.model.path": to("critic.model_args.model_name_or_path"),
     "critic.strategy": later("write `critic.strategy_args.strategy_name`"),
     "critic.**": later("write it under `critic`"),
+    # distillation
+    "distillation.**.inference.**": none("the teacher computes as a trainer's model does, without an engine"),
+    "distillation.**": later("write `teacher` and `distillation`"),
 }
 """verl's key -> what becomes of it."""
 
@@ -236,7 +239,7 @@ def translate(given: Mapping[Path, Any]) -> Translation:
 def _translate(given: Mapping[Path, Any]) -> Translation:
     keys = {parts: value for parts, value in given.items() if len(parts) > 1 or parts == ("entry",)}
     done = translated(ORIGIN, keys, RULES, unknown_is_ours=False)
-    done.take(_data, _devices, _trainer, _batches, _loss, _kl, _critic, _engine, _asynchrony, _validation)
+    done.take(_data, _devices, _trainer, _batches, _loss, _kl, _critic, _teacher, _engine, _asynchrony, _validation)
     done.take(_rewards, _running)
     return done
 
@@ -481,6 +484,41 @@ def _critic(done: Translation) -> None:
     _frozen(done, "critic")
     if done.ours("critic.strategy_args.strategy_name") == "fsdp2_train":
         done.put("critic.strategy_args.strategy_config.gradient_checkpointing", True)
+
+
+_DISTILLED_AT_SAMPLES = ("kl", "k1", "k2", "k3", "low_var_kl", "mse", "abs")
+"""verl's distillation losses that know only the tokens that the student sampled."""
+
+
+def _teacher(done: Translation) -> None:
+    if not done.flag("distillation.enabled"):
+        return
+    _frozen(done, "teacher")
+    loss = "distillation.distillation_loss"
+    models = [path for path in map(".".join, done.given) if path.startswith("distillation.teacher_model")]
+    models = [path for path in models if path.endswith(".model_path")]
+    if models:
+        done.put("teacher.model_args.model_name_or_path", done.get(models[0]))
+    else:
+        done.lack("teacher.model_args.model_name_or_path", "verl's `distillation.teacher_models` names no `model_path`")
+    for path in models[1:]:
+        done.lose(path, done.get(path), "a run has one teacher")
+    devices = "a teacher takes turns with the trainer; give it its own with `teacher.device_mapping`"
+    for key in ("n_gpus_per_node", "nnodes", "enable_resource_pool"):
+        if done.has(f"distillation.{key}"):
+            done.no_effect(f"distillation.{key}", done.get(f"distillation.{key}"), devices)
+    mode = done.get(f"{loss}.loss_mode", "k3")
+    if mode not in _DISTILLED_AT_SAMPLES:
+        done.lose(f"{loss}.loss_mode", mode, "learned is the reverse KL divergence at the sampled tokens")
+    if not done.flag(f"{loss}.use_policy_gradient", True):
+        done.put("distillation.use", "loss")
+    done.put("distillation.coef", done.get(f"{loss}.distillation_loss_coef", 1.0))
+    if not done.flag(f"{loss}.use_task_rewards", done.flag(f"{loss}.use_policy_loss", True)):
+        done.put("distillation.reward_coef", 0)
+    for key in ("loss_max_clamp", "log_prob_min_clamp"):
+        value = done.get(f"{loss}.{key}")
+        if value is not None:
+            done.lose(f"{loss}.{key}", value, "the divergence is not clamped")
 
 
 def _engine(done: Translation) -> None:
