@@ -325,7 +325,9 @@ class PictureTrainConfig(ActorTrainConfig):
         "Build training micro-batches by token budget in place of `per_device_train_batch_size` pictures. A picture "
         "has one token for each trained step, and one for its prompt.",
     )
-    use_dynamic_batching_in_infer: bool = option(False, "Build forward-only micro-batches by token budget.")
+    use_dynamic_batching_in_infer: bool = option(
+        False, "Build forward-only micro-batches by token budget in place of `infer_batch_size` pictures."
+    )
 
 
 ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {

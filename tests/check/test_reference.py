@@ -34,5 +34,5 @@ def test_shared_keys_are_listed_once_and_each_pipeline_has_its_own():
     assert all(name not in sft for name in ("rewards", "actor_infer", "pg_variant", "reasoning_gym", "ground_truth"))
     assert "### `rewards.<name>`" in rlvr and "### `actor_train`" not in rlvr
     assert "### `custom_envs.<name>`" in agentic and "### `train_env_manager`" in agentic
-    assert "### `sampling`" in image and "rewards" not in image and "`diffusers_infer`" in image
+    assert "### `sampling`" in image and "rewards" not in image and '"diffusers_infer"' in image
     assert "`env_type`" in agentic and "rewards" not in agentic
