@@ -55,15 +55,26 @@ def test_pictures_are_where_there_are_frames_and_tensorboard_shows_them(tmp_path
     with Image.open(best) as gif:
         assert gif.n_frames == 3 and np.asarray(gif.convert("RGB")).std() > 0
         size = gif.size
-    run = RunDirectory.create(str(tmp_path / "run"), "x")
+    assert in_tensorboard(best, tmp_path) == size
+
+
+def in_tensorboard(picture, folder) -> tuple[int, int]:
+    """Width and height with which a picture is shown, as it is in its file."""
+    run = RunDirectory.create(str(folder / "run"), "x")
     events = TensorBoardTracker(run.tensorboard)
-    events.picture("val/lake/best_episode", best, 4)
+    events.picture("val/lake/best_episode", picture, 4)
     events.close()
     (file,) = run.tensorboard.iterdir()
     values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
     (shown,) = [value for value in values if value.tag == "val/lake/best_episode"]
     width, height, data = shown.tensor.string_val[:3]
-    assert (int(width), int(height)) == size and data == best.read_bytes()
+    assert data == picture.read_bytes()
+    return int(width), int(height)
+
+
+def test_tensorboard_shows_a_png_in_its_size(tmp_path):
+    Image.new("RGB", (300, 7)).save(tmp_path / "drawn.png")
+    assert in_tensorboard(tmp_path / "drawn.png", tmp_path) == (300, 7)
 
 
 def test_no_episodes_leave_nothing(tmp_path):
