@@ -1,7 +1,7 @@
 """Make the world of the picture example: a tiny Stable Diffusion 3 that draws coloured shapes, and prompts for it.
 
 Flow matching warms the model up on the drawings of an inattentive painter, who draws every other circle as a square.
-The model learns to do the same, and about a third of its pictures are right. Reinforcement learning has to teach it to
+The model learns to do the same, and a quarter of its pictures are right. Reinforcement learning has to teach it to
 draw circles more often than its teacher. The same seed on the same machine makes the same files. This script needs
 torch, diffusers and one or two minutes on one core.
 """
