@@ -1,7 +1,7 @@
 """Make the world of the picture example: a tiny Stable Diffusion 3 that draws coloured shapes, and prompts for it.
 
 Flow matching warms the model up on the drawings of an inattentive painter, who draws every other circle as a square.
-The model learns to do the same, and about a third of its pictures are right. Reinforcement learning has to teach it to
+The model learns to do the same, and a quarter of its pictures are right. Reinforcement learning has to teach it to
 draw circles more often than its teacher. The same seed on the same machine makes the same files. This script needs
 torch, diffusers and one or two minutes on one core.
 """
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderTiny,
@@ -53,16 +54,20 @@ MARKER = "made_by_image_shapes.json"
 class WarmUp:
     """Settings of flow matching."""
 
+    steps: int = 720
+    attentive: float = 5 / 6
+    """Share of the steps in which the painter draws what is asked for; later, half of the circles are squares.
+    A model that has seen right pictures knows what to come back to."""
     learning_rate: float = 2e-3
-    """Rises over the first 20 steps, and falls to half of it."""
+    """Rises over the first 20 steps, falls to half of it by the end of the attentive ones, and stays there."""
     batch_size: int = 128
-    steps: int = 600
     mistaken: float = 0.5
-    """Share of the circles that the painter draws as squares."""
+    """Share of the circles that the inattentive painter draws as squares."""
     noisiness: float = 0.7
     """Noise levels are sigmoid(N(noisiness, 1)): what goes where is decided while there is much noise."""
-    averaged: float = 0.99
-    """The model that is kept is a moving average of the weights with this decay, less at the beginning."""
+    averaged: tuple[float, float] = (0.99, 0.97)
+    """What is kept of the attentive and of the other steps is a moving average of the weights with this decay, less at
+    the beginning."""
 
 
 @dataclass(frozen=True)
@@ -244,16 +249,37 @@ def embed(pipeline: StableDiffusion3Pipeline, prompts: list[str]) -> tuple[Tenso
 
 
 def warm_up(pipeline: StableDiffusion3Pipeline, prompts: list[str], options: WarmUp, seed: int) -> None:
-    """Train the transformer to predict e - x_0 from x_s = (1 - s) x_0 + s e (flow matching, arXiv 2210.02747)."""
+    """Learn from the painter, attentive at first."""
+    generator = torch.Generator().manual_seed(seed)
+    first = round(options.attentive * options.steps)
+    last = options.learning_rate / 2
+    match_flow(pipeline, prompts, options, first, (options.learning_rate, last), 0.0, options.averaged[0], generator)
+    rest = options.steps - first
+    match_flow(pipeline, prompts, options, rest, (last, last), options.mistaken, options.averaged[1], generator)
+
+
+def match_flow(
+    pipeline: StableDiffusion3Pipeline,
+    prompts: list[str],
+    options: WarmUp,
+    steps: int,
+    learning_rates: tuple[float, float],
+    mistakes: float,
+    averaged: float,
+    generator: torch.Generator,
+) -> None:
+    """Train the transformer to predict e - x_0 from x_s = (1 - s) x_0 + s e (flow matching, arXiv 2210.02747).
+
+    ``learning_rates``: at the first and the last step. ``mistakes``: share of circles drawn as squares.
+    """
     model = pipeline.transformer.train()
     tokens, pooled = embed(pipeline, prompts)
     descriptions = [parse_description(prompt) for prompt in prompts]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     average = [weight.detach().clone() for weight in model.parameters()]
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(options.steps):
+    for step in range(steps):
         rows = torch.randint(len(prompts), (options.batch_size,), generator=generator)
-        slips = (torch.rand(options.batch_size, 2, generator=generator) < options.mistaken).tolist()
+        slips = (torch.rand(options.batch_size, 2, generator=generator) < mistakes).tolist()
         drawn = [mistaken(descriptions[row], slip) for row, slip in zip(rows.tolist(), slips, strict=True)]
         pictures = draw(drawn, generator)[:, :, ::SCALE, ::SCALE]
         noise = torch.randn(pictures.shape, generator=generator)
@@ -268,13 +294,13 @@ def warm_up(pipeline: StableDiffusion3Pipeline, prompts: list[str], options: War
         )[0]
         loss = (velocity - (noise - pictures)).square().mean()
         for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * min(1.0, (step + 1) / 20) * (1 - step / options.steps / 2)
+            group["lr"] = min(1.0, (step + 1) / 20) * float(np.interp(step / steps, (0, 1), learning_rates))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         for kept, weight in zip(average, model.parameters(), strict=True):
-            kept.lerp_(weight.detach(), 1 - min(options.averaged, step / (step + 10)))
+            kept.lerp_(weight.detach(), 1 - min(averaged, step / (step + 10)))
     for kept, weight in zip(average, model.parameters(), strict=True):
         weight.detach().copy_(kept)
     model.eval()
