@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def _is_part(kind: object) -> bool:
 
 
 def _copy_part(source: Path, target: Path) -> None:
-    """Copy the folder of a part that never changes, as hard links where the file system can. Pickles are left out."""
+    """Copy the folder of a part that never changes, its weights as hard links if possible. Pickles are left out."""
     shutil.copytree(
         source, target, ignore=shutil.ignore_patterns("*.bin"), copy_function=_link_or_copy, dirs_exist_ok=True
     )
@@ -127,10 +128,11 @@ def _copy_part(source: Path, target: Path) -> None:
 
 def _link_or_copy(source: str, target: str) -> None:
     Path(target).unlink(missing_ok=True)  # of a checkpoint that was cut off; it may be a link to the source
-    try:
-        os.link(Path(source).resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
+    if source.endswith(".safetensors"):  # settings are small, and someone may edit them
+        with suppress(OSError):
+            os.link(Path(source).resolve(), target)
+            return
+    shutil.copyfile(source, target)
 
 
 def build_picture_export(like: SD3Transformer2DModel, weights: Mapping[str, Tensor], source: str) -> PictureExport:

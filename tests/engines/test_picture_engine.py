@@ -159,6 +159,16 @@ def test_an_update_between_two_steps_changes_the_steps_that_follow_and_their_ver
     assert from_the_start.picture.latents[1].tobytes() != kept[1].tobytes()
 
 
+def test_a_tensor_that_is_missing_or_unknown_is_named(model):
+    buckets = other_weights(model)
+    broken = engine(model)
+    with pytest.raises(WeightMismatch, match=r"'pos_embed\.proj\.weight' is missing"):
+        broken.stage_weights([], 1)
+    stray = pack_buckets(iter([("stray.weight", torch.zeros(2))]), 1 << 20)
+    with pytest.raises(WeightMismatch, match=r"'stray\.weight' is not in"):
+        broken.stage_weights([*buckets, *stray], 1)
+
+
 def test_an_update_after_the_window_is_in_the_picture_and_not_in_its_tokens(model):
     untouched = drawn(engine(model), [asked(1)])[0]
     updated = engine(model)
@@ -169,16 +179,6 @@ def test_an_update_after_the_window_is_in_the_picture_and_not_in_its_tokens(mode
     (done,) = to_the_end(updated, 1)
     assert done.versions.tolist() == [0, 0] and done.picture.newest_version == 7
     assert not np.array_equal(done.picture.image, untouched.picture.image)
-
-
-def test_a_tensor_that_is_missing_or_unknown_is_named(model):
-    buckets = other_weights(model)
-    broken = engine(model)
-    with pytest.raises(WeightMismatch, match=r"'pos_embed\.proj\.weight' is missing"):
-        broken.stage_weights([], 1)
-    stray = pack_buckets(iter([("stray.weight", torch.zeros(2))]), 1 << 20)
-    with pytest.raises(WeightMismatch, match=r"'stray\.weight' is not in"):
-        broken.stage_weights([*buckets, *stray], 1)
 
 
 def test_sleep_between_two_steps_changes_nothing(model):
