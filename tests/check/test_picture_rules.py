@@ -36,6 +36,8 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
     assert problems(task, **LORA) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
+    assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
+    assert problems(task, actor_train__pg_variant="tis", actor_train__pg_variant_args={"lower": 0.0}) == {}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,17 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),
         ({"weight_update__in_flight": "resume"}, "weight_update.in_flight", "nothing but its latents"),
         ({"entropy_loss_coef": 0.1}, "entropy_loss_coef", "says something of text"),
+        ({"actor_train__pg_variant_args": {}}, "actor_train.pg_variant_args.clip_low", "0.2 never acts"),
+        (
+            {"actor_train__pg_variant": "cispo", "actor_train__pg_variant_args": {"epsilon_low": 1.0}},
+            "actor_train.pg_variant_args.epsilon_high",
+            "0.28 never acts",
+        ),
+        (
+            {"old_logprobs": "recompute", "train_infer_correction": {"weight": {"level": "token"}}},
+            "train_infer_correction.weight.upper",
+            "2 never acts",
+        ),
         ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
         ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
     ],
