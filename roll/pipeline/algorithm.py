@@ -449,7 +449,9 @@ def _idle_bounds(objective: PolicyObjective, correction: Correction | None) -> I
     """Yield the bounds, defaults among them, that ratios of mean log-probabilities of pictures never reach."""
     bounds = {f"actor_train.pg_variant_args.{name}": value for name, value in objective.policy_loss.arguments.items()}
     if correction is not None:
-        parts = {f"reject[{index}]": part for index, part in enumerate(correction.reject)} | {"weight": correction.weight}
+        parts = {f"reject[{index}]": part for index, part in enumerate(correction.reject)} | {
+            "weight": correction.weight
+        }
         for part, settings in parts.items():
             named = {} if settings is None else vars(settings)
             bounds |= {f"train_infer_correction.{part}.{name}": value for name, value in named.items()}
@@ -507,7 +509,7 @@ def _estimator_problems(
     if isinstance(config, AgenticConfig):
         yield from _episode_problems(config, needs, shaping)
     elif needs.for_episodes:
-        message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
+        message = f"{name} is defined on episodes of several turns, and `{config.pipeline}` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
     size, least = derived.group_size(config), needs.least_samples
     teaching = config.distillation
