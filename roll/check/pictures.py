@@ -40,7 +40,8 @@ _TEXT_KEYS = (
     "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
     "actor_train.model_args.attn_implementation", "weight_update.canary_interval", "weight_update.canary_prompts",
-    "weight_update.canary_tolerance", "entropy_loss_coef",
+    "weight_update.canary_tolerance", "entropy_loss_coef", "actor_train.data_args.template",
+    "validation.data_args.template",
 )  # fmt: skip
 """Keys that say something of text: its tokens, its attention, its probabilities, the entropy of a choice."""
 _NOT_BUILT = (
@@ -137,6 +138,9 @@ def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
     if steps < 2:
         message = f"{steps}: the last step has no noise, so there would be nothing to learn from"
         yield ConfigProblem("sampling.num_inference_steps", message, "write at least 2")
+    elif sampling.window_reach is None and sampling.window_size > last:
+        message = f"{sampling.window_size} of {count(steps, 'step')}: the last one has no noise"
+        yield ConfigProblem("sampling.window_size", message, f"write at most {last}")
     elif sampling.reach > last:
         message = f"{sampling.reach} of {count(steps, 'step')}: the last one has no noise"
         yield ConfigProblem("sampling.window_reach", message, f"write at most {last}")

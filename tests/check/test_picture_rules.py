@@ -107,6 +107,12 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"sampling__max_sequence_length": 0}, "sampling.max_sequence_length", "must be >= 1"),
         ({"sampling__max_sequence_length": 513}, "sampling.max_sequence_length", "<= 512"),
         ({"critic": {"device_mapping": [0]}, "adv_estimator": "gae"}, "critic", "this section is not built"),
+        (
+            {"sampling__window_size": 4, "sampling__window_reach": None},
+            "sampling.window_size",
+            "4 of 4 steps: the last one has no noise",
+        ),
+        ({"actor_train__data_args__template": "chat"}, "actor_train.data_args.template", "says something of text"),
         ({"adv_estimator": "gigpo"}, "adv_estimator", "`image` has one"),
         ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
         ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
