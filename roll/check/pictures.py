@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,27 @@ from roll.configs.strategies import ENGINES, TRAINERS, Engine, Trainer, strategy
 
 PIPELINES = ("StableDiffusion3Pipeline",)
 """Classes of diffusers' pipelines whose models can be trained."""
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+"""Class of diffusers' schedulers whose noise levels are built."""
+_PLAIN_LEVELS = {
+    "num_train_timesteps": 1000,
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "invert_sigmas": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "stochastic_sampling": False,
+}
+"""Settings of a scheduler that change its levels or steps, with the values that are built."""
 MODEL_INDEX = "model_index.json"
 """File of a folder that is a pipeline of diffusers."""
 _TEXT_KEYS = (
     "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
     "actor_train.model_args.attn_implementation", "weight_update.canary_interval", "weight_update.canary_prompts",
-    "weight_update.canary_tolerance", "entropy_loss_coef",
+    "weight_update.canary_tolerance", "entropy_loss_coef", "actor_train.data_args.template",
+    "validation.data_args.template",
 )  # fmt: skip
 """Keys that say something of text: its tokens, its attention, its probabilities, the entropy of a choice."""
 _NOT_BUILT = (
@@ -63,7 +78,8 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
             continue
         yield without_effect(path, value, "it says something of text, and this run draws pictures", "remove this key")
     for path, value in _changed(config, _NOT_BUILT):
-        yield ConfigProblem(path, f"{shown(value)}: not built for `pipeline: image` yet", "remove it")
+        what = "this section is" if is_dataclass(value) else f"{shown(value)}:"
+        yield ConfigProblem(path, f"{what} not built for `pipeline: image` yet", "remove it")
     if config.weight_update.in_flight == "resume":
         message = "resume drops caches, and a picture has none: between two steps it is nothing but its latents"
         yield ConfigProblem("weight_update.in_flight", message, "write `keep` or `drain`")
@@ -71,6 +87,17 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
         if section.model_args.dtype == "float16":
             message = "float16: velocities and their gradients are computed in float32 or bfloat16"
             yield ConfigProblem(f"{role}.model_args.dtype", message, "write `float32` or `bfloat16`")
+    trained, drawn = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
+    if trained != drawn:
+        message = f"{drawn}, but the trainer computes in {trained}: their log-probabilities would differ by rounding"
+        yield ConfigProblem("actor_infer.model_args.dtype", message, f"write `{trained}`")
+    elif config.sampling.log_prob == "sum" and trained != "float32":
+        message = f"sum: a sum over all dimensions is wrong by more than a clip range in {trained}"
+        yield ConfigProblem("sampling.log_prob", message, "write `mean`, or `dtype: float32` for trainer and engine")
+    for role, section in (("actor_train", config.actor_train), ("actor_infer", config.actor_infer)):
+        if section.model_args.trust_remote_code:
+            reason = "pipelines of pictures bring no code"
+            yield without_effect(f"{role}.model_args.trust_remote_code", True, reason, "remove this key")
     if config.actor_infer.num_gpus_per_engine > 1:
         message = (
             f"{config.actor_infer.num_gpus_per_engine}: diffusers_infer computes on one GPU, the others would idle"
@@ -111,6 +138,9 @@ def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
     if steps < 2:
         message = f"{steps}: the last step has no noise, so there would be nothing to learn from"
         yield ConfigProblem("sampling.num_inference_steps", message, "write at least 2")
+    elif sampling.window_reach is None and sampling.window_size > last:
+        message = f"{sampling.window_size} of {count(steps, 'step')}: the last one has no noise"
+        yield ConfigProblem("sampling.window_size", message, f"write at most {last}")
     elif sampling.reach > last:
         message = f"{sampling.reach} of {count(steps, 'step')}: the last one has no noise"
         yield ConfigProblem("sampling.window_reach", message, f"write at most {last}")
@@ -148,9 +178,19 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
         return
     transformer, vae = _settings(model / "transformer" / "config.json"), _settings(model / "vae" / "config.json")
     scheduler = _settings(model / "scheduler" / "scheduler_config.json")
-    if scheduler.get("use_dynamic_shifting"):
-        message = f"{model} shifts its noise levels by the size of the picture, which is not built yet"
-        yield ConfigProblem(path, message, "take a model with a constant shift")
+    if scheduler and scheduler.get("_class_name") != SCHEDULER:
+        message = f"{model} has a {scheduler.get('_class_name')}; its noise levels must be those of {SCHEDULER}"
+        yield ConfigProblem(path, message, "take a model with that scheduler")
+    for key, plain in _PLAIN_LEVELS.items():
+        if scheduler.get(key, plain) != plain:
+            message = f"{model} has {key}: {shown(scheduler[key])} in its scheduler, which is not built yet"
+            yield ConfigProblem(path, message, f"take a model with {key}: {shown(plain)}")
+    longest = _settings(model / "tokenizer" / "tokenizer_config.json").get("model_max_length", config.prompt_length)
+    if index.get("text_encoder_3", [None])[0] is not None:
+        longest = max(longest, config.sampling.max_sequence_length)
+    if config.prompt_length > longest:
+        message = f"{config.prompt_length}: the model's text encoders cut prompts at {longest} tokens"
+        yield ConfigProblem("prompt_length", message, f"write at most {longest}")
     scale = 2 ** (len(vae.get("block_out_channels") or vae.get("decoder_block_out_channels") or [1]) - 1)
     unit = scale * int(transformer.get("patch_size", 1))
     most = unit * int(transformer.get("pos_embed_max_size") or 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from roll.configs.fields import Count, Natural, Positive, Range, option
+from roll.configs.fields import Count, Positive, Range, option
 
 
 @dataclass
@@ -21,7 +21,7 @@ class PictureSampling:
         "none, and one pass of the model per step in place of two.",
     )
     negative_prompt: str = option("", "What guidance leads away from.")
-    max_sequence_length: Natural = option(
+    max_sequence_length: Annotated[int, Range(at_least=1, at_most=512)] = option(
         256, "Tokens of a prompt for the T5 encoder; a model without one gets as many zeros. diffusers' default is 256."
     )
     shift: Positive | None = option(

@@ -126,8 +126,7 @@ class PictureEngine(ModelEngine):
         self._path = path
         self._options = options
         self._frozen = FrozenParts(path, transformer, dtype, device, decodes=True)
-        threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self._row_multiple = ROW_MULTIPLE * threads
+        self._row_multiple = ROW_MULTIPLE * torch.get_num_threads() if device.type == "cpu" else 1
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._drawings: list[Drawing] = []
         self._waiting: deque[ActiveRequest] = deque()

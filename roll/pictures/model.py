@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.utils import logging as diffusers_logging
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from roll.algorithms import flow
@@ -37,7 +38,18 @@ def load_transformer(path: str, dtype: torch.dtype) -> SD3Transformer2DModel:
     model: SD3Transformer2DModel = SD3Transformer2DModel.from_pretrained(
         path, subfolder="transformer", dtype=dtype, use_safetensors=True
     )
+    if dtype != torch.float32:
+        _widen_buffers(model, Path(path) / "transformer")
     return model.eval()
+
+
+def _widen_buffers(model: nn.Module, folder: Path) -> None:
+    """Give buffers the digits of the files in ``folder`` and the precision in which a trainer publishes them."""
+    buffers = dict(model.named_buffers())
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            for name in buffers.keys() & set(stored.keys()):
+                buffers[name].data = stored.get_tensor(name).float()
 
 
 def empty_transformer(path: str) -> SD3Transformer2DModel:

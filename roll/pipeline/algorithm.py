@@ -37,7 +37,7 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
-from roll.configs.run import AgenticConfig, DistillationConfig, PipelineConfig, PromptConfig
+from roll.configs.run import AgenticConfig, DistillationConfig, ImageConfig, PipelineConfig, PromptConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
 from roll.rewards.registry import route_domains
@@ -51,6 +51,14 @@ MOST_LAGS_REPORTED = 8
 """Highest lag with a metric of its own; that metric includes all older tokens."""
 SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty")
 """Keys that shape the reward of a response or an episode."""
+FAR = 0.01
+"""Ratios of mean log-probabilities of pictures are closer to 1 than this; in practice by 1e-5 to 1e-3."""
+_FROM_ONE = ("clip_low", "clip_high", "epsilon_low", "epsilon_high", "threshold", "second_moment")
+"""Bounds that are distances of a ratio from 1, or of its logarithm from 0."""
+_AROUND_ONE = ("lower", "upper", "dual_clip", "behaviour_weight_cap")
+"""Bounds that are ratios."""
+_NO_BOUND = {"clip_low": 1, "epsilon_low": 1, "lower": 0}
+"""Values that say that there is no bound, where that is not infinity."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +282,8 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
     estimator = problems.attempt(make_advantage_estimator, config.adv_estimator, config.adv_estimator_args)
     if objective is not None and not problems.found:
         problems.found += _policy_problems(config, objective, correction)
+        if isinstance(config, ImageConfig) and config.sampling.log_prob == "mean":
+            problems.found += _idle_bounds(objective, correction)
     if estimator is not None:
         problems.found += _estimator_problems(config, estimator, objective)
         reasons = (
@@ -435,6 +445,26 @@ def _policy_problems(
             yield ConfigProblem("old_logprobs", message, remedy)
 
 
+def _idle_bounds(objective: PolicyObjective, correction: Correction | None) -> Iterator[ConfigProblem]:
+    """Yield the bounds, defaults among them, that ratios of mean log-probabilities of pictures never reach."""
+    bounds = {f"actor_train.pg_variant_args.{name}": value for name, value in objective.policy_loss.arguments.items()}
+    if correction is not None:
+        parts = {f"reject[{index}]": part for index, part in enumerate(correction.reject)} | {
+            "weight": correction.weight
+        }
+        for part, settings in parts.items():
+            named = {} if settings is None else vars(settings)
+            bounds |= {f"train_infer_correction.{part}.{name}": value for name, value in named.items()}
+    for path, value in bounds.items():
+        name = path.rpartition(".")[2]
+        absent = value is None or value == _NO_BOUND.get(name, math.inf)
+        if absent or not (name in _FROM_ONE and value >= FAR or name in _AROUND_ONE and abs(value - 1) >= FAR):
+            continue
+        example = "1.0e-4" if name in _FROM_ONE else "0.999" if value < 1 else "1.001"
+        message = f"{value:g} never acts: with `sampling.log_prob: mean` the ratio of a step is far closer to 1"
+        yield ConfigProblem(path, message, f"write for example {example}, or set `sampling.log_prob: sum`")
+
+
 def _role_problems(config: PipelineConfig, needs_proximal: bool, streams: bool) -> Iterator[ConfigProblem]:
     """Yield the problem of an `actor_logp` that nobody asks for anything."""
     if config.actor_logp is None:
@@ -479,7 +509,7 @@ def _estimator_problems(
     if isinstance(config, AgenticConfig):
         yield from _episode_problems(config, needs, shaping)
     elif needs.for_episodes:
-        message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
+        message = f"{name} is defined on episodes of several turns, and `{config.pipeline}` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
     size, least = derived.group_size(config), needs.least_samples
     teaching = config.distillation

@@ -82,16 +82,22 @@ def _who_waits(run: RunFiles, engine: float, trainer: float) -> tuple[float, str
         )
         return larger, text, remedy, ""
     if smaller < LARGE_IDLE and engine > trainer:
+        batches = (
+            "larger micro-batches (`per_device_train_batch_size`)"
+            if _draws(run)
+            else "fewer, larger micro-batches (`max_tokens_per_microbatch_in_train`, where a step has several) or packed "
+            "ones (`use_sequence_packing`)"
+        )
         remedy = (
-            "Give the trainer more devices (`actor_train.device_mapping`) or the engine fewer, larger micro-batches "
-            "(`max_tokens_per_microbatch_in_train`, where a step has several) or packed ones (`use_sequence_packing`). "
+            f"Give the trainer more devices (`actor_train.device_mapping`) or {batches}. "
             f"What the engine has to spare can go into more samples per prompt.{_too_far_ahead(run)}"
         )
         return engine, "The engine waits for the trainer: training is the slower side", remedy, ""
     if smaller < LARGE_IDLE:
+        shorter = "take fewer denoising steps (`sampling.num_inference_steps`)" if _draws(run) else "shorten responses"
         remedy = (
             "Give the engine more devices or replicas, let generation run further ahead (`async_generation_ratio`), or "
-            "shorten responses."
+            f"{shorter}."
         )
         return trainer, "The trainer waits for rollouts: generation is the slower side", remedy, ""
     if run.config.get("async_generation_ratio") == 0:
@@ -105,6 +111,10 @@ def _who_waits(run: RunFiles, engine: float, trainer: float) -> tuple[float, str
     text = "Both wait at times, for something that is neither generation nor training"
     remedy = "Look at the lanes: validation, weight publication, or a driver without a core of its own."
     return smaller, text, remedy, ""
+
+
+def _draws(run: RunFiles) -> bool:
+    return run.config.get("pipeline") == "image"
 
 
 def _too_far_ahead(run: RunFiles) -> str:

@@ -36,6 +36,8 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
     assert problems(task, **LORA) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
+    assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
+    assert problems(task, actor_train__pg_variant="tis", actor_train__pg_variant_args={"lower": 0.0}) == {}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,43 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),
         ({"weight_update__in_flight": "resume"}, "weight_update.in_flight", "nothing but its latents"),
         ({"entropy_loss_coef": 0.1}, "entropy_loss_coef", "says something of text"),
+        ({"actor_train__pg_variant_args": {}}, "actor_train.pg_variant_args.clip_low", "0.2 never acts"),
+        (
+            {"actor_train__pg_variant": "cispo", "actor_train__pg_variant_args": {"epsilon_low": 1.0}},
+            "actor_train.pg_variant_args.epsilon_high",
+            "0.28 never acts",
+        ),
+        (
+            {"old_logprobs": "recompute", "train_infer_correction": {"weight": {"level": "token"}}},
+            "train_infer_correction.weight.upper",
+            "2 never acts",
+        ),
+        ({"actor_train__model_args": {"dtype": "bfloat16"}}, "actor_infer.model_args.dtype", "computes in bfloat16"),
+        (
+            {
+                "actor_train__model_args": {"dtype": "bfloat16"},
+                "actor_infer__model_args": {"dtype": "bfloat16"},
+                "sampling__log_prob": "sum",
+            },
+            "sampling.log_prob",
+            "more than a clip range",
+        ),
+        (
+            {"actor_infer__model_args": {"trust_remote_code": True}},
+            "actor_infer.model_args.trust_remote_code",
+            "no code",
+        ),
+        ({"prompt_length": 1000}, "prompt_length", "cut prompts at 6 tokens"),
+        ({"sampling__max_sequence_length": 0}, "sampling.max_sequence_length", "must be >= 1"),
+        ({"sampling__max_sequence_length": 513}, "sampling.max_sequence_length", "<= 512"),
+        ({"critic": {"device_mapping": [0]}, "adv_estimator": "gae"}, "critic", "this section is not built"),
+        (
+            {"sampling__window_size": 4, "sampling__window_reach": None},
+            "sampling.window_size",
+            "4 of 4 steps: the last one has no noise",
+        ),
+        ({"actor_train__data_args__template": "chat"}, "actor_train.data_args.template", "says something of text"),
+        ({"adv_estimator": "gigpo"}, "adv_estimator", "`image` has one"),
         ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
         ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
     ],
@@ -109,7 +148,11 @@ def test_text_runs_cannot_have_an_engine_of_pictures(task):
     ("file", "change", "words"),
     [
         ("model_index.json", {"_class_name": "FluxPipeline"}, "is a FluxPipeline; so far a StableDiffusion3Pipeline"),
-        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "by the size of the picture"),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting: true"),
+        ("scheduler/scheduler_config.json", {"use_karras_sigmas": True}, "use_karras_sigmas: true"),
+        ("scheduler/scheduler_config.json", {"shift_terminal": 0.1}, "shift_terminal: 0.1"),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": 500}, "num_train_timesteps: 500"),
+        ("scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler"}, "has a DDIMScheduler"),
     ],
 )
 def test_models_that_cannot_be_trained_are_named(task, tmp_path, file, change, words):

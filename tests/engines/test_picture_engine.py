@@ -159,6 +159,19 @@ def test_an_update_between_two_steps_changes_the_steps_that_follow_and_their_ver
     assert from_the_start.picture.latents[1].tobytes() != kept[1].tobytes()
 
 
+def test_an_update_with_equal_weights_changes_no_bit_in_bfloat16(model):
+    """The trainer publishes the position embeddings in float32, and they have these digits from the start."""
+    wide = load_transformer(model, torch.float32)
+    tensors = [(name, tensor.detach()) for name, tensor in wide.named_parameters()]
+    tensors.append(("pos_embed.pos_embed", wide.pos_embed.pos_embed))
+    begun, updated = (
+        PictureEngine(model, torch.bfloat16, torch.device("cpu"), DiffusersInferConfig(64)) for _ in range(2)
+    )
+    assert begun._model.pos_embed.pos_embed.dtype == torch.float32
+    updated.load_weights(updated.stage_weights(list(pack_buckets(iter(tensors), 1 << 20)), 0))
+    assert bits(drawn(updated, [asked(1)])[0]) == bits(drawn(begun, [asked(1)])[0])
+
+
 def test_a_tensor_that_is_missing_or_unknown_is_named(model):
     buckets = other_weights(model)
     broken = engine(model)

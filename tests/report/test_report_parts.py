@@ -135,6 +135,16 @@ def test_a_ratio_that_only_makes_tokens_older_is_named():
     assert "is enough" not in remedy(1, 0.6, 0.1) + remedy(2, 0.1, 0.6)
 
 
+def test_advice_for_a_run_of_pictures_names_keys_that_it_has():
+    def remedy(engine, trainer, pipeline):
+        return findings(run_with(engine, trainer, {**APART, "pipeline": pipeline}))[0].remedy
+
+    training, drawing = remedy(0.6, 0.1, "image"), remedy(0.1, 0.6, "image")
+    assert "per_device_train_batch_size" in training and "packing" not in training
+    assert "num_inference_steps" in drawing and "responses" not in drawing
+    assert "use_sequence_packing" in remedy(0.6, 0.1, "rlvr") and "shorten responses" in remedy(0.1, 0.6, "rlvr")
+
+
 def test_the_first_step_is_not_counted_where_others_tell():
     run = run_with(0.6, 0.1)
     run.metrics[0].update({"idle/actor_infer": 0.0, "time/step": 1000.0})
