@@ -127,6 +127,8 @@ class Sample:
     steps and after each, float32 ``[sampled tokens + 1, channels, height, width]``."""
     image: np.ndarray | None = None
     """Of a picture that may be looked at: uint8 ``[height, width, 3]``."""
+    newest_version: int = -1
+    """Of a picture: newest policy version behind any of its denoising steps, of which only some are tokens."""
 
     @property
     def response_tokens(self) -> int:

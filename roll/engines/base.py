@@ -80,6 +80,8 @@ class Picture:
     latents: np.ndarray
     """float32 ``[noisy steps + 1, channels, height, width]``: before the first step that has noise, and after each of
     them; without noise only the last one."""
+    newest_version: int = -1
+    """Newest version of the weights behind any of its steps, also those without noise."""
 
 
 @dataclass(frozen=True)

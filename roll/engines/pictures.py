@@ -65,6 +65,8 @@ class Drawing:
     logprobs: list[float] = field(default_factory=list)
     """One for each token."""
     versions: list[int] = field(default_factory=list)
+    newest_version: int = -1
+    """Of all steps so far, tokens or not."""
 
     @property
     def is_noisy(self) -> bool:
@@ -91,6 +93,7 @@ class Drawing:
         if self.is_noisy:
             self.trail.append(drawn)
         self.latents = drawn
+        self.newest_version = max(self.newest_version, version)
         self.step += 1
 
     def chunk(self) -> TokenChunk:
@@ -271,7 +274,7 @@ class PictureEngine(ModelEngine):
 
     def _picture(self, drawing: Drawing) -> Picture:
         latents = torch.stack(drawing.trail or [drawing.latents])
-        return Picture(self._frozen.picture(drawing.latents), latents.cpu().numpy())
+        return Picture(self._frozen.picture(drawing.latents), latents.cpu().numpy(), drawing.newest_version)
 
     def _end(
         self, active: ActiveRequest, chunk: TokenChunk, reason: FinishReason, picture: Picture | None = None

@@ -81,6 +81,7 @@ class PictureFunction(RolloutFunction):
                 sample.image = None  # all have been judged, and one of a group is enough to look at
             return samples
         finally:
+            self._forget(sticky_key)
             drawing.clear()  # an exception is in a cycle with this frame, and cycles are collected rarely
 
     def _from_completion(self, prompt: Prompt, completion: Completion) -> Sample:
@@ -88,6 +89,7 @@ class PictureFunction(RolloutFunction):
             raise ValueError(f"the engine has drawn no picture for {completion.request_id}")
         sample = sample_from_completion(replace(prompt, token_ids=PROMPT_TOKEN), completion, "")
         sample.image = completion.picture.image
+        sample.newest_version = completion.picture.newest_version
         if self.purpose == "train":
             sample.latents = completion.picture.latents
         return sample

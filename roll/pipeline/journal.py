@@ -72,7 +72,7 @@ class JournalKeeper:
         result = group.result
         newest = max(
             [group.start_version, result.baseline_version]
-            + [int(sample.versions.max(initial=-1)) for sample in result.samples]
+            + [int(sample.versions.max(initial=sample.newest_version)) for sample in result.samples]
         )
         start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
         payload = start + encode_group(result)

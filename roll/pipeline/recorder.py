@@ -145,21 +145,22 @@ def _readable(
 ) -> ReadableSample:
     sample = group.samples[0]
     sampled = sample.response_mask
-    mean, drawn = None, sample.image is not None
+    is_picture = sample.image is not None or sample.latents is not None
+    mean = None
     if advantages is not None:
         mean = float(advantages[0][sampled].mean()) if sampled.any() else 0.0
     return ReadableSample(
         step=step,
         group_id=group.group_id,
         prompt=group.prompt.text,
-        response=picture_file(step, split, group) if drawn else sample.response_text,
+        response=sample.response_text if sample.image is None else picture_file(step, split, group),
         score=sample.score,
         advantage=mean,
         versions=(oldest, int(sample.versions[sampled].max(initial=oldest))),
         finish_reason=sample.finish_reason,
         domain=group.prompt.domain,
         split=split,
-        tokens=None if drawn else readable_tokens(group.episodes[0], advantages, decoder),
+        tokens=None if is_picture else readable_tokens(group.episodes[0], advantages, decoder),
     )
 
 

@@ -238,11 +238,7 @@ class RolloutFunction:
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
         sticky_key = None if self.separate_requests else self._name(group_id)
-        try:
-            samples = await self._judged_samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
-        finally:
-            if sticky_key is not None:
-                self.generator.forget(sticky_key)
+        samples = await self._judged_samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
         if not self.greedy_baseline:
             return Group(group_id, prompt, samples)
         baseline = samples.pop()
@@ -277,9 +273,15 @@ class RolloutFunction:
         except BaseException:
             running.clear()  # the exception is in a cycle with this frame, and cycles are collected rarely
             raise
+        finally:
+            self._forget(sticky_key)
         samples = [task.result() for task in running]
         await self._judge(prompt, samples)
         return samples
+
+    def _forget(self, sticky_key: str | None) -> None:
+        if sticky_key is not None:
+            self.generator.forget(sticky_key)
 
     async def _sample(
         self, request: GenerateRequest, prompt: Prompt, sticky_key: str | None, min_version: int | None

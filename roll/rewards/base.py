@@ -63,6 +63,9 @@ class PreparedVerifier:
     def check_machine(self) -> None:
         """Raise `VerifierUnavailable` if it cannot work here. Called before a run, on the starting machine."""
 
+    def load(self) -> None:
+        """Load the models that it judges with. Called in each process as it starts, outside any time limit."""
+
 
 class VerifierUnavailable(RuntimeError):
     """A verifier cannot work on this machine, whatever its input. The message says what has to change."""

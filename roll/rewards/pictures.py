@@ -179,6 +179,10 @@ class Ocr(PreparedVerifier):
             return []
         return [text for text, sure in zip(found.txts, found.scores, strict=True) if sure >= self._confidence]
 
+    def load(self) -> None:
+        """Load RapidOCR's models, which takes seconds."""
+        _ = self._reader
+
     @cached_property
     def _reader(self) -> Any:
         from rapidocr import RapidOCR

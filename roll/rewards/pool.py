@@ -84,6 +84,8 @@ class _Process:
         self._verifier = resolve_verifier(config, path)
         for module in self._verifier.requires:
             importlib.import_module(module)
+        if self._verifier.prepared is not None:
+            self._verifier.prepared.load()
         self._timeout_seconds = reward_timeout(config)
 
     def _output(self, value: Any) -> RewardOutput:

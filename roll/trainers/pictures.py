@@ -6,8 +6,11 @@ and the log-probability of the recorded next latent under it. All steps of a mic
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from torch import Tensor
 from roll.pictures.model import FrozenParts, Schedule, load_transformer, velocity
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import TrainerSetup
-from roll.trainers.state import PICTURES
+from roll.trainers.state import MODEL_INDEX, PICTURES
 from roll.trainers.step import MicroBatch
 
 
@@ -69,7 +72,8 @@ class PictureForward:
     def _computed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         fields, (rows, kept) = micro_batch.pictures, micro_batch.targets.shape
         latents = torch.from_numpy(fields["latents"]).to(self._device)
-        before, after = latents[:, :kept].flatten(0, 1), latents[:, 1 : kept + 1].flatten(0, 1)
+        # The prompt is one token, so the step that position 0 predicts is the first one on record.
+        before, after = (latents[:, micro_batch.positions + shift].flatten(0, 1) for shift in (0, 1))
         sampling, steps = self._schedule.sampling, micro_batch.targets.flatten()
         conditions = self._frozen.conditions([str(prompt) for prompt in fields["prompts"]], sampling).repeated(kept)
         levels = self._schedule.levels.to(self._device)[steps]
@@ -86,7 +90,7 @@ class PictureExport:
 
     model: SD3Transformer2DModel
     source: str
-    """Folder of the pipeline that the model was loaded from; its other parts are copied."""
+    """Folder of the pipeline that the model was loaded from; the parts that its index names are copied."""
     beside: Callable[[str], None] | None = None
     """Function that writes further files into the folder."""
 
@@ -95,13 +99,40 @@ class PictureExport:
 
         Raises `OSError` naming the folder.
         """
-        if self.beside is not None:
-            self.beside(path)
-        shutil.copytree(self.source, path, ignore=shutil.ignore_patterns(PICTURES[0]), dirs_exist_ok=True)
+        index = Path(self.source) / MODEL_INDEX
+        parts = [name for name, kind in json.loads(index.read_text(encoding="utf-8")).items() if _is_part(kind)]
+        Path(path).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(index, Path(path) / MODEL_INDEX)
+        for part in parts:
+            if part != PICTURES[0]:
+                _copy_part(Path(self.source) / part, Path(path) / part)
         try:
             self.model.save_pretrained(Path(path) / PICTURES[0], safe_serialization=True)
         except SafetensorError as cause:
             raise OSError(f"cannot write the model into {path}: {cause}") from cause
+        if self.beside is not None:
+            self.beside(path)
+
+
+def _is_part(kind: object) -> bool:
+    """Return True for what a pipeline's index says of a part that is there: its library and its class."""
+    return isinstance(kind, list) and None not in kind
+
+
+def _copy_part(source: Path, target: Path) -> None:
+    """Copy the folder of a part that never changes, its weights as hard links if possible. Pickles are left out."""
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("*.bin"), copy_function=_link_or_copy, dirs_exist_ok=True
+    )
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    Path(target).unlink(missing_ok=True)  # of a checkpoint that was cut off; it may be a link to the source
+    if source.endswith(".safetensors"):  # settings are small, and someone may edit them
+        with suppress(OSError):
+            os.link(Path(source).resolve(), target)
+            return
+    shutil.copyfile(source, target)
 
 
 def build_picture_export(like: SD3Transformer2DModel, weights: Mapping[str, Tensor], source: str) -> PictureExport:

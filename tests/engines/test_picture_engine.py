@@ -150,6 +150,7 @@ def test_an_update_between_two_steps_changes_the_steps_that_follow_and_their_ver
     assert updated.load_weights(updated.stage_weights(other_weights(model), 7)).version == 7
     (done,) = to_the_end(updated, 1)
     assert done.versions.tolist() == [0, 7]
+    assert (untouched.picture.newest_version, done.picture.newest_version) == (0, 7)
     kept, new = untouched.picture.latents, done.picture.latents
     assert np.array_equal(kept[:2], new[:2]) and not np.array_equal(kept[2], new[2])
     assert done.logprobs[0] == untouched.logprobs[0] and done.logprobs[1] != untouched.logprobs[1]
@@ -179,6 +180,18 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(model):
     stray = pack_buckets(iter([("stray.weight", torch.zeros(2))]), 1 << 20)
     with pytest.raises(WeightMismatch, match=r"'stray\.weight' is not in"):
         broken.stage_weights([*buckets, *stray], 1)
+
+
+def test_an_update_after_the_window_is_in_the_picture_and_not_in_its_tokens(model):
+    untouched = drawn(engine(model), [asked(1)])[0]
+    updated = engine(model)
+    updated.submit(ActiveRequest(asked(1)))
+    for _ in range(3):
+        updated.step()
+    updated.load_weights(updated.stage_weights(other_weights(model), 7))
+    (done,) = to_the_end(updated, 1)
+    assert done.versions.tolist() == [0, 0] and done.picture.newest_version == 7
+    assert not np.array_equal(done.picture.image, untouched.picture.image)
 
 
 def test_sleep_between_two_steps_changes_nothing(model):

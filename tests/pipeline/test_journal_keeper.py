@@ -45,6 +45,19 @@ def test_a_group_comes_back_as_the_scheduler_had_it(tmp_path):
     assert marker.version == 2
 
 
+def test_a_picture_that_newer_weights_have_ended_goes_with_them(tmp_path):
+    keeper = JournalKeeper(tmp_path / "journal")
+    group = finished(5, 3, versions=(3, 3))
+    group.result.samples[0].newest_version = 4
+    keeper.group_finished(group)
+    keeper.close()
+    (kept,) = records = list(read_journal(tmp_path / "journal"))
+    assert kept.version == 4
+    assert finished_again(5, "item", kept.payload).result.samples[0].newest_version == 4
+    back = [RolloutProgress(steps, 6, {}, (5,)) for steps in (3, 4)]
+    assert [list(recover(records, each).finished) for each in back] == [[], [5]]
+
+
 SETTINGS = {"actor_infer.generating_args.temperature": 1.0, "response_length": 8}
 
 

@@ -39,7 +39,7 @@ class Easel:
             request = self.requests[index]
             steps = np.array(request.picture.window or range(4), np.int32)
             picture = Picture(
-                np.full((8, 8, 3), index, np.uint8), np.full((len(steps) + 1, 3, 8, 8), index, np.float32)
+                np.full((8, 8, 3), index, np.uint8), np.full((len(steps) + 1, 3, 8, 8), index, np.float32), 4
             )
             numbers = np.full(len(steps), -1.5, np.float32), np.full(len(steps), 3, np.int32)
             self.drawn[index].set_result(Completion(request.request_id, steps, *numbers, "stop", picture=picture))
@@ -99,6 +99,7 @@ def test_pictures_are_judged_as_they_come_and_those_that_come_together_in_one_ca
         assert sample.metrics == {"pixel": index}
         assert sample.response_mask.tolist() == [False, True, True]
         assert sample.versions.tolist() == [-1, 3, 3] and sample.behaviour_logprobs.tolist() == [0, -1.5, -1.5]
+        assert sample.newest_version == 4, "of a step that is no token"
         assert sample.latents[0, 0, 0, 0] == index and len(sample.latents) == 3
     assert [sample.image is not None for sample in group.samples] == [True, False, False, False]
 

@@ -136,6 +136,18 @@ def test_a_killed_run_goes_on_and_ends_like_the_undisturbed_one(pictures, tmp_pa
         assert same(weights(run, 3), weights(whole, 3))
 
 
+@pytest.mark.tier("all")
+def test_a_run_that_begins_from_a_checkpoint_resumes_from_its_own(pictures, tmp_path):
+    first = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=1, save_steps=1, seed=8))
+    begun = str(first.folder / "checkpoints" / "step-1")
+    config = picture_config(pictures, max_steps=2, save_steps=1, pretrain=begun)
+    killed = KilledRun(tmp_path, config)
+    killed.kill_when(lambda out: newest_checkpoint(out) == 1)
+    run = killed.finish()
+    assert run.summary["resumed_at"] == [1]
+    assert same(weights(run, 2), weights(run_pipeline(pictures, IN_THIS_PROCESS, config), 2))
+
+
 def test_the_export_is_a_whole_pipeline(pictures):
     from diffusers import DiffusionPipeline
 

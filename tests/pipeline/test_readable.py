@@ -110,3 +110,15 @@ def test_each_group_is_told_with_the_advantages_of_its_own_rows():
         (0, 1.0, [1.0]), (1, 5.0, [5.0]),
     ]  # fmt: skip
     assert [each.tokens.texts for each in told] == [["a"], ["c"]]
+
+
+def test_a_picture_that_came_back_from_the_journal_is_no_text():
+    drawn = sample_of([0, 2, 3], [0, 1, 1], [-1, 4, 4], latents=np.zeros((3, 1, 1, 1), np.float32))
+    group = Group(0, Prompt("p", "d", np.zeros(1, dtype=np.int32), "a"), [drawn])
+    data = SampleBatch.from_samples([drawn])
+    data.tokens["advantages"] = np.array([0, 1, 1], np.float32)
+    (told,) = readable([group], data, 4, 2, Letters())
+    assert (told.tokens, told.response, told.versions) == (None, "", (4, 4))
+    drawn.image = np.zeros((8, 8, 3), np.uint8)
+    (told,) = readable([group], data, 4, 2, Letters())
+    assert (told.tokens, told.response) == (None, "step-4-train-0.png")

@@ -134,6 +134,16 @@ def test_samples_that_stay_together_leave_nothing_in_the_router(text):
     run_virtual(scenario())
 
 
+def test_samples_that_stay_together_are_let_go_before_they_are_judged():
+    class Looks(Judge):
+        async def score(self, domain, records):
+            assert engine.requests and not engine.sticky
+            return await super().score(domain, records)
+
+    engine = Engine()
+    run_virtual(rollout(engine, judge=Looks(), separate_requests=False)(9, prompt()))
+
+
 def validator(engine, prompts, **settings):
     options = {"batch_size": 8, "timeout_seconds": 100.0, "attempts": 3, "on_event": print, **settings}
     return PromptValidator(prompts, rollout(engine, purpose="validation"), **options)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from roll.configs.errors import ConfigError
 from roll.configs.rewards import RewardConfig
-from roll.rewards.base import RewardInput
+from roll.rewards.base import RewardInput, RewardOutput
 from roll.rewards.pictures import COLOURS, FORMS, Ocr, Shapes, edit_distance, jpeg_size, parse_description
+from roll.rewards.pool import RewardWorker
 from roll.rewards.registry import check_sight, checked_output, resolve_verifier
+from roll.runtime.process import DriverFolders
 from tests.tiers import need
 
 SIDE = 48
@@ -177,6 +184,23 @@ def test_ocr_reads_a_drawn_text():
     assert results[0] == {"score": 1.0, "exact": 1.0}
     assert results[1]["score"] < 0.5
     assert verifier(RewardInput("0", "", "", ground_truth="x", image=Image.new("RGB", (64, 64))))["score"] == 0
+
+
+class Models(ReadsLines):
+    def __init__(self, **settings):
+        super().__init__([("a", 0.9)])
+        time.sleep(0.3)
+
+
+def test_models_are_loaded_before_the_time_of_the_first_picture_runs(monkeypatch):
+    for name in ("rapidocr", "onnxruntime"):
+        library = SimpleNamespace(__spec__=ModuleSpec(name, None), RapidOCR=Models)
+        monkeypatch.setitem(sys.modules, name, library)
+    config = RewardConfig(verifier="ocr", timeout_seconds=0.2)
+    worker = RewardWorker(config, "rewards.ocr", DriverFolders(), {})
+    judged = RewardInput("0", "", "", ground_truth="a", image=Image.new("RGB", (8, 8)))
+    (verdict,) = worker.judge([judged])
+    assert verdict.output == RewardOutput(1.0, {"exact": 1.0}), verdict
 
 
 def test_a_text_of_nothing_is_refused_before_the_run():

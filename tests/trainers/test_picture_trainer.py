@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from roll.configs.pictures import PictureSampling
 from roll.configs.roles import ModelArguments
 from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams
+from roll.trainers.step import build_micro_batch
 from tests.tiers import need
 from tests.tiny_pictures import SAMPLING, make_pipeline
 from tests.trainers.ranks import Job, run_here, run_job
@@ -82,6 +85,18 @@ def test_log_probabilities_are_those_of_the_engine(model, kind):
     assert not found[~mask].any() and np.ptp(found[mask]) > 1e-2
 
 
+def of_the_last_steps(trainer, batch):
+    wanted = np.tile([False, False, True], len(batch))
+    micro_batch = build_micro_batch(batch, range(len(batch)), wanted, (), torch.device("cpu"))
+    return trainer.forward.logprobs(micro_batch, 1.0).detach().numpy()
+
+
+def test_steps_that_are_left_out_move_no_other(model):
+    batch = recorded(model, PLAIN)
+    (found,) = run_here(Job(of_the_last_steps, "fsdp2_train", model, batch, {"pictures": PLAIN}, ranks=1))
+    np.testing.assert_allclose(found, batch.tokens["behaviour_logprobs"][2::3, None], atol=1e-5, rtol=0)
+
+
 SETUP = {"pictures": PLAIN, "training_args": ALMOST_SGD, "max_tokens": None}
 
 
@@ -128,3 +143,39 @@ def test_bfloat16_computes_near_float32(model):
     mask = batch.tokens["response_mask"]
     apart = np.abs(found[mask] - batch.tokens["behaviour_logprobs"][mask])
     assert 0 < apart.max() < 0.05
+
+
+def test_an_export_of_a_checkpoint_takes_the_parts_of_its_pipeline_and_nothing_else(model, tmp_path):
+    from roll.pictures.model import load_transformer
+    from roll.trainers.pictures import build_picture_export
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(model, source)
+    for file in ("state/rank", "adapter/weights", ".git/config", "vae/old.bin", "whole.safetensors"):
+        (source / file).parent.mkdir(exist_ok=True)
+        (source / file).write_text("old")
+    (target / "state").mkdir(parents=True)
+    (target / "state" / "rank").write_text("new")
+
+    def adapter(path: str) -> None:
+        Path(path, "adapter").mkdir(exist_ok=True)
+        Path(path, "adapter", "weights").write_text("new")
+
+    like = load_transformer(str(source), torch.float32)
+    weights = {name: weight.detach() + 1 for name, weight in like.named_parameters()}
+    export = replace(build_picture_export(like, weights, str(source)), beside=adapter)
+    for _ in range(2):  # what a cut off checkpoint has left is written over
+        export.write(str(target))
+    new = ["state/rank", "adapter/weights"]
+    assert [(target / file).read_text() for file in new] == ["new", "new"]
+    files, before = ({str(each.relative_to(at)) for each in at.rglob("*.*")} for at in (target, Path(model)))
+    assert files == before
+    for file in files - {"transformer/diffusion_pytorch_model.safetensors", "transformer/config.json"}:
+        assert (target / file).read_bytes() == Path(model, file).read_bytes()
+    vae = "vae/diffusion_pytorch_model.safetensors"
+    assert (target / vae).samefile(source / vae), "a frozen part takes no room of its own"
+    scheduler = "scheduler/scheduler_config.json"
+    assert not (target / scheduler).samefile(source / scheduler), "someone may edit it"
+    bias = "pos_embed.proj.bias"
+    assert torch.equal(load_transformer(str(target), torch.float32).get_parameter(bias), weights[bias])
+    assert torch.equal(load_transformer(str(source), torch.float32).get_parameter(bias), like.get_parameter(bias))
