@@ -88,7 +88,9 @@ def train(painter: Painter, options: argparse.Namespace) -> None:
         name: [json.loads(line)["prompt"] for line in (options.world / f"data/{name}.jsonl").open()]
         for name in ("train", "validation")
     }
-    optimizer = torch.optim.AdamW(painter.model.parameters(), lr=options.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        painter.model.parameters(), lr=options.lr, betas=(0.9, options.beta2), weight_decay=0.0
+    )
     loss_function = make_policy_loss(options.loss, json.loads(options.loss_args))
     generator, chance = torch.Generator().manual_seed(options.seed), random.Random(options.seed)
     batches: deque[tuple[Tensor, Steps]] = deque()
@@ -130,7 +132,8 @@ def train(painter: Painter, options: argparse.Namespace) -> None:
         begun = time.monotonic()
         advantages, steps = batches.popleft()
         for settings in optimizer.param_groups:
-            settings["lr"] = options.lr * (1 - (1 - options.lr_end) * done / options.updates)
+            rise = min(1.0, (done + 1) / options.warmup)
+            settings["lr"] = options.lr * rise * (1 - (1 - options.lr_end) * done / options.updates)
         total, report = len(advantages), {}
         for part in torch.arange(total).split(256):
             mean, std = painter.moments(Steps(*(each[part] for each in steps)), options.noise)
@@ -170,7 +173,17 @@ def main() -> None:
             "size": 2,
             "within": 3,
         },
-        **{"kind": "cps", "noise": 0.8, "reduce": "mean", "lr": 4e-4, "lr_end": 0.1, "parts": 0.0, "max_norm": 1.0},
+        **{
+            "kind": "cps",
+            "noise": 0.8,
+            "reduce": "mean",
+            "lr": 4e-4,
+            "lr_end": 0.1,
+            "warmup": 1,
+            "beta2": 0.999,
+            "parts": 0.0,
+            "max_norm": 1.0,
+        },
         **{"loss": "ppo", "loss_args": '{"clip_low": 1e-3, "clip_high": 1e-3}', "verbose": 0},
     }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)

@@ -49,7 +49,7 @@ def keys() -> str:
     shared = _key_tables(PipelineConfig, _documented(RunConfig, PipelineConfig))
     parts.append(f"{title}\n\n{PipelineConfig.__doc__}\n\n{shared}")
     for name, cls in PIPELINES.items():
-        above = PipelineConfig if name in rollouts else RunConfig
+        above: type[RunConfig] = PipelineConfig if name in rollouts else RunConfig
         if cls is ImageConfig:
             above = PromptConfig  # whose keys stand under `rlvr`
         parts.append(f"## Pipeline `{name}`\n\n{cls.__doc__}\n\n{_key_tables(cls, _documented(above, cls))}")

@@ -283,5 +283,9 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     import deepspeed
+    import deepspeed.ops
 
+    if device.type == "cpu":
+        # It would compile an extension at its first start, for a minute of two cores, which only its inference uses.
+        vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

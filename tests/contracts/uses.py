@@ -117,6 +117,7 @@ WORDS = {
     "trainers/deepspeed.py": {
         "DS_ACCELERATOR": "deepspeed.accelerator.real_accelerator",
         "LOCAL_RANK": "deepspeed.comm.comm",
+        "__compatible_ops__": "deepspeed.comm.torch",
     },
     "trainers/megatron/strategy.py": {
         "main_param": f"{CORE}.optimizer.optimizer",

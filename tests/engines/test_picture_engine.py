@@ -234,10 +234,10 @@ def test_draining_ends_running_pictures_first_and_others_see_the_new_weights(mod
     async def run():
         replica = strategy(model)
         await replica.start()
-        requests = [asyncio.ensure_future(replica.generate(asked(seed))) for seed in range(6)]
+        await replica.prepare_weights(iter(other_weights(model)), 3)
+        requests = [asyncio.ensure_future(replica.generate(asked(seed))) for seed in range(24)]
         while not replica.stats()["running"]:
             await asyncio.sleep(0)
-        await replica.prepare_weights(iter(other_weights(model)), 3)
         await replica.pause("drain")
         await replica.load_weights(3)
         await replica.resume()
