@@ -75,7 +75,7 @@ def dictionaries(name: str) -> list[dict]:
     if name.endswith(".finalize_model_grads"):
         return [{key: None for key in call} for call in final_calls()]
     if name.endswith(".fully_shard"):
-        setup = SimpleNamespace(device="cuda", model_args=SimpleNamespace(dtype="bfloat16"))
+        setup = SimpleNamespace(device="cuda", model_args=SimpleNamespace(dtype="bfloat16"), pictures=None)
         return [{"mesh": None} | sharding_policies(setup, SimpleNamespace(offload=place)) for place in ("none", "cpu")]
     raise KeyError(f"{name} is passed a dictionary, and no contract says what is in it")
 
