@@ -150,7 +150,7 @@ def most_while_loading(rank: int, port: int, paths: tuple[str, str]) -> tuple[in
     watcher = threading.Thread(target=watch)
     watcher.start()
     # The first pass gathers the layers; that is computing.
-    with patch("roll.trainers.fsdp2.HfForward", stop), pytest.raises(Loaded):
+    with patch("roll.trainers.fsdp2.forward_pass", stop), pytest.raises(Loaded):
         trainer.initialize()
     done.set()
     watcher.join()
