@@ -10,7 +10,7 @@ from roll.configs.fields import Count, Positive, Range, option
 
 @dataclass
 class PictureSampling:
-    """How pictures are drawn, in training and in validation (which adds no noise)."""
+    """Settings of drawing pictures, in training and in validation (which adds no noise)."""
 
     height: Count = option(512, "Height of the pictures in pixels.")
     width: Count = option(512, "Width of the pictures in pixels.")

@@ -169,15 +169,18 @@ def picture_file(step: int, split: Literal["train", "val"], group: Group) -> str
     return f"step-{step}-{split}-{group.group_id}.png"
 
 
-def write_pictures(groups: Sequence[Group], step: int, split: Literal["train", "val"], folder: Path) -> list[Path]:
-    """Write the first picture of each group, if there is one, as PNG into ``folder``. Return the files."""
+def write_pictures(
+    groups: Sequence[Group], step: int, split: Literal["train", "val"], folder: Path
+) -> list[tuple[Group, Path]]:
+    """Write the first picture of each group that has one as PNG into ``folder``. Return them with their files."""
     files = []
     for group in groups:
         image = group.samples[0].image
         if image is not None:
             folder.mkdir(exist_ok=True)
-            files.append(folder / picture_file(step, split, group))
-            Image.fromarray(image).save(files[-1])
+            path = folder / picture_file(step, split, group)
+            Image.fromarray(image).save(path)
+            files.append((group, path))
     return files
 
 
@@ -391,7 +394,7 @@ class RunRecorder:
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         chosen, version = result.groups[:count], result.version
         drawn = await asyncio.to_thread(write_pictures, chosen, version, "val", self.run.pictures)
-        for group, path in zip(chosen, drawn, strict=False):
+        for group, path in drawn:
             if self._events is not None:
                 self._events.picture(f"val/{group.prompt.domain}/{group.group_id}", path, version)
         pictures = await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, result.version)
