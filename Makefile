@@ -86,9 +86,9 @@ check: venv-for-tests
 
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
 # tests run side by side, in the order of their names: the longest have few tests, and would come last by their number.
-# TEST_WORKERS=0 runs one after the other.
+# TEST_WORKERS=0 runs one after the other. Sources are compiled once, not by each process.
 TEST_WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 test: venv-for-tests
 	$(PYTEST) --tier quick
 

@@ -20,9 +20,10 @@ NEVER = 2**30
 
 
 async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None:
-    """Collect old objects as rarely as they cost, until cancelled. Objects that are there now are left out.
+    """Collect old objects as rarely as they cost, until cancelled.
 
-    ``clock``: seconds, to measure a collection.
+    Objects that are there now, mostly what imports made, are left out for good: nothing frees them before the process
+    ends, and looking through them once takes most of a second. ``clock``: seconds, to measure a collection.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -37,4 +38,3 @@ async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None
             wait = min(LONGEST_WAIT_SECONDS, max(SHORTEST_WAIT_SECONDS, (clock() - began) / LARGEST_SHARE))
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
