@@ -30,6 +30,9 @@ ALL_TEST_REQUIREMENTS := $(TEST_REQUIREMENTS) -r requirements/test-all.txt $(if 
 QUICKSTART := examples/quickstart
 SHAPES := examples/image-shapes-cpu
 
+# What is imported is compiled then, and kept: to compile all that is installed takes a third of installing.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
@@ -51,8 +54,8 @@ endef
 define install
 	$(make_venv)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(RUN) -m pip install --quiet "setuptools>=77" $(1)
-	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable . $(2)
+	@$(RUN) -m pip install --quiet --no-compile "setuptools>=77" $(1)
+	@$(RUN) -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable . $(2)
 	@touch $@
 endef
 
@@ -73,7 +76,7 @@ demo: venv
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
 
 demo-image: venv
-	@$(RUN) -c "import diffusers" 2>/dev/null || $(RUN) -m pip install --quiet -r requirements/image.txt
+	@$(RUN) -c "import diffusers" 2>/dev/null || $(RUN) -m pip install --quiet --no-compile -r requirements/image.txt
 	$(RUN) $(SHAPES)/make_model.py
 	$(RUN) examples/start_pipeline.py --config $(SHAPES)/image.yaml
 
@@ -86,9 +89,9 @@ check: venv-for-tests
 
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
 # tests run side by side, in the order of their names: the longest have few tests, and would come last by their number.
-# TEST_WORKERS=0 runs one after the other. Sources are compiled once, not by each process.
+# TEST_WORKERS=0 runs one after the other.
 TEST_WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 test: venv-for-tests
 	$(PYTEST) --tier quick
 
@@ -116,7 +119,7 @@ contracts: venv-for-all-tests
 # Needs nothing of what runs need, so it installs nothing of that.
 $(INSTALLED_FOR_DOCS): requirements/docs.txt
 	$(make_venv)
-	@$(RUN) -m pip install --quiet -r requirements/docs.txt
+	@$(RUN) -m pip install --quiet --no-compile -r requirements/docs.txt
 	@touch $@
 
 docs: $(INSTALLED_FOR_DOCS)
@@ -131,7 +134,7 @@ bench-plain: venv
 	$(RUN) benchmarks/plain_loop.py
 
 bench-trl: venv
-	$(RUN) -m pip install --quiet $(REQUIREMENTS) -r requirements/bench.txt
+	$(RUN) -m pip install --quiet --no-compile $(REQUIREMENTS) -r requirements/bench.txt
 	$(RUN) benchmarks/trl_comparison.py
 
 bench-overlap: venv
@@ -158,7 +161,7 @@ bench-memory: venv-for-all-tests
 
 # About half an hour the first time; what is done is kept in output/offpolicy_lab.
 bench-offpolicy: venv
-	$(RUN) -m pip install --quiet $(REQUIREMENTS) -r requirements/bench.txt
+	$(RUN) -m pip install --quiet --no-compile $(REQUIREMENTS) -r requirements/bench.txt
 	$(RUN) benchmarks/offpolicy_lab.py --figures docs/algorithms
 
 bench-losses: venv

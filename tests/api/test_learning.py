@@ -46,8 +46,9 @@ def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path, warm_
     assert run.status == "success" and last > first + 0.2
 
 
-@pytest.mark.tier("all")
-def test_a_local_environment_is_learned(tmp_path, warm_commands):
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.tier("all"), id="reached"), 30])
+@pytest.mark.tier("soak")
+def test_a_local_environment_is_reached_and_learned(tmp_path, warm_commands, steps):
     make_task(tmp_path)
 
     class Copy(gymnasium.Env):
@@ -66,7 +67,7 @@ def test_a_local_environment_is_learned(tmp_path, warm_commands):
     config = agentic_config(
         tmp_path,
         {"copy": {"max_steps": 1, "max_tokens_per_step": 1}},
-        max_steps=30,
+        max_steps=steps,
         adv_estimator="grpo",
         output_dir=str(tmp_path / "out"),
         actor_train__training_args__learning_rate=5e-3,
@@ -75,4 +76,6 @@ def test_a_local_environment_is_learned(tmp_path, warm_commands):
     rows = run.metrics if isinstance(run.metrics, list) else run.metrics.to_dict("records")
     rewards = [row["reward/mean"] for row in rows[1:]]
     assert run.config.custom_envs["copy"].env_type == "given from Python: Copy"
-    assert sum(rewards[-8:]) / 8 > sum(rewards[:4]) / 4 + 0.2
+    assert any(rewards), "an untrained policy is right at times"
+    if steps > 2:
+        assert sum(rewards[-8:]) / 8 > sum(rewards[:4]) / 4 + 0.2
