@@ -19,8 +19,10 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+import ray
 
 from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, ManagerSettings, SampledTurn
 from roll.agentic.manager import EnvManager
@@ -33,8 +35,18 @@ from roll.data.chat import TemplateRefused
 from roll.data.records import Group, Prompt, derive_seed
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.pipeline.preflight import AgenticPlan, Prepared
-from roll.pipeline.rollouts import Generator, RolloutSide, ValidationResult, Validator, sampling_params
+from roll.pipeline.rollouts import (
+    Generator,
+    RolloutSide,
+    ValidationResult,
+    Validator,
+    WorkerProcesses,
+    sampling_params,
+)
 from roll.rollout.scheduler import FatalRolloutError, GroupRequest
+
+if TYPE_CHECKING:
+    from roll.agentic.endpoint.server import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +62,7 @@ class AgenticSide(RolloutSide):
     """The rollout side of the agentic pipeline."""
 
     sample_metrics = "env/{domain}"
-    workers: EnvPool
+    workers: EpisodeProcesses
 
     def __init__(self, prepared: Prepared, plan: AgenticPlan, log_dir: str, on_event: Callable[[str], None]) -> None:
         self._prepared = prepared
@@ -62,7 +74,9 @@ class AgenticSide(RolloutSide):
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
             log_dir=log_dir,
         )
-        self.workers = EnvPool(config.custom_envs, settings)
+        agents = [tag for tag, env in config.custom_envs.items() if env.env_manager_cls == "agent"]
+        endpoint = _endpoint(config) if agents else None
+        self.workers = EpisodeProcesses(EnvPool(config.custom_envs, settings), endpoint)
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Return random tokens, since observations are not known before the environments run."""
@@ -94,7 +108,7 @@ class AgenticSide(RolloutSide):
         )
 
     def metrics(self) -> dict[str, float]:
-        return {f"env_workers/{name}": float(count) for name, count in self.workers.counts().items()}
+        return {f"env_workers/{name}": float(count) for name, count in self.workers.pool.counts().items()}
 
     def _rollout(
         self, generator: Generator, manager: EnvManagerConfig, arguments: GeneratingArguments, purpose: str
@@ -102,7 +116,7 @@ class AgenticSide(RolloutSide):
         longest = derived.sequence_length(self._config)
         return EpisodeRollout(
             generator=generator,
-            environments=self.workers,
+            environments=self.workers.pool,
             managers={tag: self._manager(tag, manager, arguments) for tag in derived.used_tags(self._config, manager)},
             sampling=sampling_params(arguments, longest),
             group_size=manager.group_size,
@@ -123,7 +137,42 @@ class AgenticSide(RolloutSide):
             history_length=env.history_length,
             keep_first_observation=env.keep_first_observation,
         )
-        return self._plan.managers[tag](settings, self._plan.template, self._prepared.tokenizer)
+        parts = (settings, self._plan.template, self._prepared.tokenizer)
+        if self.workers.endpoint is None or env.env_manager_cls != "agent":
+            return self._plan.managers[tag](*parts)
+        from roll.agentic.agents import AgentManager
+
+        return AgentManager(*parts, self.workers.endpoint, self._plan.parsers[tag])
+
+
+@dataclass(frozen=True)
+class EpisodeProcesses(WorkerProcesses):
+    """The environment workers, and the endpoint that agents in them ask, if there are any."""
+
+    pool: EnvPool
+    endpoint: Endpoint | None
+
+    async def start(self) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.start()
+        await self.pool.start()
+
+    async def shutdown(self) -> None:
+        try:
+            await self.pool.shutdown()
+        finally:
+            if self.endpoint is not None:
+                await self.endpoint.stop()
+
+    def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        return self.pool.busy_spans()
+
+
+def _endpoint(config: AgenticConfig) -> Endpoint:
+    """Return the endpoint at the address by which environment workers reach this process."""
+    from roll.agentic.endpoint.server import Endpoint
+
+    return Endpoint(host="127.0.0.1" if config.cluster.address is None else ray.util.get_node_ip_address())
 
 
 @dataclass(frozen=True)
