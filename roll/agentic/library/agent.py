@@ -25,6 +25,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
+from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.configs.errors import nearest_name_hint
 from roll.configs.plugins import IMPORT_REMEDY, import_object
 
@@ -90,6 +91,9 @@ class AgentEnv(TextGame):
             raise BadOption("command", "it is empty", "name a program and its arguments")
         if folder is not None and command is None:
             raise BadOption("folder", "a function has no folder of its own", "set it together with `command`")
+        if tool_parser is not None and tool_parser not in PARSERS:
+            hint = nearest_name_hint(tool_parser, PARSERS)
+            raise BadOption("tool_parser", f"there is no parser {tool_parser!r}", hint)
         if folder is not None and not Path(folder).is_dir():
             raise BadOption("folder", f"there is no folder {folder!r}", "name the folder that the command starts in")
         self._function = None if run is None else _function("run", run)
