@@ -273,9 +273,12 @@ class EpisodeRollout:
         """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
         name = f"{self.purpose}-{group_id}-{index}"
 
-        async def policy(prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:
+        async def policy(
+            prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+        ) -> SampledTurn:
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, turn)
-            sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
+            stops = self.sampling.stop_strings + stop_strings
+            sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
             request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
             # All turns on one replica, for its prefix cache.
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
