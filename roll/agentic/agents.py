@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
-from roll.agentic.endpoint.server import Endpoint
-from roll.agentic.endpoint.session import EpisodeSession, SessionSettings, ToolParser
+from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
+from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.episode import (
     EnvironmentFailed,
     EnvSession,
@@ -36,6 +36,8 @@ from roll.data.chat import TurnTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from roll.agentic.endpoint.server import Endpoint
+
 LIMITS: dict[str | None, EpisodeEnd] = {
     "max_steps_exceeded": "max_steps",
     "context_length_exceeded": "sequence_length",
@@ -51,7 +53,7 @@ class AgentManager:
     template: TurnTemplate
     decoder: PreTrainedTokenizerBase
     endpoint: Endpoint
-    parser: ToolParser | None
+    parser: Parser
     """Reader of the tool calls that the policy writes."""
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
