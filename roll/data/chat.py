@@ -220,7 +220,7 @@ class _ChatText:
 
     def tail(self, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()) -> Tail:
         word = self._unused_word([*messages, *tool_calls])
-        answered = {"role": "assistant", "content": word}
+        answered: dict[str, Any] = {"role": "assistant", "content": word}
         if tool_calls:
             answered["tool_calls"] = list(tool_calls)
         longer = [*self._messages, answered, *messages]

@@ -1,5 +1,5 @@
-"""What crosses between the languages of clients (`dialects.py`), the episodes behind the endpoint (`session.py`) and its
-server.
+"""What crosses between the languages of clients (`dialects.py`), the episodes behind the endpoint (`session.py`) and
+its server.
 
 A client's request is read into one form, whatever language it speaks: messages as a chat template takes them, with the
 arguments of tool calls as objects and contents as text. The answer is made from sampled tokens and written back in the
@@ -37,6 +37,8 @@ class ModelRequest:
     """Roles `system`, `user`, `assistant`, `tool`; contents are text; empty if there is a ``prompt``."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions, each as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    may_call: bool = True
+    """False if the client wants no tool calls: then the tools stay in the prompt, and what is written is text."""
     prompt: str | tuple[int, ...] | None = None
     """Text or token ids to continue, in place of messages."""
     model: str = ""
@@ -45,6 +47,8 @@ class ModelRequest:
     stream: bool = False
     include_usage: bool = False
     """True if a stream ends with the numbers of tokens."""
+    thoughts: bool = True
+    """False if the client wants no thoughts in the answer."""
     logprobs: bool = False
     return_token_ids: bool = False
     without_effect: tuple[str, ...] = ()

@@ -154,8 +154,8 @@ class EpisodeSession:
         if self.closed:
             raise RequestRefused("the episode of this key is over", status=409, code="episode_over")
         if self._sampled >= limits.max_steps:
-            message = f"the episode has had its {limits.max_steps} answers (`max_steps`); end it"
-            raise RequestRefused(message, code="max_steps_exceeded")
+            used_up = f"the episode has had its {limits.max_steps} answers (`max_steps`); end it"
+            raise RequestRefused(used_up, code="max_steps_exceeded")
         place = self._place(request)
         prompt = place.token_ids
         self._require_room(request, place, len(prompt))
@@ -286,7 +286,9 @@ class EpisodeSession:
         self, messages: Sequence[Message], request: ModelRequest, forms: tuple[str, ...], cause: str | None
     ) -> _Place:
         try:
-            conversation = _with_system_folded(lambda messages: self._template.begin(messages, request.tools), messages, begins=True)
+            conversation = _with_system_folded(
+                lambda messages: self._template.begin(messages, request.tools), messages, begins=True
+            )
         except TemplateRefused as refused:
             raise RequestRefused(str(refused), field="messages", code="template_refused") from refused
         return _Place(None, forms, conversation.prompt_token_ids, conversation, cause)
@@ -416,7 +418,8 @@ class EpisodeSession:
         if request.prompt is None:
             begun = isinstance(self._template, ChatTurns) and bool(self._template.opening)
             reasoning, text = split_thoughts(text, begun=begun)
-            text, calls = self._settings.parser(text, request.tools)
+            if request.may_call:
+                text, calls = self._settings.parser(text, request.tools)
         for token in self._template.special_tokens:
             text = text.replace(token, "")
         # A template may write the ids: they are the same whenever the episode is played again.
@@ -466,7 +469,7 @@ class EpisodeSession:
                 sample.behaviour_logprobs[start:end] = turn.sampled.logprobs
                 sample.versions[start:end] = turn.sampled.versions
                 turns[start:end] = turn.number
-            if turn is last:
+            if turn is last and turn in new:
                 rewards[end - 1] = reward
         return sample
 
