@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll.agentic.endpoint.dialects import Chat, Completions
+from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.responses import Responses
+from roll.agentic.endpoint.server import Endpoint
 from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
 from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.episode import (
@@ -36,13 +40,16 @@ from roll.data.chat import TurnTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.agentic.endpoint.server import Endpoint
-
 LIMITS: dict[str | None, EpisodeEnd] = {
     "max_steps_exceeded": "max_steps",
     "context_length_exceeded": "sequence_length",
 }
 """Ends of episodes by the code with which the endpoint refuses a request."""
+
+
+def agent_endpoint(tokenizer: PreTrainedTokenizerBase, host: str) -> Endpoint:
+    """Return an endpoint of all languages, which has not been started. ``host``: the address to listen at."""
+    return Endpoint([dialect(tokenizer.decode) for dialect in (Chat, Completions, Responses, Messages)], host=host)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class AgentManager:
                 address = json.dumps({"base_url": base_url, "api_key": api_key})
                 end = await calls.until_failure(_played(session, address, recorded))
             finally:
-                self.endpoint.close(recorded)
+                await self.endpoint.close(recorded)
                 await calls.end()
         finally:
             await session.close()
@@ -161,6 +168,8 @@ async def _played(session: EnvSession, address: str, recorded: _Recorded) -> Obs
     try:
         return await session.step(address)
     except SessionFailed as failed:
+        if recorded.failure is not None:
+            raise recorded.failure from failed
         if recorded.limit is None or failed.kind not in ("raised", "nonsense"):
             raise
         return Observation((), truncated=True)

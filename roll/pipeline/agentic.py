@@ -19,11 +19,12 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
 
+from roll.agentic.agents import AgentManager, agent_endpoint
+from roll.agentic.endpoint.server import Endpoint
 from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, ManagerSettings, SampledTurn
 from roll.agentic.manager import EnvManager
 from roll.agentic.pool import EnvPool, PoolSettings
@@ -44,9 +45,6 @@ from roll.pipeline.rollouts import (
     sampling_params,
 )
 from roll.rollout.scheduler import FatalRolloutError, GroupRequest
-
-if TYPE_CHECKING:
-    from roll.agentic.endpoint.server import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +72,9 @@ class AgenticSide(RolloutSide):
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
             log_dir=log_dir,
         )
-        agents = [tag for tag, env in config.custom_envs.items() if env.env_manager_cls == "agent"]
-        endpoint = _endpoint(config) if agents else None
+        # Environment workers may be on any node.
+        host = "127.0.0.1" if config.cluster.address is None else ray.util.get_node_ip_address()
+        endpoint = agent_endpoint(prepared.tokenizer, host) if plan.parsers else None
         self.workers = EpisodeProcesses(EnvPool(config.custom_envs, settings), endpoint)
 
     def canary_prompts(self) -> list[np.ndarray]:
@@ -137,12 +136,11 @@ class AgenticSide(RolloutSide):
             history_length=env.history_length,
             keep_first_observation=env.keep_first_observation,
         )
-        parts = (settings, self._plan.template, self._prepared.tokenizer)
-        if self.workers.endpoint is None or env.env_manager_cls != "agent":
-            return self._plan.managers[tag](*parts)
-        from roll.agentic.agents import AgentManager
-
-        return AgentManager(*parts, self.workers.endpoint, self._plan.parsers[tag])
+        template, tokenizer = self._plan.template, self._prepared.tokenizer
+        endpoint, parser = self.workers.endpoint, self._plan.parsers.get(tag)
+        if endpoint is not None and parser is not None:
+            return AgentManager(settings, template, tokenizer, endpoint, parser)
+        return self._plan.managers[tag](settings, template, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ class EpisodeProcesses(WorkerProcesses):
 
     async def start(self) -> None:
         if self.endpoint is not None:
-            await self.endpoint.start()
+            await asyncio.to_thread(self.endpoint.start)
         await self.pool.start()
 
     async def shutdown(self) -> None:
@@ -162,17 +160,10 @@ class EpisodeProcesses(WorkerProcesses):
             await self.pool.shutdown()
         finally:
             if self.endpoint is not None:
-                await self.endpoint.stop()
+                await asyncio.to_thread(self.endpoint.stop)
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         return self.pool.busy_spans()
-
-
-def _endpoint(config: AgenticConfig) -> Endpoint:
-    """Return the endpoint at the address by which environment workers reach this process."""
-    from roll.agentic.endpoint.server import Endpoint
-
-    return Endpoint(host="127.0.0.1" if config.cluster.address is None else ray.util.get_node_ip_address())
 
 
 @dataclass(frozen=True)
