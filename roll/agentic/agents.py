@@ -143,6 +143,9 @@ class _PolicyCalls:
             if not played.done():
                 played.cancel()
                 await asyncio.wait([played])
+            for outcome in (played, self._failure):  # one of them may be lost to the other, or to a cancellation
+                if outcome.done() and not outcome.cancelled():
+                    outcome.exception()
 
     async def end(self) -> None:
         """Cancel the running calls and wait until they have ended: a repeated episode names its calls the same."""

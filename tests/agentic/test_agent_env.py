@@ -81,7 +81,8 @@ def test_a_command_finds_its_task_and_its_model_in_its_environment(tmp_path, mon
     program = (
         "import json, os\n"
         "print('hello')\n"
-        "keys = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'ANTHROPIC_BASE_URL', 'ANTHROPIC_API_KEY', 'NO_PROXY', 'ROLL_TASK']\n"
+        "keys = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'ANTHROPIC_BASE_URL', 'ANTHROPIC_API_KEY']\n"
+        "keys += ['NO_PROXY', 'ROLL_TASK']\n"
         "open('seen.json', 'w').write(json.dumps({key: os.environ[key] for key in keys}))\n"
         "print(json.dumps({'reward': 0.5}))\n"
     )
@@ -110,7 +111,7 @@ def test_a_verifier_judges_what_an_agent_says(agents):
         ("print('done')", "no JSON.*done"),
         ("pass", "no JSON"),
         ("print('{\"rewrad\": 1}')", "no `reward`"),
-        ("print('{\"reward\": 1, \"sucess\": true}')", "did you mean `success`"),
+        ('print(\'{"reward": 1, "sucess": true}\')', "did you mean `success`"),
         ("print('\"much\"')", "has to be a number"),
         ("print('NaN')", "finite"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "exit code 143"),
@@ -127,10 +128,11 @@ def test_a_program_that_is_not_there_is_said():
         played(AgentEnv(command=["no-such-program"]))
 
 
-@pytest.mark.parametrize("result", [None, "1", {"success": True}, {"reward": "1"}, [1.0]])
-def test_what_is_no_reward_is_refused(result):
-    with pytest.raises(ValueError, match="agent"):
-        read_result(result)
+@pytest.mark.parametrize("result", [None, "1", {"success": True}, {"reward": "1"}, [1.0], {"reward": 1, "success": 1}])
+def test_what_is_no_result_is_refused(result):
+    with pytest.raises(ValueError, match="reward|success"):
+        reward, info = read_result(result)
+        observation_from("", info, reward=reward)
 
 
 def test_an_error_of_a_function_is_its_own(agents):

@@ -12,14 +12,12 @@ import inspect
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
-from numbers import Real
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -173,15 +171,14 @@ class AgentEnv(TextGame):
                 finally:
                     self._can_be_stopped(None)
             output, errors = _text_of(out), _text_of(err)
-        shown = shlex.join(command)
         if self._stopped:
-            stopped = f"`{shown}` was stopped; {_end_of(errors or output)}"
+            stopped = f"the agent was stopped; {_end_of(errors or output)}"
             logger.warning("%s", stopped)  # nothing waits for the error any more
             raise AgentStopped(stopped)
         if code:
-            raise RuntimeError(f"`{shown}` ended with exit code {code}; {_end_of(errors or output)}")
+            raise RuntimeError(f"the agent ended with exit code {code}; {_end_of(errors or output)}")
         if errors:
-            logger.info("`%s` wrote: %s", shown, errors[-_LOGGED_CHARACTERS:])
+            logger.info("an agent wrote: %s", errors[-_LOGGED_CHARACTERS:])
         return output
 
     def _can_be_stopped(self, stop: Callable[[], object] | None) -> None:
@@ -206,14 +203,14 @@ def agent_environment(task: Task, base_url: str, api_key: str) -> dict[str, str]
     }
 
 
-def read_result(result: Any) -> tuple[float, dict[str, Any]]:
+def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
     """Return the reward, and what the agent says besides as entries of `info`.
 
-    Raises `ValueError` for what is no result. Types of the values are checked with those of every environment.
+    Raises `ValueError` for keys that have no meaning. Values are checked with those of every environment.
     """
-    if isinstance(result, Mapping):
-        if "reward" not in result:
-            raise ValueError(f"the agent's result has no `reward`: {_shortened(repr(dict(result)))}")
+    if not isinstance(result, Mapping):
+        reward, info = result, {}
+    elif "reward" in result:
         for key in result:
             if key not in RESULT_KEYS:
                 raise ValueError(
@@ -221,11 +218,8 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
                 )
         reward, info = result["reward"], {key: value for key, value in result.items() if key != "reward"}
     else:
-        reward, info = result, {}
-    if not isinstance(reward, Real):  # a bool is one
-        given = _shortened(repr(reward))
-        raise ValueError(f"the agent's reward is {given}; it has to be a number, or an object with `reward`")
-    return float(reward), info
+        raise ValueError(f"the agent's result has no `reward`: {_shortened(repr(dict(result)))}")
+    return float(reward) if isinstance(reward, bool) else reward, info
 
 
 @cache
