@@ -1,4 +1,4 @@
-"""A policy that says what it is told to and remembers what it read, chat templates that write tool calls, and a client."""
+"""A policy that remembers what it read, chat templates that write tool calls, and a client without a network."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ CALLS_ALONE = """\
 
 DROPS_THOUGHTS = """\
 {%- set seen = namespace(last_user=0) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set seen.last_user = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set seen.last_user = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' }}
 {%- if message.reasoning_content and loop.index0 > seen.last_user %}

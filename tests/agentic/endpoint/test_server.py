@@ -269,7 +269,7 @@ def test_equal_requests_are_two_if_nobody_lost_an_answer():
             assert sorted(contents) == ["one", "three", "two"]
             again = await post(address, hello(), **{"x-stainless-retry-count": "1"})
             assert again in (second, third)
-            assert (await post(address, hello(), **{"idempotency-key": "k"}))[0] == 500  # the script has ended
+            assert (await post(address, hello(), **{"idempotency-key": "k"}))[0] == 503  # the script has ended
             await endpoint.close(session)
 
     run(main)
