@@ -1,7 +1,7 @@
 """The HTTP server at which agents reach the policy, in a thread and an event loop of its own.
 
 Each episode has a path and a key; either names it, and both must agree. An answer is recorded before its last byte is
-sent, and it is one answer for each request, however often a client repeats it: a repeated request joins the call that is
+sent. It is one answer for each request, however often a client repeats it: a repeated request joins the call that is
 running, or gets its answer again. A client that goes away stops nothing; it may come back for the answer. What nobody
 came for is left out of training.
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.agentic.endpoint.dialects import Dialect, model_list
 from roll.agentic.endpoint.json_text import loaded
+from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelRequest, RequestRefused
 from roll.agentic.endpoint.session import EpisodeSession
 
@@ -217,7 +218,7 @@ class Endpoint:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         name, path = _split(request.path)
-        dialect = self._dialects.get("messages" if path == COUNT_TOKENS else path)
+        dialect = self._dialects.get(Messages.path if path == COUNT_TOKENS else path)
         try:
             if self._stopping:
                 raise RequestRefused("the run ends", status=503, code="run_ends")
@@ -231,8 +232,8 @@ class Endpoint:
             body = await self._body(request)
             asked = dialect.read(_parsed(body))
             self._tell(asked)
-            if path == COUNT_TOKENS:
-                return _json({"input_tokens": episode.session.count_tokens(asked)})
+            if path == COUNT_TOKENS and isinstance(dialect, Messages):
+                return _json(dialect.token_count(episode.session.count_tokens(asked)))
             call = self._call(episode, dialect, asked, request, path, body)
         except RequestRefused as refused:
             return _refusal(refused, dialect)

@@ -383,7 +383,7 @@ class EpisodeSession:
             if asyncio.get_running_loop() is self._home:
                 sampled = await call
             else:
-                sampled = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))  # type: ignore[arg-type]
+                sampled = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
         except Exception as error:
             self.failure = self.failure or error
             raise RequestRefused(f"the policy failed: {error}", status=503, code="policy_failed") from error
