@@ -239,17 +239,17 @@ def same_as_vllm(text: str, name: str, *tokens: str) -> None:
 @pytest.mark.needs("vllm")
 @pytest.mark.timeout(600)
 class TestAgainstVllm:
-    @settings(max_examples=tiers.examples(3000))
+    @settings(max_examples=tiers.examples(1000))
     @given(text=texts("<tool_call>", "</tool_call>", "<tool_call>\n", "\n</tool_call>", *JSON_BITS))
     def test_hermes(self, text):
         same_as_vllm(text, "hermes", "<tool_call>", "</tool_call>")
 
-    @settings(max_examples=tiers.examples(3000))
+    @settings(max_examples=tiers.examples(1000))
     @given(text=texts("<|python_tag|>", *JSON_BITS))
     def test_llama3_json(self, text):
         same_as_vllm(text, "llama3_json", "<|python_tag|>")
 
-    @settings(max_examples=tiers.examples(3000))
+    @settings(max_examples=tiers.examples(1000))
     @given(
         before=texts(),
         name=st.sampled_from(("look_up", "stop", "f", " ")),
@@ -259,7 +259,7 @@ class TestAgainstVllm:
         if not (name + after).replace("[TOOL_CALLS]", "").lstrip().startswith(("[", "{")):  # else it is the other form
             same_as_vllm(f"{before}[TOOL_CALLS]{name}{after}", "mistral", "[TOOL_CALLS]", "[ARGS]")
 
-    @settings(max_examples=tiers.examples(3000))
+    @settings(max_examples=tiers.examples(1000))
     @given(
         before=texts(),
         begin=st.sampled_from(("[", "{", "[[", f"[{WHOLE_JSON[0]}", f"[{WHOLE_JSON[0]}, ")),
@@ -268,7 +268,7 @@ class TestAgainstVllm:
     def test_mistral_with_an_array(self, before, begin, after):
         same_as_vllm(f"{before}[TOOL_CALLS]{begin}{after}", "mistral", "[TOOL_CALLS]")
 
-    @settings(max_examples=tiers.examples(3000))
+    @settings(max_examples=tiers.examples(1000))
     @given(
         text=texts(
             *(
