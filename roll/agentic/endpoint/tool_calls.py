@@ -147,7 +147,7 @@ def _mistral_array(text: str) -> list[Call]:
     return calls
 
 
-_QWEN_MARK = re.compile(r"(</?tool_call>|<function=|</function>|>)")
+_QWEN_MARK = re.compile(r"(</?tool_call>|<function=|</function>|</parameter>|</?think>|>)")
 _QWEN_PARAMETER = re.compile(
     r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL
 )
@@ -182,9 +182,8 @@ def _qwen3_coder(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
             found[-1][place] += piece
     calls = []
     for call in found:
-        if call["name"] or call["arguments"]:
+        if name := call["name"].strip():
             values = {key: _unwrapped(value) for key, value in _QWEN_PARAMETER.findall(call["arguments"])}
-            name = call["name"].strip()
             calls.append((name, _typed(_dumped(values), name, tools)))
     return before.strip(), tuple(calls)
 
