@@ -109,12 +109,12 @@ class _PolicyCalls:
         self._policy = policy
         self._running: set[asyncio.Task[SampledTurn]] = set()
         self._failure: asyncio.Future[Observation] = asyncio.get_running_loop().create_future()
-        self._ended = False
+        self._ended = asyncio.Event()
 
     async def __call__(
         self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
     ) -> SampledTurn:
-        if self._ended:
+        if self._ended.is_set():
             return _aborted()
         call = asyncio.create_task(
             self._policy(prompt_token_ids, turn=turn, max_new_tokens=max_new_tokens, stop_strings=stop_strings)
@@ -123,7 +123,7 @@ class _PolicyCalls:
         try:
             return await call
         except asyncio.CancelledError:
-            if self._ended:
+            if self._ended.is_set():
                 return _aborted()
             raise
         except Exception as error:
@@ -149,7 +149,7 @@ class _PolicyCalls:
 
     async def end(self) -> None:
         """Cancel the running calls and wait until they have ended: a repeated episode names its calls the same."""
-        self._ended = True
+        self._ended.set()
         self._failure.cancel()
         running = list(self._running)
         for call in running:
