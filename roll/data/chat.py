@@ -277,11 +277,11 @@ class _ChatText:
         and what would end the assistant's turn if it were the last."""
         present = longer[: len(longer) - count]
         alone = self._chat.render(present, self._tools, generation_prompt=False)
-        if text.count(word) == alone.count(word) == 1:
-            head, behind = text.split(word)
+        head, _, behind = text.partition(word)
+        if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
             own = alone.split(word)[1]
             self._require_continued_by(head)
-        else:  # templates that write nothing beside calls
+        else:  # templates that write nothing beside calls, or the results of tools before the words
             present[-1] = {**present[-1], "content": ""}
             alone = head = own = self._chat.render(present, self._tools, generation_prompt=False)
             behind = self._chat.render([*present, *longer[len(present) :]], self._tools)
@@ -369,13 +369,21 @@ class RawTurns(TurnTemplate):
 
 def _require_written(tail: str, messages: Sequence[Message]) -> None:
     """Raise `TemplateRefused` if the template leaves a message out: the policy would act on what it never read."""
+    message = _left_out(tail, messages)
+    if message is not None:
+        raise TemplateRefused(
+            f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
+            "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+        )
+
+
+def _left_out(tail: str, messages: Sequence[Message]) -> Message | None:
+    """Return the first message whose first word is not in the text."""
     for message in messages:
         words = str(message.get("content", "")).split()
         if words and words[0] not in tail:
-            raise TemplateRefused(
-                f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
-                "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
-            )
+            return message
+    return None
 
 
 def require_append_only(
