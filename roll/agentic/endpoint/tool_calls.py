@@ -35,7 +35,7 @@ def split_thoughts(text: str, *, begun: bool = False) -> tuple[str | None, str]:
     not end is all there is.
     """
     before, begin, inside = text.partition(THOUGHT_BEGIN)
-    if begun or before.strip() or not begin:
+    if before.strip() or not begin:
         inside = text
         if not begun and THOUGHT_END not in before:
             return None, text
