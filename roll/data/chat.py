@@ -217,13 +217,15 @@ class ChatTurns(TurnTemplate):
             "content": "word",
             "tool_calls": [{"id": "123456789", "type": "function", "function": function}],
         }
-        for message, as_text in ((called, False), (_with_text_arguments(called), True)):
-            try:
-                self.tokenizer.apply_chat_template([ASKED, message], tokenize=False, **self.options)
-            except Exception:  # a template is a program and may raise anything
-                continue
-            return as_text
-        return False
+        return not self._takes(called) and self._takes(_with_text_arguments(called))
+
+    def _takes(self, message: Message) -> bool:
+        """Return True if the template renders a message behind `ASKED`."""
+        try:
+            self.tokenizer.apply_chat_template([ASKED, message], tokenize=False, **self.options)
+        except Exception:  # a template is a program and may raise anything
+            return False
+        return True
 
 
 def _with_text_arguments(message: Message) -> Message:
