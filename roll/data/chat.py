@@ -9,6 +9,7 @@ control tokens. A chat template that rewrites earlier text cannot be continued l
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 from abc import ABC, abstractmethod
@@ -90,7 +91,7 @@ class Tail:
     text: str
     """From the end of what the policy wrote to where it writes next, of shielded messages."""
     end: str | None
-    """What ends the policy's turn, with which ``text`` begins; None: the template's ``closing``."""
+    """What ends the policy's turn where nothing follows it; None: the template's ``closing``."""
     following: TailOf
     """The tails of what follows."""
 
@@ -152,9 +153,11 @@ class ChatTurns(TurnTemplate):
             return usual
         bare = text.rstrip()
         end = next((token for token in self.special_tokens if bare.endswith(token)), None)
-        if end is None:
+        if end is not None:
+            return text[len(bare) - len(end) :]
+        if usual:
             raise TemplateRefused("the chat template does not say where an assistant's tool calls end")
-        return text[len(bare) - len(end) :]
+        return ""  # the next turn's opening ends this one
 
     @cached_property
     def leading(self) -> str:
@@ -186,19 +189,54 @@ class ChatTurns(TurnTemplate):
     ) -> str:
         """Return the text of a conversation, stand-ins included. Raises `TemplateRefused`."""
         try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.options,
-            )
+            return self._rendered(messages, tools, generation_prompt)
         except Exception as cause:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefused(
                 f"the chat template refuses messages of the roles [{roles}] ({type(cause).__name__}: {cause}); have "
                 "the environment write roles that the template knows, or take `template: raw` for a model without one"
             ) from cause
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+        if any(message.get("tool_calls") for message in messages) and self._takes_arguments_as_text:
+            messages = [_with_text_arguments(each) if each.get("tool_calls") else each for each in messages]
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=open_turn,
+            **self.options,
+        )
+
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """True if the template fails on the arguments of a tool call as an object, and not on their JSON text."""
+        function = {"name": "word", "arguments": {"word": 1}}
+        called = {
+            "role": "assistant",
+            "content": "word",
+            "tool_calls": [{"id": "123456789", "type": "function", "function": function}],
+        }
+        return not self._takes(called) and self._takes(_with_text_arguments(called))
+
+    def _takes(self, message: Message) -> bool:
+        """Return True if the template renders a message behind `ASKED`."""
+        try:
+            self.tokenizer.apply_chat_template([ASKED, message], tokenize=False, **self.options)
+        except Exception:  # a template is a program and may raise anything
+            return False
+        return True
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return an assistant's message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 class _ChatText:
@@ -237,23 +275,24 @@ class _ChatText:
         return Tail(written, end, following.tail)
 
     def _behind_calls(self, longer: list[Message], count: int, word: str, text: str) -> tuple[str, str]:
-        """Return the text behind the assistant's tool calls, the last ``count`` of the messages ``longer`` in it, and
-        the end of the assistant's turn, with which it begins."""
+        """Return the text behind the assistant's tool calls, with the last ``count`` of the messages ``longer`` in it,
+        and what would end the assistant's turn if it were the last."""
         present = longer[: len(longer) - count]
         alone = self._chat.render(present, self._tools, generation_prompt=False)
-        if text.count(word) == alone.count(word) == 1:
-            head, behind = text.split(word)
+        head, _, behind = text.partition(word)
+        if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
             own = alone.split(word)[1]
             self._require_continued_by(head)
-        else:  # templates that write nothing beside calls
+        else:  # templates that write nothing beside calls, or the results of tools before the words
             present[-1] = {**present[-1], "content": ""}
             alone = head = own = self._chat.render(present, self._tools, generation_prompt=False)
             behind = self._chat.render([*present, *longer[len(present) :]], self._tools)
-            self._require_continued_by(head, beyond=True)
-        if not behind.startswith(own):
-            raise TemplateRefused("the chat template rewrites an assistant's tool calls when a conversation goes on")
+            self._require_continued_by(head)
         end = self._chat.end_of(own)
-        return end + behind[len(own) :], end
+        calls = own.removesuffix(end)
+        if not behind.startswith(calls):
+            raise TemplateRefused("the chat template rewrites an assistant's tool calls when a conversation goes on")
+        return behind[len(calls) :], end
 
     def _unused_word(self, messages: Sequence[Message]) -> str:
         """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
@@ -263,12 +302,12 @@ class _ChatText:
             number += 1
         return PLACEHOLDER.format(number=number)
 
-    def _require_continued_by(self, head: str, *, beyond: bool = False) -> None:
-        """Raise `TemplateRefused` unless ``head``, up to the assistant's content, or ``beyond`` it, continues the text
-        read so far.
+    def _require_continued_by(self, head: str) -> None:
+        """Raise `TemplateRefused` unless ``head``, up to the assistant's content or further, continues the text read so
+        far.
 
-        The messages must be rendered as before. The opening of the assistant's turn may differ by a suffix that only
-        one of the two has: `<think>` in the generation prompt, or the space that some templates write before a content.
+        The messages must be rendered as before. The opening of the assistant's turn may differ: `<think>` in the
+        generation prompt and `<think></think>` in the history, or the space that some templates write before a content.
         """
         before = self.read
         if head.startswith(before):
@@ -276,7 +315,7 @@ class _ChatText:
         without_opening = self._chat.render(self._messages, self._tools, generation_prompt=False)
         messages_end = len(os.path.commonprefix([before, without_opening]))
         place = len(os.path.commonprefix([before, head]))
-        if place >= messages_end and (beyond or place == len(head)):
+        if place >= messages_end:
             return
         raise TemplateRefused(
             "the chat template is not append-only: when a conversation goes on it rewrites what the policy has read "
@@ -332,13 +371,21 @@ class RawTurns(TurnTemplate):
 
 def _require_written(tail: str, messages: Sequence[Message]) -> None:
     """Raise `TemplateRefused` if the template leaves a message out: the policy would act on what it never read."""
+    message = _left_out(tail, messages)
+    if message is not None:
+        raise TemplateRefused(
+            f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
+            "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+        )
+
+
+def _left_out(tail: str, messages: Sequence[Message]) -> Message | None:
+    """Return the first message whose first word is not in the text."""
     for message in messages:
         words = str(message.get("content", "")).split()
         if words and words[0] not in tail:
-            raise TemplateRefused(
-                f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
-                "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
-            )
+            return message
+    return None
 
 
 def require_append_only(
@@ -371,11 +418,13 @@ def _without_written_stop(
     """Return ``tail``, without the end of the assistant's turn if the response already has it.
 
     The end is the closing up to its first special token (``<|im_end|>``), which alone identifies it; without a special
-    token it is all of the closing.
+    token it is all of the closing. Where nothing ends a turn, the special token that opens the next one does.
     """
     shorter = min(len(closing), len(tail))
     different = np.flatnonzero(closing[:shorter] != tail[:shorter])
     stop = closing[: different[0] if len(different) else shorter]  # both begin with it
+    if not len(stop):
+        stop = tail[:1] if len(tail) and int(tail[0]) in special_ids else stop
     special = [place for place, token_id in enumerate(stop) if int(token_id) in special_ids]
     if special:
         stop = stop[: special[0] + 1]

@@ -684,7 +684,7 @@ class TrainingBatch:
         trained = data.tokens.get("loss_mask", data.tokens["response_mask"])
         tokens = np.add.reduceat(np.append(trained, False), data.offsets[:-1], dtype=np.float64)
         tokens[data.lengths == 0] = 0
-        parts = [len(samples) for samples in self.episodes]
+        parts = np.array([len(samples) for samples in self.episodes], dtype=np.int64)
         whole = np.repeat(np.add.reduceat(tokens, np.cumsum(parts) - parts), parts)
         data.per_sample["episode_shares"] = np.divide(tokens, whole, out=np.zeros_like(tokens), where=whole > 0)
 

@@ -21,7 +21,7 @@ def problem_of(value: Any) -> str | None:
         if depth > DEEPEST:
             return f"is nested more than {DEEPEST} levels deep"
         if isinstance(value, str):
-            if not _encodable(value):
+            if not value.isascii() and not _encodable(value):
                 return "holds half of a surrogate pair, which is no text"
         elif isinstance(value, dict):
             stack += [(key if isinstance(key, str) else object(), depth) for key in value]

@@ -68,7 +68,8 @@ class Messages(Dialect):
         yield told("message_start", message=self._begun(request, answer))
         for index, block in enumerate(_blocks(request, answer)):
             if block["type"] == "text":
-                empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+                empty: Json = {"text": ""}
+                deltas: list[Json] = [{"type": "text_delta", "text": block["text"]}]
             elif block["type"] == "thinking":
                 empty = {"thinking": "", "signature": ""}
                 deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]

@@ -87,9 +87,8 @@ class Responses(Dialect):
             else:
                 (part,) = item["content"]
                 at["content_index"] = 0
-                kind, more = f"response.{part['type']}", {}
-                if part["type"] == "output_text":
-                    more = {"logprobs": []}
+                kind = f"response.{part['type']}"
+                more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
                 begun = {**item, "content": [], "status": "in_progress"}
                 yield told("response.output_item.added", output_index=index, item=begun)
                 yield told("response.content_part.added", **at, part={**part, "text": ""})
@@ -130,12 +129,12 @@ def _items(answer: ModelAnswer) -> list[Json]:
     items: list[Json] = []
     if answer.reasoning is not None:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
-        item = {"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": content}
-        items.append({**item, "status": status})
+        thought = {"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": content}
+        items.append({**thought, "status": status})
     if answer.text or not answer.tool_calls:
-        content = [{"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}]
-        item = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "content": content}
-        items.append({**item, "status": status})
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        said = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "content": [part]}
+        items.append({**said, "status": status})
     for call in answer.tool_calls:
         item = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
         items.append({**item, "arguments": call.arguments, "status": "completed"})

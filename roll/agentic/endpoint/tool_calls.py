@@ -35,7 +35,7 @@ def split_thoughts(text: str, *, begun: bool = False) -> tuple[str | None, str]:
     not end is all there is.
     """
     before, begin, inside = text.partition(THOUGHT_BEGIN)
-    if begun or before.strip() or not begin:
+    if before.strip() or not begin:
         inside = text
         if not begun and THOUGHT_END not in before:
             return None, text
@@ -64,8 +64,12 @@ def call_id(answer_id: str, index: int) -> str:
     return "".join(digits[number // len(digits) ** place % len(digits)] for place in range(9))
 
 
-def _parser(find: Parser) -> Parser:
-    """Complete a function that finds calls and raises an error where one is malformed."""
+_Found = tuple[str, Sequence[tuple[Any, str]]]
+"""The text, and names and arguments as they were written."""
+
+
+def _parser(find: Callable[[str, Tools], _Found]) -> Parser:
+    """Complete a function that finds calls, and may raise an error where one is malformed."""
 
     def parse(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
         if not tools:
@@ -77,13 +81,13 @@ def _parser(find: Parser) -> Parser:
                     return text, ()
         except (ValueError, LookupError, TypeError, RecursionError):
             return text, ()
-        return (rest, calls) if calls else (text, ())
+        return (rest, tuple(calls)) if calls else (text, ())
 
     return parse
 
 
 @_parser
-def _none(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+def _none(text: str, tools: Tools) -> _Found:
     return text, ()
 
 
@@ -91,23 +95,23 @@ _HERMES_CALL = re.compile(r"<tool_call>(?:(.*?)</tool_call>|(.*))", re.DOTALL)
 
 
 @_parser
-def _hermes(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+def _hermes(text: str, tools: Tools) -> _Found:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last end may be missing."""
     calls = [json.loads(match[1] or match[2] or "") for match in _HERMES_CALL.finditer(text)]
-    return text.partition("<tool_call>")[0], tuple((call["name"], _dumped(call["arguments"])) for call in calls)
+    return text.partition("<tool_call>")[0], [(call["name"], _dumped(call["arguments"])) for call in calls]
 
 
 _DECODER = json.JSONDecoder()
 
 
 @_parser
-def _llama3_json(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+def _llama3_json(text: str, tools: Tools) -> _Found:
     """`{"name": ..., "parameters": {...}}`, several with something between them. What is around them is dropped."""
     calls, end = [], -1
     while (begin := text.find("{", end + 1)) >= 0:  # one character on: what begins right at an end is no call for vLLM
         call, end = _DECODER.raw_decode(text, begin)
         calls.append((call["name"], _dumped(call["arguments"] if "arguments" in call else call["parameters"])))
-    return "", tuple(calls)
+    return "", calls
 
 
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
@@ -116,12 +120,12 @@ _MISTRAL_CALL = re.compile(r"\[TOOL_CALLS\](.*?)(?:\[ARGS\]|(?=\{)|\Z)(.*?)(?=\[
 
 
 @_parser
-def _mistral(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+def _mistral(text: str, tools: Tools) -> _Found:
     """`[TOOL_CALLS]name{...}`, as newer models write it, or `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
     before, *parts = text.split(_MISTRAL_BEGIN)
     first = next((part.strip() for part in parts if part.strip()), "")
     if first[:1] in ("[", "{"):
-        return before if before.strip() else "", tuple(_mistral_array(first))
+        return before if before.strip() else "", _mistral_array(first)
     calls = []
     for match in _MISTRAL_CALL.finditer(text):
         name, arguments = match[1], match[2].strip()
@@ -130,10 +134,10 @@ def _mistral(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
         if arguments:
             arguments = arguments[: _DECODER.raw_decode(arguments)[1]]
         calls.append((name.strip(), _typed(arguments or "{}", name.strip(), tools)))
-    return before.strip(), tuple(calls)
+    return before.strip(), calls
 
 
-def _mistral_array(text: str) -> list[Call]:
+def _mistral_array(text: str) -> list[tuple[Any, str]]:
     try:
         entries, _ = _DECODER.raw_decode(text)
     except ValueError:
@@ -167,7 +171,7 @@ _QWEN_STEPS = {
 
 
 @_parser
-def _qwen3_coder(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+def _qwen3_coder(text: str, tools: Tools) -> _Found:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; types are the schema's."""
     place, before, found = "text", "", list[dict[str, str]]()
     for piece in _QWEN_MARK.split(text):
@@ -185,7 +189,7 @@ def _qwen3_coder(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
         if name := call["name"].strip():
             values = {key: _unwrapped(value) for key, value in _QWEN_PARAMETER.findall(call["arguments"])}
             calls.append((name, _typed(_dumped(values), name, tools)))
-    return before.strip(), tuple(calls)
+    return before.strip(), calls
 
 
 def _unwrapped(value: str) -> str:

@@ -74,9 +74,47 @@ NO_LATER_SYSTEM = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 
+NO_END = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' }}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+"""As GLM's: the opening of the next turn ends one."""
+
+RESULTS_INSIDE = """\
+{%- for message in messages %}
+{%- if message.role != 'tool' %}
+{%- set goes_on = message.role == 'assistant' and messages[loop.index0 - 1].role == 'tool' %}
+{%- if not goes_on %}{{- '<|im_start|>' + message.role + '\n' }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' }}
+{%- endfor %}
+{%- set results = namespace(some=false, over=false) %}
+{%- for other in messages[loop.index:] %}{% if other.role != 'tool' %}{% set results.over = true %}{% endif %}
+{%- if not results.over %}{% set results.some = true %}{{- '<result>' + other.content + '</result>' }}{% endif %}
+{%- endfor %}
+{{- message.content }}
+{%- if not results.some %}{{- '<|im_end|>\n' }}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+"""As Gemma 4's: results stand in the turn that called, before its words."""
+
+TEXT_ARGUMENTS = HERMES.replace(
+    "({'name': call.function.name, 'arguments': call.function.arguments} | tojson)",
+    "'{\"name\": \"' + call.function.name + '\", \"arguments\": ' + call.function.arguments + '}'",
+)
+"""As DeepSeek's: arguments are joined as text."""
+
 TEMPLATES = {
     "hermes": HERMES,
     "calls_alone": CALLS_ALONE,
+    "no_end": NO_END,
+    "results_inside": RESULTS_INSIDE,
+    "text_arguments": TEXT_ARGUMENTS,
     "drops_thoughts": DROPS_THOUGHTS,
     "rewrites": REWRITES,
     "no_later_system": NO_LATER_SYSTEM,

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -15,6 +15,8 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from roll.agentic.endpoint.dialects import Chat, Completions
 from roll.agentic.endpoint.messages import Messages
@@ -32,6 +34,7 @@ from tests.agentic.endpoint.conversations import (
     tokenizer_of,
     user,
 )
+from tests.tiers import examples
 
 DEADLINE_SECONDS = 60
 
@@ -454,3 +457,52 @@ def test_a_storm_of_retries_gives_the_samples_of_a_calm_run(play, seed):
     for name, value in vars(calm[0]).items():
         other = getattr(stormy[0], name)
         assert np.array_equal(value, other) if isinstance(value, np.ndarray) else value == other, name
+
+
+outcomes = st.sampled_from(["read", "gone", "lost"])
+"""What becomes of an attempt: its answer is read; the client goes away before; the answer is lost on its way."""
+
+
+@settings(max_examples=examples(20))
+@given(st.lists(st.lists(outcomes, min_size=1, max_size=3), min_size=1, max_size=5))
+def test_each_request_is_sampled_once_whatever_happens_to_its_attempts(requests):
+    """Conversations side by side, each of two turns. A client that gives up leaves tokens that are counted."""
+
+    async def main():
+        async with running() as endpoint:
+            policy = RecordingPolicy(lambda turn, _: said(f"answer {turn}"), seconds=0.02)
+            session = session_of(policy)
+            address = endpoint.open(session)
+
+            async def attempts(messages, plan) -> dict[str, Any] | None:
+                for count, outcome in enumerate(plan):
+                    body, retry = {"messages": messages}, {"x-stainless-retry-count": str(count)}
+                    if outcome == "gone":
+                        with suppress(asyncio.TimeoutError):
+                            await asyncio.wait_for(post(address, body, **retry), 0.01)
+                    else:
+                        status, text = await post(address, body, **retry)
+                        assert status == 200
+                    if outcome == "read":
+                        return json.loads(text)["choices"][0]["message"]
+                return None
+
+            async def conversation(name: int, plan):
+                messages = [user(f"you are {name}")]
+                if (answer := await attempts(messages, plan)) is not None:
+                    await attempts([*messages, answer, user("on")], plan)
+
+            await asyncio.gather(*(conversation(name, plan) for name, plan in enumerate(requests)))
+            await asyncio.sleep(0.1)
+            await endpoint.close(session)
+            samples = check_samples(session, policy)
+            asked = sum(1 + ("read" in plan) for plan in requests)
+            assert len(policy.calls) <= asked  # a client may be gone before it is heard
+            read = sum("read" in plan for plan in requests)
+            assert read <= len(samples) <= len(requests)
+            never = sum(set(plan) == {"gone"} for plan in requests)
+            assert len(samples) >= len(requests) - never
+            turns = sum(len(np.unique(sample.turns[sample.response_mask])) for sample in samples)
+            assert turns >= 2 * read and policy.cancelled == 0
+
+    run(main)

@@ -14,6 +14,7 @@ from roll.agentic.endpoint.dialects import Completions
 from roll.agentic.endpoint.records import RequestRefused
 from tests.agentic.endpoint.conversations import (
     LOOK_UP,
+    TEMPLATES,
     Client,
     RecordingPolicy,
     called,
@@ -34,25 +35,36 @@ def decode(token_ids, name: str = "hermes") -> str:
     return tokenizer_of(name).decode(list(token_ids))
 
 
-@pytest.mark.parametrize("name", ["hermes", "calls_alone"])
+BEHIND = {
+    "hermes": "<|im_end|>\n<|im_start|>user\n<tool_response>VII</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "calls_alone": "<|im_end|><|endoftext|><|im_start|>tool\nVII<|im_end|>\n<|im_start|>assistant\n",
+    "no_end": "<|im_start|>tool\nVII<|im_start|>assistant\n",
+    "results_inside": "<|im_end|><result>VII</result>",
+}
+
+
+BEHIND["text_arguments"] = BEHIND["hermes"]
+
+
+@pytest.mark.parametrize("name", BEHIND)
 def test_a_call_and_its_result_continue_the_turns_own_tokens(name):
     """What the policy wrote in its own way, with other spaces, is read again as it was written."""
     wrote = '<tool_call>{"name":"look_up",   "arguments":{"x":  7}}</tool_call>'
+    end = "<|im_start|>" if name == "no_end" else "<|im_end|>"
 
     async def main():
-        policy = scripted(wrote, "seven", name=name)
+        policy = RecordingPolicy(lambda turn, _: encode(wrote + end if turn < 2 else "seven" + end, name))
         session = session_of(policy, name)
         client = Client(session, name)
-        first = [user("look 7 up")]
-        answer = await client.ask(first, tools=[LOOK_UP])
-        assert answer["content"] is None and json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"x": 7}
-        last = await client.ask([*first, answer, *results(answer, "VII")], tools=[LOOK_UP])
-        assert last["content"] == "seven"
+        messages = [user("look 7 up")]
+        for _ in range(2):
+            answer = await client.ask(messages, tools=[LOOK_UP])
+            assert answer["content"] is None
+            assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"x": 7}
+            messages += [answer, *results(answer, "VII")]
+        assert (await client.ask(messages, tools=[LOOK_UP]))["content"] == "seven"
         (sample,) = check_samples(session, policy)
-        assert decode(sample.token_ids, name).count(wrote) == 1
-        behind = decode(policy.calls[1].prompt, name).split(wrote)[1]
-        end = "<|im_end|>\n" if name == "hermes" else "<|im_end|><|endoftext|>"
-        assert behind.startswith(end) and "VII" in behind and behind.count("look_up") == 0
+        assert decode(policy.calls[2].prompt, name).split(wrote)[1:] == [BEHIND[name]] * 2
         assert session.metrics()["conversations"] == 1
 
     asyncio.run(main())
@@ -388,7 +400,7 @@ def plans(draw):
 @settings(max_examples=examples(150))
 @given(
     plans(),
-    st.sampled_from(["hermes", "drops_thoughts", "rewrites", "no_later_system"]),
+    st.sampled_from(sorted(TEMPLATES)),
     st.sampled_from(["keep", "template"]),
 )
 def test_whatever_an_agent_asks_no_sampled_token_is_lost_or_trained_on_twice(plan, name, reasoning):

@@ -137,6 +137,8 @@ def test_without_tools_nothing_is_a_call(name):
         ("a</think>b", False, "a", "b"),
         ("a</think>b", True, "a", "b"),
         ("a <think> b", True, "a <think> b", ""),
+        ("<think>a</think>b", True, "a", "b"),
+        ("a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
         ("<think>a", False, "a", ""),
         ("<think></think>b", False, None, "b"),
         ("a", False, None, "a"),
@@ -199,17 +201,22 @@ def texts(*bits: str) -> st.SearchStrategy[str]:
 
 
 @cache
-def vllm_parser(name: str, *tokens: str) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
+def vllm_parser(name: str, *tokens: str) -> Callable[[str], tuple[Any, Any]]:
     """What vLLM's parser of that name makes of a complete answer, with a vocabulary that has the ``tokens``."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs each malformed call with its trace
     vocabulary = {token: i for i, token in enumerate((*tokens, "x"))}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="x")))
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=list(TOOLS), model="m")
+    if name == "deepseek_r1":
+        return lambda text: ReasoningParserManager.get_reasoning_parser(name)(tokenizer).extract_reasoning(
+            text, request
+        )
     make = ToolParserManager.get_tool_parser(name)
 
     def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -292,3 +299,9 @@ class TestAgainstVllm:
     )
     def test_qwen3_coder(self, text):
         same_as_vllm(text, "qwen3_coder", "<tool_call>", "</tool_call>")
+
+    @settings(max_examples=tiers.examples(1000))
+    @given(begin=st.sampled_from(("", "<think>", "\n<think>\n")), text=texts("a", "</think>", "<tool_call>"))
+    def test_thoughts(self, begin, text):
+        thought, rest = vllm_parser("deepseek_r1", "<think>", "</think>")(begin + text)
+        assert split_thoughts(begin + text, begun=True) == (thought or None, rest or "")
