@@ -33,8 +33,8 @@ def question(name: str) -> str:
     return f"What is the number of {name}?"
 
 
-async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Return 1 if the model's final answer is right, else 0."""
+async def run(task: dict[str, Any], base_url: str, api_key: str) -> bool:
+    """Return True if the model's final answer is right."""
     numbers = directory(task["seed"])
     name = random.Random(task["seed"]).choice(NAMES)
     messages: list[Any] = [{"role": "user", "content": question(name)}]
@@ -44,8 +44,8 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
-                return float((message.content or "").strip() == numbers[name])
+                return (message.content or "").strip() == numbers[name]
             for call in message.tool_calls:
                 found = numbers.get(json.loads(call.function.arguments).get("name"), "unknown")
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-    return 0.0
+    return False

@@ -59,8 +59,8 @@ class AgentEnv(TextGame):
 
     `run` is ``package.module:function``, plain or async, called with the task (a dict), the base URL and the API key of
     the model. `command` is a program with its arguments, which finds them in its environment (`agent_environment`).
-    The agent's result is what the function returns, or the last line of the command's output as JSON: a number, or an
-    object with a ``reward`` and perhaps ``success`` and ``metrics``. With a ``verifier`` (``package.module:function``
+    The agent's result is what the function returns, or the last line of the command's output as JSON: a number, true or
+    false (a success or none), or an object with a ``reward`` and perhaps ``success`` and ``metrics``. With a ``verifier`` (``package.module:function``
     of the task and the output) it is what the verifier returns.
     """
 
@@ -219,7 +219,9 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
         reward, info = result["reward"], {key: value for key, value in result.items() if key != "reward"}
     else:
         raise ValueError(f"the agent's result has no `reward`: {_shortened(repr(dict(result)))}")
-    return float(reward) if isinstance(reward, bool) else reward, info
+    if isinstance(reward, bool):
+        reward, info = float(reward), {"success": reward, **info}
+    return reward, info
 
 
 @cache
