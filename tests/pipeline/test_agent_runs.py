@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agents-task")
     make_task(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_endpoint_is_left():
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "agent-endpoint"] == []
 
 
 def agent(run="copy_agents:play", **changes):
@@ -118,11 +125,16 @@ def test_an_agent_that_a_limit_stops_is_trained_on(task):
         assert run.summary["ledger"]["dropped/failed"] == 0
 
 
-def test_a_run_of_agents_resumes_as_if_it_had_not_stopped(task):
+def test_a_run_of_agents_goes_on_as_if_nothing_had_been(task):
+    """Interrupted and resumed, and with a trainer that dies while agents ask."""
     config = agent_config(task, max_steps=4, save_steps=2, async_generation_ratio=0)
     run = run_pipeline(task, IN_THIS_PROCESS, config)
     whole = told(run)
     assert told(go_on_from(2, run, task, IN_THIS_PROCESS, config)) == whole
+    kill = {"kind": "kill", "role": "actor_train", "at_step": 3}
+    config["chaos"] = {"enabled": True, "events": [kill]}
+    config["restarts"] = {"max_in_a_row": 1, "delay_seconds": 0}
+    assert told(run_pipeline(task, IN_THIS_PROCESS, config)) == whole
 
 
 def test_a_run_whose_agents_never_ask_ends_with_the_cause(task):

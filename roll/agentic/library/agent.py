@@ -59,9 +59,10 @@ class AgentEnv(TextGame):
 
     `run` is ``package.module:function``, plain or async, called with the task (a dict), the base URL and the API key of
     the model. `command` is a program with its arguments, which finds them in its environment (`agent_environment`).
+
     The agent's result is what the function returns, or the last line of the command's output as JSON: a number, true or
-    false (a success or none), or an object with a ``reward`` and perhaps ``success`` and ``metrics``. With a ``verifier`` (``package.module:function``
-    of the task and the output) it is what the verifier returns.
+    false (a success or none), or an object with a ``reward`` and perhaps ``success`` and ``metrics``. With a
+    ``verifier`` (``package.module:function`` of the task and the output) it is what the verifier returns.
     """
 
     ends_calls_when_closed = True
