@@ -748,7 +748,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             "messages",
             {"output_config": {"format": {"type": "json_schema"}}},
             "output_config.format",
-            "ignore_response_format",
+            "in the prompt",
         ),
     ],
 )
