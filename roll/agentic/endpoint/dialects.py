@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 Json = dict[str, Any]
 
 _USE_TOOLS = "describe functions under `tools`"
-_USE_PROMPT = "ask for the form in the prompt, or set `ignore_response_format: true` for the agent"
+_USE_PROMPT = "no form is forced on the policy, so ask for it in the prompt"
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which is no JSON."""
 

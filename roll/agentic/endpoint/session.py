@@ -215,17 +215,16 @@ class EpisodeSession:
         if not trained:
             return []
         last = max(trained, key=lambda turn: turn.number)
-        left, made = set(trained), list[Sample]()
-        # In the order of their last turns, so that the episode's last token is the last one of its samples.
+        left, made = set(trained), list[tuple[int, Sample]]()
         for leaf in sorted((turn for turn in self._turns if not turn.children), key=lambda turn: turn.number):
             path = leaf.path
             while path and path[-1] not in left:
                 path.pop()
             if path:
-                made.append(self._sample_of(path, left, last, score, reward))
+                made.append((path[-1].number, self._sample_of(path, left, last, score, reward)))
                 left.difference_update(path)
-        made.sort(key=lambda sample: int(sample.turns.max()))  # type: ignore[union-attr]
-        return made
+        # In the order of their last turns, so that the episode's last token is the last one of its samples.
+        return [sample for _, sample in sorted(made, key=lambda each: each[0])]
 
     def turns(self, reward: float) -> list[TurnRecord]:
         """Return the turns in readable form; the ``reward`` is that of the last one."""

@@ -684,7 +684,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", {"logit_bias": {"3": 1}}, "logit_bias", "trainer"),
         ("chat/completions", {"presence_penalty": 0.1}, "presence_penalty", "trainer"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "sampled"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "ignore_response_format"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "in the prompt"),
         ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
         ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "functions"),
         ("chat/completions", {"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "missing"),
@@ -728,7 +728,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "whole conversation"),
         ("responses", {"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
-        ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "ignore_response_format"),
+        ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "in the prompt"),
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -748,7 +748,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             "messages",
             {"output_config": {"format": {"type": "json_schema"}}},
             "output_config.format",
-            "ignore_response_format",
+            "in the prompt",
         ),
     ],
 )
