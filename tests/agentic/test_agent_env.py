@@ -16,6 +16,7 @@ import pytest
 from roll.agentic.base import BadOption, observation_from
 from roll.agentic.library.agent import AgentEnv, AgentStopped, agent_environment, read_result
 from roll.agentic.registry import check_env_type
+from roll.configs.given import holding_given, with_tokens
 
 ADDRESS = json.dumps({"base_url": "http://127.0.0.1:9/e/7/v1", "api_key": "secret"})
 NOT_LONG = 20.0
@@ -134,6 +135,16 @@ def test_what_is_no_result_is_refused(result):
     with pytest.raises(ValueError, match="reward|success"):
         reward, info = read_result(result)
         observation_from("", info, reward=reward)
+
+
+def test_a_function_of_a_notebook_is_an_agent():
+    def half(task, base_url, api_key):
+        return 0.5
+
+    tree, pickles = with_tokens({"run": half})
+    with holding_given(pickles):
+        assert check_env_type("mine", "agent", tree) == []
+        assert played(AgentEnv(**tree)).reward == 0.5
 
 
 def test_an_error_of_a_function_is_its_own(agents):
