@@ -115,7 +115,6 @@ def _llama3_json(text: str, tools: Tools) -> _Found:
 
 
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
-_MISTRAL_ARRAY = re.compile(r"\[{.*}\]", re.DOTALL)
 _MISTRAL_CALL = re.compile(r"\[TOOL_CALLS\](.*?)(?:\[ARGS\]|(?=\{)|\Z)(.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
 
 
@@ -141,7 +140,7 @@ def _mistral_array(text: str) -> list[tuple[Any, str]]:
     try:
         entries, _ = _DECODER.raw_decode(text)
     except ValueError:
-        entries = json.loads(_MISTRAL_ARRAY.findall(text)[0])
+        entries = json.loads(text[text.index("[{") : text.rindex("}]") + 2])
     calls = []
     for call in [entries] if isinstance(entries, dict) else entries:
         if isinstance(call, dict) and ("name" in call or "arguments" in call):
@@ -152,9 +151,8 @@ def _mistral_array(text: str) -> list[tuple[Any, str]]:
 
 
 _QWEN_MARK = re.compile(r"(</?tool_call>|<function=|</function>|</parameter>|</?think>|>)")
-_QWEN_PARAMETER = re.compile(
-    r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL
-)
+_QWEN_PARAMETER = re.compile(r"<\s*parameter\s*=")
+_QWEN_VALUE_END = re.compile(r"<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=)")
 _QWEN_STEPS = {
     ("text", "<tool_call>"): "call",
     ("text", "<function="): "name",
@@ -173,27 +171,37 @@ _QWEN_STEPS = {
 @_parser
 def _qwen3_coder(text: str, tools: Tools) -> _Found:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; types are the schema's."""
-    place, before, found = "text", "", list[dict[str, str]]()
+    place, before, found = "text", list[str](), list[dict[str, list[str]]]()
     for piece in _QWEN_MARK.split(text):
         step = _QWEN_STEPS.get((place, piece))
         if step is not None:
             if step == "call" or step == "name" and place != "call":
-                found.append({"name": "", "arguments": ""})
+                found.append({"name": [], "arguments": []})
             place = step
         elif place == "text" and not found:
-            before += piece
+            before.append(piece)
         elif place in ("name", "arguments"):
-            found[-1][place] += piece
+            found[-1][place].append(piece)
     calls = []
     for call in found:
-        if name := call["name"].strip():
-            values = {key: _unwrapped(value) for key, value in _QWEN_PARAMETER.findall(call["arguments"])}
+        if name := "".join(call["name"]).strip():
+            values = _qwen_parameters("".join(call["arguments"]))
             calls.append((name, _typed(_dumped(values), name, tools)))
-    return before.strip(), calls
+    return "".join(before).strip(), calls
 
 
-def _unwrapped(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
+def _qwen_parameters(text: str) -> dict[str, str]:
+    """Return the values by name. One expression for all of this would take quadratic time where ends are missing."""
+    values, place = {}, 0
+    while begin := _QWEN_PARAMETER.search(text, place):
+        name_end = text.find(">", begin.end())
+        end = _QWEN_VALUE_END.search(text, name_end + 1)
+        if name_end < 0 or end is None:
+            break
+        value = text[name_end + 1 : end.start()]
+        values[text[begin.end() : name_end].lstrip()] = value.removeprefix("\n").removesuffix("\n")
+        place = end.end()
+    return values
 
 
 def _dumped(value: Any) -> str:

@@ -123,6 +123,25 @@ def test_a_malformed_call_leaves_the_whole_answer_text(name, text):
     assert PARSERS[name](text, TOOLS) == (text, ())
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("name", "begin", "bit"),
+    [
+        ("hermes", "", "<tool_call>"),
+        ("llama3_json", "", "{"),
+        ("mistral", "[TOOL_CALLS]", "[{}"),
+        ("mistral", "[TOOL_CALLS]", "f{"),
+        ("qwen3_coder", "<function=f><parameter=", " "),
+        ("qwen3_coder", "<function=f>", "<parameter="),
+        ("qwen3_coder", "<function=f>", "<"),
+        ("qwen3_coder", "<function=f>", ">"),
+    ],
+)
+def test_what_has_no_end_is_read_in_linear_time(name, begin, bit):
+    text = begin + bit * (200_000 // len(bit)) + "</function>"
+    assert PARSERS[name](text, TOOLS)[1] in ((), (("f", "{}"),))
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_without_tools_nothing_is_a_call(name):
     text = '[TOOL_CALLS]stop{}<tool_call>{"name": "stop", "arguments": {}}</tool_call><function=stop></function>'
