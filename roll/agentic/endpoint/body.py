@@ -94,7 +94,8 @@ class Body:
     def has_no_effect(self, name: str) -> None:
         """Collect the name of a field that was read and changes nothing."""
         if len(self._without_effect) < _MOST_NAMES:
-            self._without_effect[re.sub(r"\[\d+\]", "", self._where(name))[:100]] = None
+            shown = re.sub(r"\[\d+\]", "", self._where(name))[:100]
+            self._without_effect["".join(filter(str.isprintable, shown))] = None  # it goes into a log
 
     def done(self) -> None:
         """Collect the names of the fields that were not taken."""
@@ -146,6 +147,8 @@ class Body:
         value = self.take("tool_choice", str, dict)
         word = value.get("type") if isinstance(value, dict) else value
         if word is None or word in free:
+            if isinstance(value, dict) and value.keys() - {"type"}:
+                self.has_no_effect("tool_choice")
             return True
         if word == "none":
             return False

@@ -23,6 +23,8 @@ Json = dict[str, Any]
 
 _USE_TOOLS = "describe functions under `tools`"
 _USE_PROMPT = "no form is forced on the policy, so ask for it in the prompt"
+_NOT_TRAINED = "leave it out, for the trainer would not know of it"
+_ONLY_SAMPLED = "leave it out, for only the sampled tokens have log-probabilities"
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which is no JSON."""
 
@@ -32,6 +34,8 @@ class Dialect(ABC):
 
     path: ClassVar[str]
     """After the address and `/v1/`."""
+    too_long: ClassVar[str] = "This model's maximum context length is exceeded"
+    """The words of the service at which agents shorten their conversation."""
 
     def __init__(self, decode: Decode, *, ignore_response_format: bool = False) -> None:
         """``ignore_response_format``: take requests that ask for an answer of a given form, and do not force it."""
@@ -59,13 +63,18 @@ class Dialect(ABC):
 
     def error(self, refused: RequestRefused) -> Json:
         """Return the body of an answer with the status of ``refused``."""
-        kinds = {401: "authentication_error", 503: "server_error"}
-        kind = kinds.get(refused.status, "invalid_request_error")
-        return {"error": {"message": str(refused), "type": kind, "param": refused.field, "code": refused.code}}
+        kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+        kind = "authentication_error" if refused.status == 401 else kind
+        message = self._message(refused)
+        return {"error": {"message": message, "type": kind, "param": refused.field, "code": refused.code}}
 
     def error_event(self, refused: RequestRefused) -> str:
         """Return the event that ends a stream which has begun and cannot be answered."""
         return event(self.error(refused))
+
+    def _message(self, refused: RequestRefused) -> str:
+        begin = f"{self.too_long}: " if refused.code == "context_length_exceeded" else ""
+        return f"{begin}{refused}"
 
     def _refuse_form(self, body: Body, name: str) -> None:
         """Refuse an answer of a given form: it would have to be forced by masking the distribution."""
@@ -79,11 +88,11 @@ class Dialect(ABC):
     def _refuse_other_sampling(self, body: Body) -> None:
         """Refuse what the trainer knows nothing of, and what would need several answers."""
         body.forbid("n", "ask once for each answer", 1)
-        body.forbid("logit_bias", "the trainer does not know it", {})
+        body.forbid("logit_bias", _NOT_TRAINED, {})
         for name in ("frequency_penalty", "presence_penalty"):
-            body.forbid(name, "the trainer does not know it", 0)
-        body.forbid("repetition_penalty", "the trainer does not know it", 1)
-        body.forbid("allowed_token_ids", "the trainer does not know it", [])
+            body.forbid(name, _NOT_TRAINED, 0)
+        body.forbid("repetition_penalty", _NOT_TRAINED, 1)
+        body.forbid("allowed_token_ids", _NOT_TRAINED, [])
         for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
             body.forbid(name, _USE_PROMPT)
 
@@ -101,11 +110,11 @@ class Chat(Dialect):
     def _read(self, body: Body) -> dict[str, Any]:
         self._refuse_other_sampling(body)
         self._refuse_form(body, "response_format")
-        body.forbid("top_logprobs", "only the sampled tokens have log-probabilities", 0)
+        body.forbid("top_logprobs", _ONLY_SAMPLED, 0)
         body.forbid("functions", _USE_TOOLS, [])
         body.forbid("function_call", _USE_TOOLS, "none")
-        body.forbid("audio", "only text is answered")
-        body.forbid("modalities", "only text is answered", ["text"], [])
+        body.forbid("audio", "leave it out, for only text is answered")
+        body.forbid("modalities", "leave it out, for only text is answered", ["text"], [])
         body.forbid("web_search_options", _USE_TOOLS)
         body.forbid("continue_final_message", "end with a message of the user or of a tool", False)
         if not body.flag("parallel_tool_calls", default=True):
@@ -179,8 +188,8 @@ class Completions(Dialect):
         self._refuse_other_sampling(body)
         self._refuse_form(body, "response_format")
         body.forbid("best_of", "ask once for each answer", 1)
-        body.forbid("echo", "the prompt is known to the client", False)
-        body.forbid("suffix", "the policy only continues", "")
+        body.forbid("echo", "leave it out, and put the prompt before the answer", False)
+        body.forbid("suffix", "leave it out, for the policy only continues a text", "")
         body.forbid("logprobs", "only the sampled tokens have log-probabilities, which 0 asks for", 0)
         return {
             "messages": (),

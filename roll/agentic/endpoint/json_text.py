@@ -15,25 +15,27 @@ _LARGEST = 2**1024
 
 def problem_of(value: Any) -> str | None:
     """Return what is wrong with a decoded JSON value; None if nothing is."""
-    stack = [(value, 0)]
-    while stack:
-        value, depth = stack.pop()
-        if depth > DEEPEST:
-            return f"is nested more than {DEEPEST} levels deep"
-        if isinstance(value, str):
-            if not value.isascii() and not _encodable(value):
-                return "holds half of a surrogate pair, which is no text"
-        elif isinstance(value, dict):
-            stack += [(key if isinstance(key, str) else object(), depth) for key in value]
-            stack += [(each, depth + 1) for each in value.values()]
-        elif isinstance(value, list):
-            stack += [(each, depth + 1) for each in value]
-        elif isinstance(value, int | float):
-            if not abs(value) < _LARGEST:
-                return "holds a number beyond double precision"
-        elif value is not None:
-            return "holds something that is no JSON"
-    return None
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, str):
+                if not each.isascii() and not _encodable(each):
+                    return "holds half of a surrogate pair, which is no text"
+            elif isinstance(each, dict):
+                level += (key if isinstance(key, str) else object() for key in each)
+                below += each.values()
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, int | float):
+                if not abs(each) < _LARGEST:
+                    return "holds a number beyond double precision"
+            elif each is not None:
+                return "holds something that is no JSON"
+        if not below:
+            return None
+        level = below
+    return f"is nested more than {DEEPEST} levels deep"
 
 
 def loaded(text: str) -> Any:

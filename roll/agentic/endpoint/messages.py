@@ -27,6 +27,7 @@ class Messages(Dialect):
     """Anthropic's messages, and the body of their `count_tokens`."""
 
     path = "messages"
+    too_long = "prompt is too long"
 
     def _read(self, body: Body) -> dict[str, Any]:
         body.forbid("mcp_servers", "connect to the servers in the agent", [])
@@ -86,11 +87,8 @@ class Messages(Dialect):
         yield told("message_stop")
 
     def error(self, refused: RequestRefused) -> Json:
-        message = str(refused)
-        if refused.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # the words at which agents shorten their conversation
         kind = _ERRORS.get(refused.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": self._message(refused)}}
 
     def error_event(self, refused: RequestRefused) -> str:
         return event(self.error(refused), "error")
@@ -115,7 +113,7 @@ class Messages(Dialect):
         reason, stop = {"length": "max_tokens", "tool_calls": "tool_use"}.get(answer.finish_reason, "end_turn"), None
         if answer.finish_reason == "stop" and request.stop:
             sampled = self.decode(answer.token_ids.tolist())
-            stop = next((each for each in request.stop if each in sampled), None)
+            stop = min((each for each in request.stop if each in sampled), key=sampled.find, default=None)
             reason = "stop_sequence" if stop else reason
         return {"stop_reason": reason}, {"stop_sequence": stop}
 

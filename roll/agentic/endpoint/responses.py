@@ -24,7 +24,7 @@ class Responses(Dialect):
         for name in ("previous_response_id", "conversation", "prompt"):
             body.forbid(name, _WHOLE)
         body.forbid("background", "wait for the answer", False)
-        body.forbid("top_logprobs", "only chat completions and completions tell log-probabilities", 0)
+        body.forbid("top_logprobs", "use chat completions, which tell those of the sampled tokens", 0)
         text = body.part("text")
         if text is not None:
             self._refuse_form(text, "format")

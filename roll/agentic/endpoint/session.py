@@ -263,13 +263,14 @@ class EpisodeSession:
         tools = _digest(list(request.tools))
         found = self._deepest(request, forms, tools)
         if found is None:
-            is_told = any(message["role"] == "assistant" for message in request.messages)
+            # Examples in a first request are no history.
+            is_told = bool(self._turns) and any(message["role"] == "assistant" for message in request.messages)
             others = is_told and self._deepest(request, forms, None) is not None
             cause = ("tools" if others else "history") if is_told else None
             return self._begin(request.messages, request, forms, cause)
         turn, place = found
         following = request.messages[place:]
-        if not self._keeps_thoughts(turn, following, request):
+        if not self._keeps_thoughts(turn, request):
             return self._begin(_recorded(turn, request.messages), request, forms, "reasoning")
         assert turn.conversation is not None  # it is found by messages
         conversation, calls = turn.conversation.branch(), turn.message.get("tool_calls", ())
@@ -311,7 +312,7 @@ class EpisodeSession:
         place, *_, turn = max(found, key=lambda each: each[:3])
         return turn, place
 
-    def _keeps_thoughts(self, turn: _Turn, following: Sequence[Message], request: ModelRequest) -> bool:
+    def _keeps_thoughts(self, turn: _Turn, request: ModelRequest) -> bool:
         """Return False if the template leaves out an earlier thought that the policy's context has."""
         template = self._template
         if self._settings.reasoning == "keep" or not isinstance(template, ChatTurns):

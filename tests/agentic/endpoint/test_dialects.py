@@ -256,6 +256,7 @@ def test_log_probabilities_carry_the_text_and_the_bytes_of_each_token():
     [
         ("stop", [], "end_turn", None),
         ("stop", ["😀", "zz"], "stop_sequence", "😀"),
+        ("stop", ["😀", "zz", "é"], "stop_sequence", "é"),
         ("stop", ["zz"], "end_turn", None),
         ("length", ["😀"], "max_tokens", None),
         ("tool_calls", ["😀"], "tool_use", None),
@@ -337,7 +338,26 @@ def test_an_error_within_a_stream_reaches_the_client(path):
 def test_agents_that_shorten_their_conversation_know_a_prompt_that_is_too_long():
     refused = RequestRefused("9 tokens, 8 fit", code="context_length_exceeded")
     assert DIALECTS["messages"].error(refused)["error"]["message"] == "prompt is too long: 9 tokens, 8 fit"
-    assert DIALECTS["chat/completions"].error(refused)["error"]["code"] == "context_length_exceeded"
+    for path in ("chat/completions", "completions", "responses"):
+        error = DIALECTS[path].error(refused)["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == "This model's maximum context length is exceeded: 9 tokens, 8 fit"
+
+
+@pytest.mark.parametrize(
+    ("status", "openais", "anthropics"),
+    [
+        (400, "invalid_request_error", "invalid_request_error"),
+        (401, "authentication_error", "authentication_error"),
+        (413, "invalid_request_error", "request_too_large"),
+        (500, "server_error", "api_error"),
+        (503, "server_error", "overloaded_error"),
+    ],
+)
+def test_errors_have_the_type_of_their_status(status, openais, anthropics):
+    refused = RequestRefused("no", status=status)
+    assert DIALECTS["responses"].error(refused)["error"]["type"] == openais
+    assert DIALECTS["messages"].error(refused)["error"]["type"] == anthropics
 
 
 # Requests that are taken
@@ -655,6 +675,12 @@ def test_what_is_taken(path, fields, read_as):
             {"messages.name", "messages.provider_specific_fields"},
         ),
         ("chat/completions", {"something_new": {"x": 1}}, {"something_new"}),
+        ("chat/completions", {"a\nb": 1, "x" * 200: 1}, {"ab", "x" * 100}),
+        (
+            "messages",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "temperature": 1.0},
+            {"tool_choice", "temperature"},
+        ),
         (
             "responses",
             {"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto", "reasoning": {"effort": "low"}},
@@ -758,9 +784,17 @@ def test_what_is_refused_names_the_field_and_a_remedy(path, fields, field, words
     assert (caught.value.field, caught.value.status) == (field, 400) and words in str(caught.value)
 
 
-def test_a_setting_lets_formats_of_answers_pass():
-    body = {**LEAST["chat/completions"], "response_format": {"type": "json_object"}}
-    assert Chat(decode, ignore_response_format=True).read(body).without_effect == ("response_format",)
+@pytest.mark.parametrize(
+    ("kind", "fields", "name"),
+    [
+        (Chat, {"response_format": {"type": "json_object"}}, "response_format"),
+        (Responses, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ],
+)
+def test_a_setting_lets_formats_of_answers_pass(kind, fields, name):
+    request = kind(decode, ignore_response_format=True).read({**LEAST[kind.path], **fields})
+    assert request.without_effect == (name,)
 
 
 @pytest.mark.parametrize(
