@@ -533,6 +533,14 @@ def test_the_line_about_billing_is_taken_out_of_the_beginning(system, left):
     assert read("messages", system=system).messages == ({"role": "system", "content": left}, USER)
 
 
+def test_messages_in_the_middle_and_tools_of_clients_are_read_alike():
+    reminder = {"role": "system", "content": "x-anthropic-billing-header: a\nNow."}
+    tool = {"type": "custom", "name": "look_up", "description": "Looks up.", "input_schema": SCHEMA}
+    request = read("messages", messages=[USER, reminder], tools=[tool], thinking={"type": "disabled"})
+    assert request.messages == (USER, {"role": "system", "content": "Now."})
+    assert request.tools == (TOOL,) and not request.thoughts
+
+
 def test_nothing_is_left_of_a_system_prompt_that_is_only_about_billing():
     assert read("messages", system="x-anthropic-billing-header: a").messages == (USER,)
 
