@@ -268,6 +268,33 @@ def test_messages_say_why_they_ended(finish, stops, reason, sequence):
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
+@pytest.mark.parametrize(
+    ("path", "usage"),
+    [
+        ("chat/completions", {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}),
+        ("completions", {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}),
+        ("responses", {"input_tokens": 3, "output_tokens": 4, "total_tokens": 7}),
+        ("messages", {"input_tokens": 3, "output_tokens": 4}),
+    ],
+)
+def test_tokens_are_counted(path, usage):
+    counted = DIALECTS[path].answer(read(path), an_answer())["usage"]
+    assert {name: count for name, count in counted.items() if isinstance(count, int)} == usage
+
+
+def test_an_answer_that_was_cut_says_so_in_responses():
+    whole = DIALECTS["responses"].answer(read("responses", tool_choice="none"), an_answer("a", "length"))
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert whole["output"][0]["status"] == "incomplete" and whole["tool_choice"] == "none"
+    assert DIALECTS["responses"].answer(read("responses"), an_answer())["output"][0]["status"] == "completed"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_streams_have_an_end_mark(path):
+    *_, last = DIALECTS[path].events(read(path, stream=True), an_answer())
+    assert last == "data: [DONE]\n\n"
+
+
 def test_an_answer_is_empty_text_rather_than_nothing():
     nothing = an_answer("")
     assert DIALECTS["messages"].answer(read("messages"), nothing)["content"] == [{"type": "text", "text": ""}]
@@ -506,6 +533,14 @@ def test_the_line_about_billing_is_taken_out_of_the_beginning(system, left):
     assert read("messages", system=system).messages == ({"role": "system", "content": left}, USER)
 
 
+def test_messages_in_the_middle_and_tools_of_clients_are_read_alike():
+    reminder = {"role": "system", "content": "x-anthropic-billing-header: a\nNow."}
+    tool = {"type": "custom", "name": "look_up", "description": "Looks up.", "input_schema": SCHEMA}
+    request = read("messages", messages=[USER, reminder], tools=[tool], thinking={"type": "disabled"})
+    assert request.messages == (USER, {"role": "system", "content": "Now."})
+    assert request.tools == (TOOL,) and not request.thoughts
+
+
 def test_nothing_is_left_of_a_system_prompt_that_is_only_about_billing():
     assert read("messages", system="x-anthropic-billing-header: a").messages == (USER,)
 
@@ -683,8 +718,8 @@ def test_what_is_taken(path, fields, read_as):
         ),
         (
             "responses",
-            {"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto", "reasoning": {"effort": "low"}},
-            {"tool_choice", "truncation", "reasoning"},
+            {"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto", "parallel_tool_calls": False},
+            {"tool_choice", "truncation", "parallel_tool_calls"},
         ),
         (
             "messages",
@@ -695,6 +730,21 @@ def test_what_is_taken(path, fields, read_as):
 )
 def test_what_is_taken_and_has_no_effect(path, fields, names):
     assert set(read(path, **fields).without_effect) == names
+
+
+def test_a_request_of_many_fields_has_few_names_without_effect():
+    assert len(read("chat/completions", **{f"x{i}": i for i in range(1000)}).without_effect) == 64
+
+
+def test_thoughts_have_two_names_in_chats():
+    (said,) = read("chat/completions", messages=[{"role": "assistant", "content": "a", "reasoning": "hm"}]).messages
+    assert said == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+def test_a_thought_after_a_text_begins_another_message_of_responses():
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    request = read("responses", input=[{"role": "assistant", "content": "a"}, thought, {"role": "user", "content": ""}])
+    assert [each.get("reasoning_content") for each in request.messages] == [None, "hm", None]
 
 
 # Requests that are refused
@@ -740,6 +790,29 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", {"stream": "yes"}, "stream", "true or false"),
         ("chat/completions", {"stop": [""]}, "stop", "not empty"),
         ("chat/completions", {"tool_choice": "always"}, "tool_choice", "must be one of"),
+        *(
+            ("chat/completions", {name: value}, name, "is not served")
+            for name, value in {
+                "frequency_penalty": 0.1,
+                "repetition_penalty": 1.1,
+                "structured_outputs": {"regex": "a"},
+                "function_call": "auto",
+                "modalities": ["text", "audio"],
+                "audio": {"voice": "x"},
+                "web_search_options": {},
+                "continue_final_message": True,
+            }.items()
+        ),
+        (
+            "chat/completions",
+            {"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages[1].function_call",
+            "tool_calls",
+        ),
+        ("completions", {"prompt": [2**31]}, "prompt", "token ids"),
+        ("responses", {"prompt": {"id": "p"}}, "prompt", "whole conversation"),
+        ("responses", {"top_logprobs": 1}, "top_logprobs", "chat completions"),
+        ("messages", {"output_format": {"type": "json_schema"}}, "output_format", "in the prompt"),
         ("completions", {"prompt": ["a", "b"]}, "prompt", "several"),
         ("completions", {"prompt": [[1], [2]]}, "prompt", "several"),
         ("completions", {"prompt": [1, -2]}, "prompt", "token ids"),

@@ -100,6 +100,7 @@ def test_calls_are_found_and_the_text_before_them_stays(name, text, rest, calls)
         ("hermes", '<tool_call>{"name": "stop", "arguments": {}}</tool_call> and <tool_call>{"name": </tool_call>'),
         ("hermes", '<tool_call>{"name": "stop", "arguments": "now"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "stop", "arguments": {"x": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "stop", "arguments": {"x": "\\ud800"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "stop", "arguments": ' + '{"x":' * 200 + "1" + "}" * 202 + "</tool_call>"),
