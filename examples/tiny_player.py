@@ -238,6 +238,6 @@ def run(description: str, here: Path, steps: int, make: Callable[[Path, int, int
     else:
         print(f"{arguments.out} is complete already")
     print(
-        f"{warmed.parameters:,} parameters; success on unseen boards: greedy {warmed.greedy_success:.1%}, "
+        f"{warmed.parameters:,} parameters; success on what it has not seen: greedy {warmed.greedy_success:.1%}, "
         f"sampled {warmed.sampled_success:.1%}"
     )

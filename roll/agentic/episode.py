@@ -117,8 +117,14 @@ class SampledTurn:
 class Policy(Protocol):
     """Sampler of the turns of one episode."""
 
-    async def __call__(self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:
-        """Continue ``prompt_token_ids`` (int32) as turn number ``turn`` of the episode."""
+    async def __call__(
+        self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+    ) -> SampledTurn:
+        """Continue ``prompt_token_ids`` (int32) as turn number ``turn`` of the episode.
+
+        ``stop_strings`` end the turn, besides those that the run configures; the tokens of the one found are sampled
+        ones.
+        """
 
 
 EpisodeEnd = Literal["terminated", "truncated", "max_steps", "sequence_length"]

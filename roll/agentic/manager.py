@@ -46,6 +46,7 @@ ENVIRONMENT_MANAGERS = Kind(
     {
         "trajectory": PlugIn("roll.agentic.manager:TrajectoryManager"),
         "step": PlugIn("roll.agentic.manager:StepManager"),
+        "agent": PlugIn("roll.agentic.agents:AgentManager", ("aiohttp",)),
     },
     PlugIn,
     "package.module:Class",

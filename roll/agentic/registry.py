@@ -214,6 +214,7 @@ ENVIRONMENTS = Kind(
     "environment",
     "roll.environments",
     {
+        "agent": PlugIn("roll.agentic.library.agent:AgentEnv"),
         "frozen_lake": PlugIn("roll.agentic.library.grid_games:FrozenLakeEnv"),
         "math_tools": PlugIn("roll.agentic.library.math_tools:MathToolsEnv"),
         "number_guessing": PlugIn("roll.agentic.library.question_games:NumberGuessingEnv"),

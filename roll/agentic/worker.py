@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import gymnasium
 
@@ -50,6 +50,17 @@ Observe = Callable[..., Observation]
 
 After a reset it is called with ``frame`` only. An exception means that the environment's answer is invalid.
 """
+
+
+@runtime_checkable
+class EndsCallsWhenClosed(Protocol):
+    """An environment whose running call ends when another thread closes it.
+
+    It is closed when its episode is given up. Others are left to finish the call, and used again.
+    """
+
+    ends_calls_when_closed: bool
+
 
 FailureKind = Literal["raised", "hung", "nonsense", "lost"]
 """``lost``: the process that held the environment is gone."""
@@ -402,11 +413,20 @@ class HostSession:
         return await self._observation(lambda environment: environment.step(text), _STEP_PARTS, *limit)
 
     def release(self) -> None:
-        """Give back the environment, after the running call if there is one. Calling it twice is harmless."""
+        """Give back the environment, after the running call if there is one. Calling it twice is harmless.
+
+        An environment whose running call can be ended is abandoned instead.
+        """
         self._released = True
-        if self._environment is not None and not self._busy:
+        if self._environment is None:
+            return
+        if not self._busy:
             self._host.give_back(self._tag, self._environment)
-            self._environment = None
+        elif isinstance(self._environment, EndsCallsWhenClosed):
+            self._host.abandon(self._environment)
+        else:
+            return
+        self._environment = None
 
     async def _observation(
         self, act: Callable[[gymnasium.Env], Any], parts: tuple[str, ...], what: str, setting: str, seconds: float

@@ -2,7 +2,8 @@
 
 The normalisers are counted once over the whole optimizer batch and passed in, so the values of micro-batches and ranks
 add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
-response tokens do not count; without any token at all the result is 0.
+response tokens do not count; without any token at all the result is 0. A sequence is a response or an episode, also
+where it comes as several rows: then each row has its share of it.
 
 Multiplying by a mask is not enough: ``0 * nan`` is ``nan``, in values and in gradients. `keep` replaces what is
 outside.
@@ -10,6 +11,7 @@ outside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,8 +28,8 @@ class LossNormalizers:
 
     tokens: int
     """Response tokens of the batch."""
-    sequences: int
-    """Sequences with at least one response token."""
+    sequences: float
+    """Sequences with at least one response token; of one in several rows, the shares of these rows."""
     max_response_length: int | None = None
     """The constant of `seq-mean-token-sum-norm`, in tokens; it does not depend on the batch. Other modes need none."""
 
@@ -37,34 +39,49 @@ class LossNormalizers:
         return cls(1, 1, max_response_length)
 
     @classmethod
-    def of(cls, response_lengths: Sequence[int], max_response_length: int | None = None) -> LossNormalizers:
-        """Count the response tokens of every sequence of the whole batch."""
+    def of(
+        cls,
+        response_lengths: Sequence[int],
+        max_response_length: int | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> LossNormalizers:
+        """Count the response tokens of every row of the whole batch. ``shares``: those of `aggregate`."""
         lengths = [int(length) for length in response_lengths]
-        return cls(sum(lengths), sum(length > 0 for length in lengths), max_response_length)
+        of_rows = [1.0] * len(lengths) if shares is None else shares
+        sequences = math.fsum(share for share, length in zip(of_rows, lengths, strict=True) if length > 0)
+        return cls(sum(lengths), sequences, max_response_length)
 
 
 def aggregate(
-    values: Tensor, response_mask: Tensor, mode: str = "token-mean", normalizers: LossNormalizers | None = None
+    values: Tensor,
+    response_mask: Tensor,
+    mode: str = "token-mean",
+    normalizers: LossNormalizers | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Return the contribution of these rows to the aggregate over the whole batch, a 0-d tensor.
 
-    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``; a row must hold its whole sequence. ``normalizers``
-    are those of the whole batch; None: these rows are all of it. Contributions of
-    disjoint rows add up. The weight of a token is, for ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476);
-    ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO, arXiv 2402.03300); ``seq-mean-token-sum``:
-    1 / sequences; ``seq-mean-token-sum-norm``: 1 / (sequences x longest possible response) (Dr. GRPO, arXiv
-    2503.20783). ``ValueError`` for an unknown mode, a wrong shape, or a constant that the mode needs and is not given.
+    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. ``shares`` ``[batch]``: the part of its sequence's
+    response tokens that a row has; None: a row holds its whole sequence. ``normalizers`` are those of the whole batch;
+    None: these rows are all of it. Contributions of disjoint rows add up. The weight of a token is, for ``token-mean``:
+    1 / tokens (DAPO, arXiv 2503.14476); ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO, arXiv 2402.03300);
+    ``seq-mean-token-sum``: 1 / sequences; ``seq-mean-token-sum-norm``: 1 / (sequences x longest possible response) (Dr.
+    GRPO, arXiv 2503.20783). ``ValueError`` for an unknown mode, a wrong shape, or a constant that the mode needs and is
+    not given.
     """
     checked_mask(response_mask)
     checked_shape("values", values, tuple(response_mask.shape))
     if normalizers is None:
-        normalizers = LossNormalizers.of(response_mask.sum(-1).tolist())
+        of_rows = None if shares is None else shares.tolist()
+        normalizers = LossNormalizers.of(response_mask.sum(-1).tolist(), shares=of_rows)
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).to(torch.promote_types(values.dtype, torch.float32))
-    sequences = max(1, normalizers.sequences)
+    sequences = normalizers.sequences or 1
     if mode == "token-mean":
         weights = torch.full_like(lengths, 1.0 / max(1, normalizers.tokens))
     elif mode == "seq-mean-token-mean":
         weights = 1.0 / (lengths * sequences)
+        if shares is not None:
+            weights = weights * shares[:, None].to(weights.dtype)
     elif mode == "seq-mean-token-sum":
         weights = torch.full_like(lengths, 1.0 / sequences)
     elif mode == "seq-mean-token-sum-norm":

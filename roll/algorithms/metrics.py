@@ -80,15 +80,17 @@ def policy_metrics(
     buckets: Mapping[str, Tensor],
     mismatch_mask: Tensor | None = None,
     trained: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> PartMetrics:
     """Return the metrics of a policy for one part of a batch.
 
-    ``totals`` are 0-d contributions by name, already normalised over the whole batch. All other tensors are
-    ``[batch, seq]`` with at least one entry. ``token_metrics`` are values per token by name. ``logprobs`` are of the
-    current policy, ``behaviour_logprobs`` of the policy that sampled. ``buckets`` are the `lag_buckets` of the response
-    mask. ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights behind ``logprobs``;
-    without it, the mismatch is not measured. ``trained`` (bool) marks the tokens of the loss; default: the response
-    mask. Entries outside the masks are never read. The ratio is not clamped, because an overflow must be visible.
+    ``totals`` are 0-d contributions by name, already normalised over the whole batch. All other tensors are ``[batch,
+    seq]`` with at least one entry. ``token_metrics`` are values per token by name. ``logprobs`` are of the current
+    policy, ``behaviour_logprobs`` of the policy that sampled. ``buckets`` are the `lag_buckets` of the response mask.
+    ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights behind ``logprobs``; without
+    it, the mismatch is not measured. ``trained`` (bool) marks the tokens of the loss; default: the response mask.
+    ``shares`` are those of `trained_counts`. Entries outside the masks are never read. The ratio is not clamped,
+    because an overflow must be visible.
 
     The whole batch has these metrics: the totals; the means of the token metrics; ``ratio_max`` and ``ratio_mean``;
     ``ess``, ``kl`` (k3), ``k1`` and ``chi2``, and per lag ``lag_<n>/...``, as in `off_policy_metrics`; and
@@ -99,7 +101,7 @@ def policy_metrics(
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     sums = {
         **{f"total/{name}": value.detach() for name, value in totals.items()},
-        **trained_counts(trained),
+        **trained_counts(trained, shares),
         **{f"token/{name}": keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
         **{f"off_policy/{name}": value for name, value in off_policy_sums(log_ratio, buckets).items()},
     }
@@ -109,9 +111,16 @@ def policy_metrics(
     return PartMetrics(sums, maxima, _policy_metrics_of)
 
 
-def trained_counts(trained: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of trained tokens and of sequences that have one, from their mask ``[batch, seq]``."""
-    return {TRAINED_TOKENS: trained.sum(), TRAINED_SEQUENCES: trained.any(-1).sum()}
+def trained_counts(trained: Tensor, shares: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the numbers of trained tokens and of sequences that have one, from their mask ``[batch, seq]``.
+
+    ``shares`` ``[batch]``: the parts of their sequences that the rows are; None: they are whole.
+    """
+    sequences = trained.any(-1)
+    return {
+        TRAINED_TOKENS: trained.sum(),
+        TRAINED_SEQUENCES: sequences.sum() if shares is None else keep(shares.double(), sequences).sum(),
+    }
 
 
 def _policy_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[str, float]:
@@ -290,11 +299,13 @@ def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float
 
 
 @torch.no_grad()
-def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> PartMetrics:
+def value_metrics(
+    loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor, shares: Tensor | None = None
+) -> PartMetrics:
     """Return the metrics of a critic for one part of a batch.
 
-    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``. Entries
-    outside the mask are never read.
+    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``;
+    ``shares`` are those of `trained_counts`. Entries outside the mask are never read.
 
     The metrics of the batch: ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest
     absolute error; ``clip_fraction``; and ``explained_variance``: 1 - Var(return - value) / Var(return), which is 1 for
@@ -311,7 +322,11 @@ def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor
         "error_squared": error.square(),
         "clipped": keep(clipped.double(), mask),
     }
-    sums = {"total/loss": loss.detach(), **trained_counts(mask), **{name: term.sum() for name, term in terms.items()}}
+    sums = {
+        "total/loss": loss.detach(),
+        **trained_counts(mask, shares),
+        **{name: term.sum() for name, term in terms.items()},
+    }
     return PartMetrics(sums, {"error_max": error.abs().amax()}, _value_metrics_of)
 
 

@@ -45,6 +45,8 @@ class PolicyObjective:
     """True if batches carry ``correction_weights``, which multiply the policy loss of each token."""
     weighted: bool = False
     """True if batches carry ``sample_weights``, which multiply the whole loss of a sample and no normaliser."""
+    by_episode: bool = False
+    """True if batches carry ``episode_shares``: an episode of several samples is one sequence of the aggregation."""
     max_lag: int | None = None
     """The largest lag with metrics of its own, from 0; None: no metrics per lag."""
     lags_capped: bool = False
@@ -92,7 +94,11 @@ class PolicyObjective:
     @property
     def sample_fields(self) -> tuple[str, ...]:
         """Per-sample fields that a batch must carry."""
-        wanted = {"scores": self.requirements.needs_scores, "sample_weights": self.weighted}
+        wanted = {
+            "scores": self.requirements.needs_scores,
+            "sample_weights": self.weighted,
+            "episode_shares": self.by_episode,
+        }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
     @property
@@ -100,9 +106,9 @@ class PolicyObjective:
         """True if the entropy is part of the loss, not only a metric."""
         return self.entropy_loss_coef != 0
 
-    def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
-        """Return normalisers from the number of loss-mask tokens in every sequence of the whole batch."""
-        return LossNormalizers.of(response_lengths, self.max_response_length)
+    def normalizers(self, response_lengths: Sequence[int], shares: Sequence[float] | None = None) -> LossNormalizers:
+        """Return normalisers from the number of loss-mask tokens in every sample of the whole batch."""
+        return LossNormalizers.of(response_lengths, self.max_response_length, shares)
 
     def __call__(
         self,
@@ -141,10 +147,11 @@ class PolicyObjective:
             token_losses = token_losses * keep(fields["correction_weights"], response_mask)
         entropy = keep(entropy, response_mask)
         weights = fields["sample_weights"][:, None].to(token_losses.dtype) if self.weighted else None
+        shares = fields["episode_shares"] if self.by_episode else None
 
         def total(values: Tensor) -> Tensor:
             weighted = values if weights is None else weights * values
-            return aggregate(weighted, trained, self.loss_agg_mode, normalizers)
+            return aggregate(weighted, trained, self.loss_agg_mode, normalizers, shares)
 
         loss = policy_loss = total(token_losses)
         totals = {"pg_loss": policy_loss}
@@ -167,6 +174,7 @@ class PolicyObjective:
             lag_buckets(response_mask, fields.get("lags"), self.max_lag, self.lags_capped),
             fields["same_weights"].bool() if self.monitored else None,
             trained,
+            shares,
         )
         return loss, metrics
 
@@ -215,9 +223,9 @@ class SupervisedObjective:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
             raise ValueError(f"unknown loss_agg_mode {self.loss_agg_mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
 
-    def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
-        """Return normalisers from the number of trained tokens in every sequence of the whole batch."""
-        return LossNormalizers.of(response_lengths, self.max_response_length)
+    def normalizers(self, response_lengths: Sequence[int], shares: Sequence[float] | None = None) -> LossNormalizers:
+        """Return normalisers from the number of trained tokens in every sample of the whole batch."""
+        return LossNormalizers.of(response_lengths, self.max_response_length, shares)
 
     def __call__(
         self,
@@ -274,10 +282,10 @@ class ValueObjective:
     loss_agg_mode: str = "token-mean"
     clip: float | None = None
     """Largest change of a value since before the first update on the batch with which it still gets a gradient."""
+    by_episode: bool = False
+    """That of `PolicyObjective`."""
     token_fields: ClassVar[tuple[str, ...]] = ("old_values", "returns")
     """Per-token fields that a batch must carry besides its tokens and response mask."""
-    sample_fields: ClassVar[tuple[str, ...]] = ()
-    """Per-sample fields that a batch must carry: none."""
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
@@ -285,9 +293,14 @@ class ValueObjective:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"the clip of a value loss must be above 0, not {self.clip}")
 
-    def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
-        """Return normalisers from the number of trained tokens in every sequence of the whole batch."""
-        return LossNormalizers.of(response_lengths, self.max_response_length)
+    @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Per-sample fields that a batch must carry."""
+        return ("episode_shares",) if self.by_episode else ()
+
+    def normalizers(self, response_lengths: Sequence[int], shares: Sequence[float] | None = None) -> LossNormalizers:
+        """Return normalisers from the number of trained tokens in every sample of the whole batch."""
+        return LossNormalizers.of(response_lengths, self.max_response_length, shares)
 
     def __call__(
         self,
@@ -302,10 +315,11 @@ class ValueObjective:
         ``values`` and the token fields are ``[batch, seq]``; entries outside the response mask are never read.
         ``loss_mask`` is that of `PolicyObjective`. ``ValueError`` names the fields that are missing.
         """
-        missing = [name for name in self.token_fields if name not in fields]
+        missing = [name for name in (*self.token_fields, *self.sample_fields) if name not in fields]
         if missing:
             raise ValueError(f"the critic lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
         trained = response_mask if loss_mask is None else loss_mask & response_mask
         losses, token_metrics = value_loss(values, fields["old_values"], fields["returns"], trained, self.clip)
-        loss = aggregate(losses, trained, self.loss_agg_mode, normalizers)
-        return loss, value_metrics(loss, values, fields["returns"], token_metrics["clip_fraction"], trained)
+        shares = fields["episode_shares"] if self.by_episode else None
+        loss = aggregate(losses, trained, self.loss_agg_mode, normalizers, shares)
+        return loss, value_metrics(loss, values, fields["returns"], token_metrics["clip_fraction"], trained, shares)

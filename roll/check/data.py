@@ -291,7 +291,7 @@ def data_warnings(config: PromptConfig | SFTConfig) -> Iterator[str]:
         yield f"{TRAIN_DATA}.max_samples keeps {count(train.max_samples, row)}: a step of {size} repeats them"
 
 
-ENV_MANAGERS = ("trajectory", "step")
+ENV_MANAGERS = ("trajectory", "step", "agent")
 _TAG = re.compile(r"[\w.-]+")
 """Pattern of a tag, which is part of metric names and of file names."""
 
@@ -318,6 +318,10 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
         if env.env_manager_cls not in ENV_MANAGERS and not _leads_to_an_object(env.env_manager_cls):
             message = f"{shown(env.env_manager_cls)} is neither a built-in environment manager nor an import path"
             yield ConfigProblem(f"{path}.env_manager_cls", message, choose_among(env.env_manager_cls, ENV_MANAGERS))
+        if (env.env_type == "agent") != (env.env_manager_cls == "agent"):
+            other = "env_manager_cls" if env.env_type == "agent" else "env_type"
+            message = f"{shown(getattr(env, other))} does not fit an agent, which needs both of them to be `agent`"
+            yield ConfigProblem(f"{path}.{other}", message, f"set `{path}.{other}: agent`, or change the other one")
         if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:
             message = f"{env.max_tokens_per_step} is more than a sequence of {room + 1} tokens has room for"
             remedy = "lower it, or raise `response_length` or `sequence_length`"

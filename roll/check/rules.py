@@ -166,8 +166,8 @@ def _inert_keys_of_rollouts(config: PipelineConfig) -> Iterator[tuple[str, Any, 
     reason = "episodes begin with what their environment says"
     yield "actor_train.", config.actor_train, ("data_args",), reason, "use `pipeline: rlvr`, or remove this key"
     for tag, env in config.custom_envs.items():
-        if env.env_manager_cls == "trajectory":
-            keys, reason = ("history_length", "keep_first_observation"), "a trajectory shows all turns before"
+        if env.env_manager_cls in _SHOWN_BY:
+            keys, reason = ("history_length", "keep_first_observation"), _SHOWN_BY[env.env_manager_cls]
             yield f"custom_envs.{tag}.", env, keys, reason, "set `env_manager_cls: step`, or remove this key"
     if config.val_env_manager is not None:
         reason, remedy = "validation plays each group once", "set the groups, or remove this key"
@@ -256,6 +256,8 @@ def names_are_known(config: RunConfig) -> Iterator[ConfigProblem]:
                     yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
 
 
+_SHOWN_BY = {"trajectory": "a trajectory shows all turns before", "agent": "an agent says what the policy reads"}
+"""What decides on the context in place of a window, by environment manager."""
 _VERIFIERS_OF_WORKERS = {"Math": "math", "Code": "code", "Judge": "judge", "Choice": "exact"}
 """Part of the name of one of ROLL's reward workers -> our verifier."""
 

@@ -523,7 +523,7 @@ class CustomEnvConfig:
         "import path `package.module:Class`. See `docs/environments.md`.",
     )
     env_config: dict[str, Any] = option(dict, "Keyword arguments of the environment.")
-    max_steps: Count = option(10, "Longest episode in turns.")
+    max_steps: Count = option(10, "Longest episode in turns; an agent's requests beyond them are refused.")
     max_tokens_per_step: Count | None = option(
         None,
         "Longest response of one turn in tokens; `generating_args.max_new_tokens` may be less. Default: what the "
@@ -531,8 +531,9 @@ class CustomEnvConfig:
     )
     env_manager_cls: str = option(
         "trajectory",
-        "`trajectory`: an episode is one sample; `step`: each turn is one, with a window of what came before; or the "
-        "import path of an environment manager of one's own.",
+        "`trajectory`: an episode is one sample; `step`: each turn is one, with a window of what came before; `agent`: "
+        "an agent asks for turns by HTTP (with `env_type: agent`, see `docs/agents.md`); or the import path of an "
+        "environment manager of one's own.",
     )
     history_length: Natural = option(10, "Turns before the present one that the prompt of a turn shows (`step` only).")
     keep_first_observation: bool = option(

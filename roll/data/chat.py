@@ -9,6 +9,7 @@ control tokens. A chat template that rewrites earlier text cannot be continued l
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 from abc import ABC, abstractmethod
@@ -71,36 +72,63 @@ class TurnTemplate(ABC):
             raise TemplateRefused(str(cause)) from cause
 
     @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of `special_ids`, longest first."""
+        texts = self.tokenizer.convert_ids_to_tokens(sorted(self.special_ids))
+        return tuple(sorted(texts, key=len, reverse=True))
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that decoding with ``skip_special_tokens`` skips."""
         added = (token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special)
         return frozenset(self.tokenizer.all_special_ids) | frozenset(added)
 
 
+@dataclass(frozen=True)
+class Tail:
+    """The text between two turns of the policy."""
+
+    text: str
+    """From the end of what the policy wrote to where it writes next, of shielded messages."""
+    end: str | None
+    """What ends the policy's turn where nothing follows it; None: the template's ``closing``."""
+    following: TailOf
+    """The tails of what follows."""
+
+
+TailOf = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Tail]
+"""A function of the next messages and of the tool calls of the policy's turn before them. It changes nothing."""
+
+
 class Conversation:
     """A context that grows turn by turn."""
 
-    def __init__(
-        self, template: TurnTemplate, prompt_token_ids: np.ndarray, tail: Callable[[Sequence[Message]], str]
-    ) -> None:
-        """Begin with int32 token ids, which the policy reads in its first turn.
-
-        ``tail`` gets the next messages. It returns the text from the end of the policy's response to where it writes
-        next, and goes there.
-        """
+    def __init__(self, template: TurnTemplate, prompt_token_ids: np.ndarray, tail: TailOf) -> None:
+        """Begin with int32 token ids, which the policy reads in its first turn."""
         self._template = template
         self._tail = tail
         self.prompt_token_ids = prompt_token_ids
 
-    def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+    def branch(self) -> Conversation:
+        """Return a conversation that goes on from here by itself."""
+        return Conversation(self._template, self.prompt_token_ids, self._tail)
+
+    def glue(
+        self, sampled: np.ndarray, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()
+    ) -> np.ndarray:
         """Return the tokens between ``sampled`` (the policy's last tokens) and its next ones.
 
         They are the end of the policy's turn unless it wrote that itself, the new messages, and the opening of its next
-        turn. int32; one call per turn, in order. Raises `TemplateRefused`.
+        turn. ``tool_calls``: those that the policy's turn is read as, for templates that look at them. int32; one call
+        per turn, in order. Raises `TemplateRefused`, and is then where it was.
         """
         _require_messages(messages)
-        tail = self._template.encode(self._tail(self._template.contents.shielded(list(messages))))
-        return _without_written_stop(sampled, self._template.closing, tail, self._template.special_ids)
+        shielded = self._template.contents.shielded
+        tail = self._tail(shielded(list(messages)), shielded(list(tool_calls)))
+        closing = self._template.closing if tail.end is None else self._template.encode(tail.end)
+        found = _without_written_stop(sampled, closing, self._template.encode(tail.text), self._template.special_ids)
+        self._tail = tail.following
+        return found
 
 
 @dataclass(eq=False)
@@ -116,6 +144,20 @@ class ChatTurns(TurnTemplate):
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
         text = _ChatText(self, self.contents.shielded(list(messages)), self.contents.shielded(list(tools)))
         return Conversation(self, self.encode(text.read), text.tail)
+
+    def end_of(self, text: str) -> str:
+        """Return what ends the turn of an assistant in the text of a conversation that it is the last of: what ends
+        each turn, or else a control token of its own. Raises `TemplateRefused` if there is neither."""
+        usual = self._around[1]
+        if usual and text.endswith(usual):
+            return usual
+        bare = text.rstrip()
+        end = next((token for token in self.special_tokens if bare.endswith(token)), None)
+        if end is not None:
+            return text[len(bare) - len(end) :]
+        if usual:
+            raise TemplateRefused("the chat template does not say where an assistant's tool calls end")
+        return ""  # the next turn's opening ends this one
 
     @cached_property
     def leading(self) -> str:
@@ -147,13 +189,7 @@ class ChatTurns(TurnTemplate):
     ) -> str:
         """Return the text of a conversation, stand-ins included. Raises `TemplateRefused`."""
         try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.options,
-            )
+            return self._rendered(messages, tools, generation_prompt)
         except Exception as cause:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefused(
@@ -161,51 +197,126 @@ class ChatTurns(TurnTemplate):
                 "the environment write roles that the template knows, or take `template: raw` for a model without one"
             ) from cause
 
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+        if any(message.get("tool_calls") for message in messages) and self._takes_arguments_as_text:
+            messages = [_with_text_arguments(each) if each.get("tool_calls") else each for each in messages]
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=open_turn,
+            **self.options,
+        )
+
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """True if the template fails on the arguments of a tool call as an object, and not on their JSON text."""
+        function = {"name": "word", "arguments": {"word": 1}}
+        called = {
+            "role": "assistant",
+            "content": "word",
+            "tool_calls": [{"id": "123456789", "type": "function", "function": function}],
+        }
+        return not self._takes(called) and self._takes(_with_text_arguments(called))
+
+    def _takes(self, message: Message) -> bool:
+        """Return True if the template renders a message behind `ASKED`."""
+        try:
+            self.tokenizer.apply_chat_template([ASKED, message], tokenize=False, **self.options)
+        except Exception:  # a template is a program and may raise anything
+            return False
+        return True
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return an assistant's message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
+
 
 class _ChatText:
     """The text of one conversation, of shielded messages. The template sees placeholders for what the policy writes."""
 
-    def __init__(self, chat: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, chat: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], turns: int = 0
+    ) -> None:
         _require_messages(messages)
         self._chat = chat
         self._messages = list(messages)
         self._tools = tuple(tools)
-        self._turns = 0
-        self.read = chat.render(self._messages, self._tools)
+        self._turns = turns
 
-    def tail(self, messages: Sequence[Message]) -> str:
-        word = self._unused_word(messages)
-        longer = [*self._messages, {"role": "assistant", "content": word}, *messages]
-        text = self._chat.render(longer, self._tools)
-        head, tail = _split_at(text, word)
-        self._require_continued_by(head)
-        _require_written(tail, messages)
-        self._messages, self.read = longer, text
-        self._turns += 1
-        return tail
+    @cached_property
+    def read(self) -> str:
+        """The text that the policy has read."""
+        return self._chat.render(self._messages, self._tools)
+
+    def tail(self, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()) -> Tail:
+        word = self._unused_word([*messages, *tool_calls])
+        answered: dict[str, Any] = {"role": "assistant", "content": word}
+        if tool_calls:
+            answered["tool_calls"] = list(tool_calls)
+        longer = [*self._messages, answered, *messages]
+        text, end = self._chat.render(longer, self._tools), None
+        if tool_calls:
+            written, end = self._behind_calls(longer, len(messages), word, text)
+        else:
+            head, written = _split_at(text, word)
+            self._require_continued_by(head)
+        _require_written(written, messages)
+        following = _ChatText(self._chat, longer, self._tools, self._turns + 1)
+        self.__dict__.pop("read", None)  # long; a conversation that branches here renders it again
+        following.__dict__["read"] = text
+        return Tail(written, end, following.tail)
+
+    def _behind_calls(self, longer: list[Message], count: int, word: str, text: str) -> tuple[str, str]:
+        """Return the text behind the assistant's tool calls, with the last ``count`` of the messages ``longer`` in it,
+        and what would end the assistant's turn if it were the last."""
+        present = longer[: len(longer) - count]
+        alone = self._chat.render(present, self._tools, generation_prompt=False)
+        head, _, behind = text.partition(word)
+        if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
+            own = alone.split(word)[1]
+            self._require_continued_by(head)
+        else:  # templates that write nothing beside calls, or the results of tools before the words
+            present[-1] = {**present[-1], "content": ""}
+            alone = head = own = self._chat.render(present, self._tools, generation_prompt=False)
+            behind = self._chat.render([*present, *longer[len(present) :]], self._tools)
+            self._require_continued_by(head)
+        end = self._chat.end_of(own)
+        calls = own.removesuffix(end)
+        if not behind.startswith(calls):
+            raise TemplateRefused("the chat template rewrites an assistant's tool calls when a conversation goes on")
+        return behind[len(calls) :], end
 
     def _unused_word(self, messages: Sequence[Message]) -> str:
         """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
-        said = [str(message.get("content")) for message in (*self._messages, *messages)]
+        said = [str(message) for message in (*self._messages, *messages)]
         number = self._turns
         while any(PLACEHOLDER.format(number=number) in text for text in said):
             number += 1
         return PLACEHOLDER.format(number=number)
 
     def _require_continued_by(self, head: str) -> None:
-        """Raise `TemplateRefused` unless ``head``, up to the assistant's content, continues the text read so far.
+        """Raise `TemplateRefused` unless ``head``, up to the assistant's content or further, continues the text read so
+        far.
 
-        The messages must be rendered as before. The opening of the assistant's turn may differ by a suffix that only
-        one of the two has: `<think>` in the generation prompt, or the space that some templates write before a content.
+        The messages must be rendered as before. The opening of the assistant's turn may differ: `<think>` in the
+        generation prompt and `<think></think>` in the history, or the space that some templates write before a content.
         """
         before = self.read
         if head.startswith(before):
             return
         without_opening = self._chat.render(self._messages, self._tools, generation_prompt=False)
         messages_end = len(os.path.commonprefix([before, without_opening]))
-        if before.startswith(head) and len(head) >= messages_end:
-            return
         place = len(os.path.commonprefix([before, head]))
+        if place >= messages_end:
+            return
         raise TemplateRefused(
             "the chat template is not append-only: when a conversation goes on it rewrites what the policy has read "
             f"(from character {place}: {before[place : place + 40]!r} became {head[place : place + 40]!r}). Take the "
@@ -243,8 +354,10 @@ class RawTurns(TurnTemplate):
         return self.encode(text + self.block(block))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        prompt = self.prompt(messages, tools)
-        return Conversation(self, prompt, lambda following: self.response_end + self.block(following))
+        return Conversation(self, self.prompt(messages, tools), self._tail)
+
+    def _tail(self, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]]) -> Tail:
+        return Tail(self.response_end + self.block(messages), None, self._tail)
 
     @cached_property
     def closing(self) -> np.ndarray:
@@ -258,13 +371,21 @@ class RawTurns(TurnTemplate):
 
 def _require_written(tail: str, messages: Sequence[Message]) -> None:
     """Raise `TemplateRefused` if the template leaves a message out: the policy would act on what it never read."""
+    message = _left_out(tail, messages)
+    if message is not None:
+        raise TemplateRefused(
+            f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
+            "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+        )
+
+
+def _left_out(tail: str, messages: Sequence[Message]) -> Message | None:
+    """Return the first message whose first word is not in the text."""
     for message in messages:
         words = str(message.get("content", "")).split()
         if words and words[0] not in tail:
-            raise TemplateRefused(
-                f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
-                "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
-            )
+            return message
+    return None
 
 
 def require_append_only(
@@ -297,11 +418,13 @@ def _without_written_stop(
     """Return ``tail``, without the end of the assistant's turn if the response already has it.
 
     The end is the closing up to its first special token (``<|im_end|>``), which alone identifies it; without a special
-    token it is all of the closing.
+    token it is all of the closing. Where nothing ends a turn, the special token that opens the next one does.
     """
     shorter = min(len(closing), len(tail))
     different = np.flatnonzero(closing[:shorter] != tail[:shorter])
     stop = closing[: different[0] if len(different) else shorter]  # both begin with it
+    if not len(stop):
+        stop = tail[:1] if len(tail) and int(tail[0]) in special_ids else stop
     special = [place for place, token_id in enumerate(stop) if int(token_id) in special_ids]
     if special:
         stop = stop[: special[0] + 1]

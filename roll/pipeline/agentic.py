@@ -21,7 +21,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
+import ray
 
+from roll.agentic.agents import AgentManager, agent_endpoint
+from roll.agentic.endpoint.server import Endpoint
 from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, ManagerSettings, SampledTurn
 from roll.agentic.manager import EnvManager
 from roll.agentic.pool import EnvPool, PoolSettings
@@ -33,7 +36,14 @@ from roll.data.chat import TemplateRefused
 from roll.data.records import Group, Prompt, derive_seed
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.pipeline.preflight import AgenticPlan, Prepared
-from roll.pipeline.rollouts import Generator, RolloutSide, ValidationResult, Validator, sampling_params
+from roll.pipeline.rollouts import (
+    Generator,
+    RolloutSide,
+    ValidationResult,
+    Validator,
+    WorkerProcesses,
+    sampling_params,
+)
 from roll.rollout.scheduler import FatalRolloutError, GroupRequest
 
 logger = logging.getLogger(__name__)
@@ -50,7 +60,7 @@ class AgenticSide(RolloutSide):
     """The rollout side of the agentic pipeline."""
 
     sample_metrics = "env/{domain}"
-    workers: EnvPool
+    workers: EpisodeProcesses
 
     def __init__(self, prepared: Prepared, plan: AgenticPlan, log_dir: str, on_event: Callable[[str], None]) -> None:
         self._prepared = prepared
@@ -62,7 +72,10 @@ class AgenticSide(RolloutSide):
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
             log_dir=log_dir,
         )
-        self.workers = EnvPool(config.custom_envs, settings)
+        # Environment workers may be on any node.
+        host = "127.0.0.1" if config.cluster.address is None else ray.util.get_node_ip_address()
+        endpoint = agent_endpoint(prepared.tokenizer, host) if plan.parsers else None
+        self.workers = EpisodeProcesses(EnvPool(config.custom_envs, settings), endpoint)
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Return random tokens, since observations are not known before the environments run."""
@@ -94,7 +107,7 @@ class AgenticSide(RolloutSide):
         )
 
     def metrics(self) -> dict[str, float]:
-        return {f"env_workers/{name}": float(count) for name, count in self.workers.counts().items()}
+        return {f"env_workers/{name}": float(count) for name, count in self.workers.pool.counts().items()}
 
     def _rollout(
         self, generator: Generator, manager: EnvManagerConfig, arguments: GeneratingArguments, purpose: str
@@ -102,7 +115,7 @@ class AgenticSide(RolloutSide):
         longest = derived.sequence_length(self._config)
         return EpisodeRollout(
             generator=generator,
-            environments=self.workers,
+            environments=self.workers.pool,
             managers={tag: self._manager(tag, manager, arguments) for tag in derived.used_tags(self._config, manager)},
             sampling=sampling_params(arguments, longest),
             group_size=manager.group_size,
@@ -123,7 +136,34 @@ class AgenticSide(RolloutSide):
             history_length=env.history_length,
             keep_first_observation=env.keep_first_observation,
         )
-        return self._plan.managers[tag](settings, self._plan.template, self._prepared.tokenizer)
+        template, tokenizer = self._plan.template, self._prepared.tokenizer
+        endpoint, parser = self.workers.endpoint, self._plan.parsers.get(tag)
+        if endpoint is not None and parser is not None:
+            return AgentManager(settings, template, tokenizer, endpoint, parser)
+        return self._plan.managers[tag](settings, template, tokenizer)
+
+
+@dataclass(frozen=True)
+class EpisodeProcesses(WorkerProcesses):
+    """The environment workers, and the endpoint that agents in them ask, if there are any."""
+
+    pool: EnvPool
+    endpoint: Endpoint | None
+
+    async def start(self) -> None:
+        if self.endpoint is not None:
+            await asyncio.to_thread(self.endpoint.start)
+        await self.pool.start()
+
+    async def shutdown(self) -> None:
+        try:
+            await self.pool.shutdown()
+        finally:
+            if self.endpoint is not None:
+                await asyncio.to_thread(self.endpoint.stop)
+
+    def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        return self.pool.busy_spans()
 
 
 @dataclass(frozen=True)
@@ -224,9 +264,12 @@ class EpisodeRollout:
         """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
         name = f"{self.purpose}-{group_id}-{index}"
 
-        async def policy(prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:
+        async def policy(
+            prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+        ) -> SampledTurn:
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, turn)
-            sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
+            stops = self.sampling.stop_strings + stop_strings
+            sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
             request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
             # All turns on one replica, for its prefix cache.
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)

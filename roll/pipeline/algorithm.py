@@ -81,6 +81,8 @@ class AdvantageSettings:
     """Domain -> name of one of its several rewards -> its weight in the score."""
     sample_weight: str | None = None
     """Name of the metric of an episode (or a response) that is its weight in the loss; None: no weights."""
+    by_episode: bool = False
+    """True if the loss counts an episode once, however many samples it is (`PolicyObjective.by_episode`)."""
     distillation: DistillationConfig | None = None
     """How the divergence from the teacher enters; None: there is no teacher."""
 
@@ -106,6 +108,8 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     metrics = _shape(batch, settings)
     if settings.sample_weight is not None:
         batch.data.per_sample["sample_weights"] = _sample_weights(batch, settings.sample_weight)
+    if settings.by_episode:
+        batch.share_episodes()
     # Estimators see whole episodes, although an episode may reach the trainer as several samples.
     data = batch.data.joined([len(parts) for parts in batch.episodes])
 
@@ -298,7 +302,9 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
             ]
     if problems.found or objective is None or estimator is None:
         raise ConfigError(problems.found)
-    value_objective = ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
+    value_objective = ValueObjective(
+        derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip, _by_episode(config)
+    )
     streams = config.actor_train.stream_groups is not False and not reasons
     needs_proximal = correction is not None or "proximal_logprobs" in objective.token_fields
     problems.found += _role_problems(config, needs_proximal, streams)
@@ -331,6 +337,7 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
             old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
             corrected=correction is not None and correction.weight is not None,
             weighted=config.sample_weight is not None,
+            by_episode=_by_episode(config),
             max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
             lags_capped=oldest > MOST_LAGS_REPORTED,
             monitored=not derived.truncates_sampling(config),
@@ -347,6 +354,11 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
         raise ConfigError(
             [replace(each, path=f"actor_train.{written.get(each.path, each.path)}") for each in error.problems]
         ) from None
+
+
+def _by_episode(config: PipelineConfig) -> bool:
+    """Return True if an episode may be several samples, and the aggregation of the loss counts sequences."""
+    return isinstance(config, AgenticConfig) and config.loss_agg_mode != "token-mean"
 
 
 def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
@@ -388,6 +400,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         if isinstance(config, PromptConfig)
         else {},
         sample_weight=config.sample_weight,
+        by_episode=_by_episode(config),
         distillation=config.distillation,
     )
 
@@ -664,6 +677,17 @@ class TrainingBatch:
         trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
         self.data.tokens["loss_mask"] = trained & kept
 
+    def share_episodes(self) -> None:
+        """Fill in ``episode_shares`` (float64 ``[samples]``): the part that a sample has of the tokens of its episode
+        that are trained on. Each episode has at least one sample here."""
+        data = self.data
+        trained = data.tokens.get("loss_mask", data.tokens["response_mask"])
+        tokens = np.add.reduceat(np.append(trained, False), data.offsets[:-1], dtype=np.float64)
+        tokens[data.lengths == 0] = 0
+        parts = np.array([len(samples) for samples in self.episodes], dtype=np.int64)
+        whole = np.repeat(np.add.reduceat(tokens, np.cumsum(parts) - parts), parts)
+        data.per_sample["episode_shares"] = np.divide(tokens, whole, out=np.zeros_like(tokens), where=whole > 0)
+
     def beside(self) -> TrainingBatch:
         """Return the batch as it is now, for a stage that works beside the next ones. Metrics are shared."""
         return replace(self, data=replace(self.data, tokens=dict(self.data.tokens)))
@@ -746,6 +770,8 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
         data.tokens["correction_weights"] = result.weights.float().numpy()[inside]
     if correction.reject:
         batch.leave_out(result.kept.numpy()[inside])
+        if objective.by_episode and batch.groups:  # rows of a batch do not know their episodes
+            batch.share_episodes()
     return result.metrics
 
 

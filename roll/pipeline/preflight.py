@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from roll.agentic.base import observation_from
+from roll.agentic.endpoint.tool_calls import PARSERS, Parser, parser_for
 from roll.agentic.episode import Observation
 from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
@@ -469,6 +470,8 @@ class AgenticPlan:
     template: TurnTemplate
     managers: dict[str, EnvManagerFactory]
     """Factory of the environment manager, by tag."""
+    parsers: dict[str, Parser] = field(default_factory=dict)
+    """Reader of the tool calls that the policy writes to an agent, by tag."""
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the environments and their shares; see `Prepared.source`."""
@@ -494,7 +497,21 @@ def _plan_agentic(
     if template is None or problems.found:
         return None
     problems.found += _template_problems(config, template)
-    return AgenticPlan(config, template, managers)
+    agents = {tag: env for tag, env in config.custom_envs.items() if env.env_manager_cls == "agent"}
+    found = {tag: problems.attempt(_tool_parser, tag, env, config, tokenizer) for tag, env in agents.items()}
+    return AgenticPlan(config, template, managers, {tag: each for tag, each in found.items() if each is not None})
+
+
+def _tool_parser(tag: str, env: CustomEnvConfig, config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> Parser:
+    """Return the reader of tool calls that an agent's environment names, or else that of the chat template."""
+    named = env.env_config.get("tool_parser")
+    if named is None:
+        named = parser_for(tokenizer.get_chat_template()) if config.template == "chat" else "none"
+    if named is None:
+        message = "it is not known how the chat template writes tool calls"
+        remedy = f"name the parser of its calls: {', '.join(PARSERS)} (`none`: calls stay text)"
+        raise problem(f"custom_envs.{tag}.env_config.tool_parser", message, remedy)
+    return PARSERS[named]
 
 
 def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:

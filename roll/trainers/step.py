@@ -385,7 +385,9 @@ class TrainingStep:
         wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
         trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
         owner = np.repeat(np.arange(len(batch)), batch.lengths)
-        normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)).tolist())
+        lengths = np.bincount(owner[trained], minlength=len(batch)).tolist()
+        shares = batch.per_sample["episode_shares"].tolist() if "episode_shares" in objective.sample_fields else None
+        normalizers = objective.normalizers(lengths, shares)
         is_empty = normalizers.tokens == 0
         if is_part:
             normalizers = LossNormalizers.unknown(normalizers.max_response_length)
@@ -442,7 +444,7 @@ def combined_sums(
     named = parts[0].named(sums)
     tokens, sequences = named[TRAINED_TOKENS], named[TRAINED_SEQUENCES]
     divisor = tokens if objective.loss_agg_mode == "token-mean" else sequences
-    return parts[0].from_vectors(sums, maxima, max(1.0, divisor)), divisor
+    return parts[0].from_vectors(sums, maxima, divisor or 1.0), divisor
 
 
 def _combined(parts: Sequence[PartMetrics], group: dist.ProcessGroup | None) -> tuple[list[float], list[float]]:

@@ -374,3 +374,42 @@ def test_an_idle_environment_of_a_failing_tag_is_not_touched(tmp_path: Path):
         return texts(await episode(host.open("a", False), 3))
 
     assert run(use) == ["seed 3, episode 2"]
+
+
+class Endable(Obedient):
+    """An environment whose running call ends when it is closed."""
+
+    ends_calls_when_closed = True
+    acting: threading.Event
+    over: threading.Event
+
+    def step(self, action: str) -> Any:
+        self.acting.set()
+        assert self.over.wait(20)
+        raise RuntimeError("closed")
+
+    def close(self) -> None:
+        self.over.set()
+
+
+def test_a_given_up_call_is_ended_if_its_environment_can_end_it():
+    made: list[Endable] = []
+
+    def factory(env_type: str, env_config: Any) -> gymnasium.Env:
+        made.append(Endable())
+        made[-1].acting, made[-1].over = threading.Event(), threading.Event()
+        return made[-1]
+
+    async def use(host: EnvHost) -> dict[str, int]:
+        session = host.open("a", frames=False)
+        await session.reset(1)
+        acting = asyncio.ensure_future(session.step("go"))
+        await asyncio.to_thread(made[0].acting.wait, 20)
+        session.release()
+        answer = await acting
+        assert isinstance(answer, SessionFailed) and "closed" in answer.cause
+        await episode(host.open("a", frames=False), 2)
+        return host.counts
+
+    counts = run(use, factory)
+    assert (counts["made"], counts["reused"], len(made)) == (2, 0, 2), "a closed environment is not used again"

@@ -66,6 +66,13 @@ def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
         ({"custom_envs.lake.env_type": ""}, "custom_envs.lake.env_type", "no environment is named"),
         ({"custom_envs.a/b": {"env_type": "x"}}, "custom_envs.a/b", "file names"),
         ({"custom_envs.lake.env_manager_cls": "trajectories"}, "custom_envs.lake.env_manager_cls", "neither"),
+        ({"custom_envs.lake.env_manager_cls": "agent"}, "custom_envs.lake.env_type", "does not fit an agent"),
+        ({"custom_envs.lake.env_type": "agent"}, "custom_envs.lake.env_manager_cls", "does not fit an agent"),
+        (
+            {"custom_envs.lake": {"env_type": "agent", "env_manager_cls": "agent", "history_length": 3}},
+            "custom_envs.lake.history_length",
+            "says what the policy reads",
+        ),
         ({"custom_envs.lake.history_length": 3}, "custom_envs.lake.history_length", "no effect"),
         ({"custom_envs.lake.keep_first_observation": False}, "custom_envs.lake.keep_first_observation", "no effect"),
         ({"custom_envs.lake.max_tokens_per_step": 9999}, "custom_envs.lake.max_tokens_per_step", "room for"),

@@ -31,6 +31,7 @@ RUNS = {
     "quickstart/sft": ["train_batch_size=8", *PROMPTS],
     "frozen_lake-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
     "sokoban-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
+    "agent-tool-cpu/agent": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
     "image-shapes-cpu/image": [
         *("rollout_batch_size=4", "val_batch_size=4", "validation.generating_args.num_return_sequences=1"),
         "actor_train.data_args.file_name={made}/data/train.jsonl",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import gymnasium
 
@@ -65,3 +66,12 @@ class FirstFails(Copy):
         if FirstFails.episodes % 3 == 1:
             raise RuntimeError("a bad start")
         return super().reset(seed=seed, options=options)
+
+
+class Late(Copy):
+    """Every second seed takes half a second longer."""
+
+    def step(self, action):
+        if (self.seed // 2) % 2:
+            time.sleep(0.25)
+        return super().step(action)

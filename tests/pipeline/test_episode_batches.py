@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from roll.algorithms.advantages.base import make_advantage_estimator
+from roll.algorithms.aggregation import LOSS_AGG_MODES
+from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, combine
+from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.algorithms.rewards import RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample, SampleBatch
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages
+from roll.trainers.step import TrainingStep
+from tests.tiers import examples
 
 PROMPT = Prompt("lake:1", "lake", np.zeros(0, dtype=np.int32), "map")
 
@@ -147,3 +156,114 @@ def test_joined_samples_share_their_tokens():
     for wrong in ([1, 1], [3, 0], [4]):
         with pytest.raises(ValueError, match="parts"):
             data.joined(wrong)
+
+
+MOST_TOKENS = 4
+"""Sampled tokens of a turn, at most."""
+
+
+@st.composite
+def split_episodes(draw):
+    """Groups of episodes, each a list of the tokens of its turns, and for each episode the cuts between its samples."""
+    episode = st.lists(st.integers(0, MOST_TOKENS), min_size=1, max_size=5).filter(any)
+    groups = draw(st.lists(st.lists(episode, min_size=1, max_size=3), min_size=1, max_size=3))
+    cuts = [[draw(st.sets(st.integers(1, max(1, len(turns) - 1)))) for turns in group] for group in groups]
+    return groups, cuts
+
+
+def branches(number: int, turns: list[int], cuts: set[int], score: float) -> list[Sample]:
+    """An episode's samples: each has the turns before its own as context."""
+    first = [0, *sorted(cut for cut in cuts if cut < len(turns)), len(turns)]
+    found = []
+    for start, end in zip(first, first[1:], strict=False):
+        if not any(turns[start:end]):
+            continue
+        made = sample(number, [(turn, tokens, 0.0, -1) for turn, tokens in enumerate(turns[:end]) if tokens], score)
+        new = made.turns >= start
+        made.response_mask &= new
+        made.turns[~new] = -1
+        found.append(made)
+    return found
+
+
+def split_batch(groups, cuts) -> TrainingBatch:
+    made = []
+    for group_id, (group, group_cuts) in enumerate(zip(groups, cuts, strict=True)):
+        numbered = enumerate(zip(group, group_cuts, strict=True))
+        samples = [branches(number, turns, own, float(number % 2)) for number, (turns, own) in numbered]
+        made.append(Group(group_id, PROMPT, [each for parts in samples for each in parts]))
+    return TrainingBatch.from_groups(0, made)
+
+
+def gradients(batch: TrainingBatch, objective, weights: torch.Tensor, parts: list[np.ndarray] | None = None):
+    """Loss and gradient of the sampled tokens of a batch, each token's at its episode, turn and place in the turn,
+    float64. ``parts``: rows that a streaming trainer is given one after the other."""
+    names = []
+    for group in range(len(batch.groups)):
+        for episode in batch.groups[group].episodes:
+            for each in episode:
+                turns = each.turns
+                count = np.zeros(len(turns), dtype=int)
+                for turn in np.unique(turns[turns >= 0]):
+                    count[turns == turn] = np.arange((turns == turn).sum())
+                names.append(((group * 3 + each.episode) * 5 + np.maximum(turns, 0)) * MOST_TOKENS + count)
+    own = SampleBatch(batch.data.lengths, {"place": np.concatenate(names)})
+    leaf, metrics, loss = weights.clone().requires_grad_(), [], torch.zeros((), dtype=torch.float64)
+    for rows in [np.arange(len(own))] if parts is None else parts:
+        step = TrainingStep.of(batch.data.select(rows), objective, is_part=parts is not None)
+        (micro_batch,) = step.micro_batches([list(range(len(rows)))], torch.device("cpu"))
+        places = torch.from_numpy(own.select(rows).padded("place", 0, micro_batch.input_ids.shape[1])[:, 1:].copy())
+        kept = leaf[places[:, micro_batch.positions]]
+        outputs = (kept,) if isinstance(objective, ValueObjective) else (kept, torch.ones_like(kept))
+        part_loss, part_metrics = step.loss(micro_batch, *outputs)
+        loss, metrics = loss + part_loss, [*metrics, part_metrics]
+    named = metrics[0].named(combine(metrics)[0].tolist())
+    divisor = named[TRAINED_TOKENS if objective.loss_agg_mode == "token-mean" else TRAINED_SEQUENCES]
+    loss = loss if parts is None else loss / (divisor or 1)
+    loss.backward()
+    return loss.detach(), leaf.grad, divisor
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("trained", ["policy", "critic"])
+@hypothesis_settings(max_examples=examples(20))
+@given(drawn=split_episodes(), seed=st.integers(0, 999), left_out=st.booleans(), streams=st.booleans())
+def test_an_episode_in_several_samples_weighs_as_one(mode, trained, drawn, seed, left_out, streams):
+    """Loss and gradient of every token are those of the episode as one sample, exactly: of the whole batch, of parts
+    that a streaming trainer adds up, and where a correction has left tokens out."""
+    groups, cuts = drawn
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(3 * 3 * 5 * MOST_TOKENS, generator=generator, dtype=torch.float64)
+    dropped = torch.rand(len(weights), generator=generator) < 0.3
+    found = []
+    for own_cuts in ([[set() for _ in group] for group in groups], cuts):
+        filled = split_batch(groups, own_cuts)
+        add_advantages(filled, settings("grpo", by_episode=True))
+        data = filled.data
+        if left_out:
+            turn = np.maximum(data.tokens["turns"], 0)
+            filled.leave_out(~dropped.numpy()[turn])
+            filled.share_episodes()
+        data.tokens["old_values"] = np.zeros(len(data.tokens["turns"]), dtype=np.float32)
+        data.tokens["returns"] = data.tokens["advantages"]
+        objective = (
+            PolicyObjective(20, pg_variant="ppo", loss_agg_mode=mode, by_episode=True)
+            if trained == "policy"
+            else ValueObjective(20, mode, by_episode=True)
+        )
+        rows = np.cumsum([len(group.samples) for group in filled.groups])
+        parts = np.split(np.arange(len(data)), rows[:-1]) if streams else None
+        found.append(gradients(filled, objective, weights, parts))
+        advantages = data.tokens["advantages"][data.tokens["response_mask"]]
+        found[-1] += (torch.from_numpy(np.sort(advantages)),)
+    for whole, split in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(split), torch.as_tensor(whole), rtol=1e-12, atol=1e-14)
+
+
+def test_whole_episodes_have_shares_of_exactly_one():
+    filled = batch(False)
+    filled.share_episodes()
+    assert filled.data.per_sample["episode_shares"].tolist() == [1.0] * 6
+    parts = batch(True)
+    parts.share_episodes()
+    assert parts.data.per_sample["episode_shares"].tolist() == [2 / 6, 1 / 6, 3 / 6, 1 / 3, 2 / 3, 1.0] * 2

@@ -10,6 +10,7 @@ import torch
 from fake_cluster import IN_THIS_PROCESS
 from runs import run_pipeline
 from safetensors.torch import load_file
+from test_agentic_runs import agentic_config
 from test_publication_schedule import Run
 from tiny import tiny_config
 
@@ -104,17 +105,26 @@ def test_so_it_does_on_two_ranks_in_processes_of_their_own(task, ray_cluster):
     assert_same_steps(task, ray_cluster, 5, corrected, two_ranks)
 
 
-def assert_same_steps(task, address, steps, changes, streamed_only=None):
+def test_so_it_does_where_an_episode_is_several_samples(task):
+    changes = {
+        "custom_envs__copy__env_type": "copy_games:Late",
+        "custom_envs__copy__env_manager_cls": "step",
+        "loss_agg_mode": "seq-mean-token-mean",
+    }
+    assert_same_steps(task, IN_THIS_PROCESS, 3, changes, make=agentic_config)
+
+
+def assert_same_steps(task, address, steps, changes, streamed_only=None, make=tiny_config):
     changes = {
         "max_steps": steps,
-        "rewards__addition__verifier": "reward_functions:late_reward",
+        **({"rewards__addition__verifier": "reward_functions:late_reward"} if make is tiny_config else {}),
         # Attention hardly feels key biases: their gradients are rounding, of which Adam alone would make whole steps.
         "actor_train__training_args__adam_epsilon": 1e-4,
         **changes,
     }
-    plain = run_pipeline(task, address, tiny_config(task, **changes))
+    plain = run_pipeline(task, address, make(task, **changes))
     streams = {"actor_train__stream_groups": True, **(streamed_only or {})}
-    streamed = run_pipeline(task, address, tiny_config(task, **changes | streams))
+    streamed = run_pipeline(task, address, make(task, **changes | streams))
     assert len(streamed.metrics) == steps
     shares = [record["actor/streamed_share"] for record in streamed.metrics if "actor/loss" in record]
     assert 0.2 < max(shares) and max(shares) < 1, "how much depends on how busy the machine is"

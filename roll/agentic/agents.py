@@ -1,0 +1,199 @@
+"""The manager of episodes in which an agent, unchanged, asks for the policy's turns by HTTP.
+
+While the environment (`roll.agentic.library.agent`) runs the agent in its worker process, the endpoint answers the
+agent's requests with turns of the policy. The agent decides what the policy reads and when the episode ends; what was
+sampled becomes the samples. An agent that a limit stopped (`max_steps`, or no room in the context) has an end and
+counts with the reward 0, if it does not return one; otherwise long episodes would be left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll.agentic.endpoint.dialects import Chat, Completions
+from roll.agentic.endpoint.messages import Messages
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.responses import Responses
+from roll.agentic.endpoint.server import Endpoint
+from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
+from roll.agentic.endpoint.tool_calls import Parser
+from roll.agentic.episode import (
+    EnvironmentFailed,
+    EnvSession,
+    Episode,
+    EpisodeEnd,
+    EpisodeRefused,
+    ManagerSettings,
+    Observation,
+    Policy,
+    SampledTurn,
+)
+from roll.agentic.worker import SessionFailed
+from roll.data.chat import TurnTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMITS: dict[str | None, EpisodeEnd] = {
+    "max_steps_exceeded": "max_steps",
+    "context_length_exceeded": "sequence_length",
+}
+"""Ends of episodes by the code with which the endpoint refuses a request."""
+
+
+def agent_endpoint(tokenizer: PreTrainedTokenizerBase, host: str) -> Endpoint:
+    """Return an endpoint of all languages, which has not been started. ``host``: the address to listen at."""
+    return Endpoint([dialect(tokenizer.decode) for dialect in (Chat, Completions, Responses, Messages)], host=host)
+
+
+@dataclass(frozen=True)
+class AgentManager:
+    """The course of an episode that an agent plays."""
+
+    settings: ManagerSettings
+    template: TurnTemplate
+    decoder: PreTrainedTokenizerBase
+    endpoint: Endpoint
+    parser: Parser
+    """Reader of the tool calls that the policy writes."""
+
+    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
+        """Run an agent to its end and close the session, whatever happens.
+
+        Raises `EnvironmentFailed`, also for an agent that sampled nothing, `EpisodeRefused`, and what the policy
+        raises.
+        """
+        calls = _PolicyCalls(policy)
+        recorded = _Recorded(self.template, self.decoder, calls, SessionSettings(self.settings, self.parser))
+        try:
+            task = await session.reset(seed)
+            base_url, api_key = self.endpoint.open(recorded)
+            try:
+                address = json.dumps({"base_url": base_url, "api_key": api_key})
+                end = await calls.until_failure(_played(session, address, recorded))
+            finally:
+                await self.endpoint.close(recorded)
+                await calls.end()
+        finally:
+            await session.close()
+        return _episode_of(recorded, task, end, tag, seed)
+
+
+class _Recorded(EpisodeSession):
+    """A session that remembers why the endpoint refused a request."""
+
+    refused: RequestRefused | None = None
+    """The last refusal."""
+    limit: EpisodeEnd | None = None
+    """The limit that refused the agent a turn."""
+
+    async def respond(self, request: ModelRequest) -> ModelAnswer:
+        try:
+            return await super().respond(request)
+        except RequestRefused as refused:
+            self.refused = refused
+            self.limit = self.limit or LIMITS.get(refused.code)
+            raise
+
+
+class _PolicyCalls:
+    """The policy of one episode, which the endpoint calls at any time. No call outlives the episode."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._running: set[asyncio.Task[SampledTurn]] = set()
+        self._failure: asyncio.Future[Observation] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
+
+    async def __call__(
+        self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+    ) -> SampledTurn:
+        if self._ended.is_set():
+            return _aborted()
+        call = asyncio.create_task(
+            self._policy(prompt_token_ids, turn=turn, max_new_tokens=max_new_tokens, stop_strings=stop_strings)
+        )
+        self._running.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if self._ended.is_set():
+                return _aborted()
+            raise
+        except Exception as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+            raise
+        finally:
+            self._running.discard(call)
+
+    async def until_failure(self, playing: Coroutine[Any, Any, Observation]) -> Observation:
+        """Return the result of ``playing``; cancel it if the policy fails before, and raise what the policy raised."""
+        played = asyncio.create_task(playing)
+        try:
+            await asyncio.wait([played, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            return self._failure.result() if self._failure.done() else played.result()
+        finally:
+            if not played.done():
+                played.cancel()
+                await asyncio.wait([played])
+            for outcome in (played, self._failure):  # one of them may be lost to the other, or to a cancellation
+                if outcome.done() and not outcome.cancelled():
+                    outcome.exception()
+
+    async def end(self) -> None:
+        """Cancel the running calls and wait until they have ended: a repeated episode names its calls the same."""
+        self._ended.set()
+        self._failure.cancel()
+        running = list(self._running)
+        for call in running:
+            call.cancel()
+        if running:
+            await asyncio.wait(running)
+
+
+def _aborted() -> SampledTurn:
+    nothing = np.zeros(0, dtype=np.int32)
+    return SampledTurn(nothing, np.zeros(0, dtype=np.float32), nothing, "abort")
+
+
+async def _played(session: EnvSession, address: str, recorded: _Recorded) -> Observation:
+    """Return what the environment says of the agent's result.
+
+    An agent that fails because it was refused a turn has come to the end of its episode.
+    """
+    try:
+        return await session.step(address)
+    except SessionFailed as failed:
+        if recorded.failure is not None:
+            raise recorded.failure from failed
+        if recorded.limit is None or failed.kind not in ("raised", "nonsense"):
+            raise
+        return Observation((), truncated=True)
+
+
+def _episode_of(recorded: _Recorded, task: Observation, last: Observation, tag: str, seed: int) -> Episode:
+    samples = recorded.samples(last.reward, last.reward)
+    if not samples:
+        where = f"environment {tag!r}, seed {seed}"
+        if recorded.limit == "sequence_length":
+            raise EpisodeRefused(f"{where}: the agent's first request was refused: {recorded.refused}")
+        why = "" if recorded.refused is None else f"; its last request was refused: {recorded.refused}"
+        raise EnvironmentFailed(f"{where}: the agent ended without a token of the policy to train on{why}")
+    return Episode(
+        tag=tag,
+        seed=seed,
+        samples=samples,
+        end=recorded.limit or ("truncated" if last.truncated else "terminated"),
+        success=last.success,
+        score=last.reward,
+        turns=recorded.turns(last.reward),
+        last_frame=last.frame,
+        metrics=task.metrics | last.metrics | recorded.metrics() | {"invalid_actions": 0.0},
+    )

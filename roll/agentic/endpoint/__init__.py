@@ -1,0 +1,1 @@
+"""An address at which agents reach the policy that is trained."""

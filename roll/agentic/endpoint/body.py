@@ -1,0 +1,176 @@
+"""Reading the body of a request field by field, with its types checked and every error naming its field.
+
+A field that nobody takes has no effect; its name is collected. What would change the answer and is not served is
+refused, with what to do instead. Nothing but `RequestRefused` is ever raised, whatever a client sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from roll.agentic.endpoint.json_text import loaded, problem_of
+from roll.agentic.endpoint.records import RequestRefused
+from roll.agentic.episode import Message
+
+_MOST_NAMES = 64
+_KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Body:
+    """An object in a request."""
+
+    def __init__(self, value: Any, path: str = "", without_effect: dict[str, None] | None = None) -> None:
+        """``path``: where it is in the request; ``without_effect``: names collected so far, for a part of a request.
+        Raises `RequestRefused` if the value is no object, or the whole request cannot be passed on."""
+        if without_effect is None and (problem := problem_of(value)):
+            raise RequestRefused(f"the request {problem}")
+        if not isinstance(value, dict):
+            raise RequestRefused(f"{f'`{path}`' if path else 'the request'} must be an object", field=path or None)
+        self._values = {name: each for name, each in value.items() if each is not None}
+        self._path = path
+        self._taken: set[str] = set()
+        self._without_effect = {} if without_effect is None else without_effect
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Refuse the request because of a field."""
+        path = self._where(name)
+        raise RequestRefused(f"`{path}` {why}", field=path)
+
+    def take(self, name: str, *kinds: type) -> Any:
+        """Return a field of one of the kinds `str`, `int`, `bool`, `list` and `dict`; None if it was left out."""
+        self._taken.add(name)
+        value = self._values.get(name)
+        if value is not None and type(value) not in kinds:
+            self.refuse(name, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}")
+        return value
+
+    def text(self, name: str, *, required: bool = False) -> str:
+        """Return a text; empty if it was left out. One that is required may not be empty."""
+        value = self.take(name, str) or ""
+        if required and not value:
+            self.refuse(name, "is missing")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.take(name, bool)
+        return default if value is None else value
+
+    def count(self, name: str) -> int | None:
+        """Return a number of at least 1."""
+        value = self.take(name, int)
+        if value is not None and value < 1:
+            self.refuse(name, "must be at least 1")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a text or a list of them, none of them empty."""
+        value = self.take(name, str, list)
+        found = tuple([value] if isinstance(value, str) else value or ())
+        if not all(isinstance(each, str) and each for each in found):
+            self.refuse(name, "must be texts that are not empty")
+        return found
+
+    def part(self, name: str) -> Body | None:
+        """Return an object."""
+        value = self.take(name, dict)
+        return None if value is None else self._inside(value, name)
+
+    def parts(self, name: str) -> list[Body]:
+        """Return a list of objects."""
+        return [self._inside(each, f"{name}[{i}]") for i, each in enumerate(self.take(name, list) or ())]
+
+    def forbid(self, name: str, remedy: str, *allowed: Any) -> None:
+        """Refuse the field unless it was left out or is one of the values that change nothing."""
+        self._taken.add(name)
+        value = self._values.get(name)
+        if value is not None and not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
+        ):
+            self.refuse(name, f"is not served: {remedy}")
+
+    def has_no_effect(self, name: str) -> None:
+        """Collect the name of a field that was read and changes nothing."""
+        if len(self._without_effect) < _MOST_NAMES:
+            shown = re.sub(r"\[\d+\]", "", self._where(name))[:100]
+            self._without_effect["".join(filter(str.isprintable, shown))] = None  # it goes into a log
+
+    def done(self) -> None:
+        """Collect the names of the fields that were not taken."""
+        for name in self._values:
+            if name not in self._taken:
+                self.has_no_effect(name)
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Names collected in the whole request, in order; at most 64."""
+        return tuple(self._without_effect)
+
+    def content(self, name: str, kinds: Sequence[str] = ("text",)) -> str:
+        """Return a text, or a list of parts of these ``kinds`` as the lines of one; empty if it was left out."""
+        value = self.take(name, str, list)
+        if value is None or isinstance(value, str):
+            return value or ""
+        return "\n".join(filter(None, (part.piece(kinds) for part in self.parts(name))))
+
+    def piece(self, kinds: Sequence[str]) -> str:
+        """Return the text of this part of a content."""
+        kind = self.text("type", required=True)
+        if kind not in kinds:
+            self.refuse("type", f"is `{kind[:40]}`, and only text is taken: leave it out, or say it in words")
+        text = self.text("refusal" if kind == "refusal" else "text")
+        self.done()
+        return text
+
+    def function(self, schema: str = "parameters") -> dict[str, Any]:
+        """Return the function that this object describes, as chat templates take it. ``schema``: where it has the
+        schema of its arguments."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.text("name", required=True),
+                "description": self.take("description", str),
+                "parameters": self.take(schema, dict),
+            },
+        }
+
+    def call(self, identifier: str) -> Message:
+        """Return the call of a function that this object describes, with arguments as an object if they are one."""
+        name, arguments = self.text("name", required=True), self.take("arguments", str, dict)
+        return call(identifier, name, arguments)
+
+    def may_call(self, free: Sequence[str] = ("auto",), forced: Sequence[str] = ("required",)) -> bool:
+        """Read `tool_choice`, a word or an object of such a type; false if the client wants no calls. That calls are
+        wanted changes nothing: the policy is not forced."""
+        value = self.take("tool_choice", str, dict)
+        word = value.get("type") if isinstance(value, dict) else value
+        if word is None or word in free:
+            if isinstance(value, dict) and value.keys() - {"type"}:
+                self.has_no_effect("tool_choice")
+            return True
+        if word == "none":
+            return False
+        if not isinstance(value, dict) and word not in forced:
+            self.refuse("tool_choice", f"must be one of {', '.join((*free, 'none', *forced))}")
+        self.has_no_effect("tool_choice")
+        return True
+
+    def _where(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
+
+    def _inside(self, value: Any, name: str) -> Body:
+        return Body(value, self._where(name), self._without_effect)
+
+
+def call(identifier: str, name: str, arguments: str | dict[str, Any] | None) -> Message:
+    """Return a call of a function as chat templates take it. Arguments that are no JSON object stay text."""
+    value: Any = arguments or {}
+    if isinstance(value, str):
+        try:
+            inside = loaded(value)
+            value = inside if isinstance(inside, dict) else value
+        except ValueError:
+            pass
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": value}}

@@ -1,0 +1,414 @@
+"""The HTTP server at which agents reach the policy, in a thread and an event loop of its own.
+
+Each episode has a path and a key; either names it, and both must agree. An answer is recorded before its last byte is
+sent. It is one answer for each request, however often a client repeats it: a repeated request joins the call that is
+running, or gets its answer again. A client that goes away stops nothing; it may come back for the answer. What nobody
+came for is left out of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roll.agentic.endpoint.dialects import Dialect, model_list
+from roll.agentic.endpoint.json_text import loaded
+from roll.agentic.endpoint.messages import Messages
+from roll.agentic.endpoint.records import ModelRequest, RequestRefused
+from roll.agentic.endpoint.session import EpisodeSession
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BODY = 64 * 2**20
+"""Bytes."""
+KEEP_ALIVE_SECONDS = 10.0
+"""Time between two signs of life in a stream whose answer is sampled."""
+ANSWERS_KEPT = 32
+"""Answers of an episode that are kept for clients that ask again."""
+ENDED_KEPT = 4096
+"""Episodes that are over and still known as such."""
+START_SECONDS = STOP_SECONDS = 30.0
+RETRY_HEADER = "x-stainless-retry-count"
+"""By which clients of OpenAI and Anthropic say how often they have asked before."""
+MODELS, COUNT_TOKENS = "models", "messages/count_tokens"
+
+
+@dataclass(eq=False)
+class _Call:
+    """One request of an agent, which may reach the server several times."""
+
+    asked: str
+    """Digest of what was asked."""
+    task: asyncio.Task[_Answered]
+    attempt: int = 0
+    """The client's count of its repetitions, of the last one that joined."""
+    readers: int = 0
+    """Connections that wait for the answer, or are being sent it."""
+    delivered: bool = False
+    """True if a whole answer was sent."""
+
+    @property
+    def failed(self) -> bool:
+        """True if there is no answer and there will be none."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+@dataclass(frozen=True)
+class _Answered:
+    answer_id: str
+    body: bytes
+
+
+@dataclass(eq=False)
+class _Episode:
+    """An episode that may ask."""
+
+    session: EpisodeSession
+    key: str
+    calls: list[_Call] = field(default_factory=list)
+    """In the order in which they came."""
+
+    def joined(self, asked: str, attempt: int, is_named: bool) -> _Call | None:
+        """Return the call that a request repeats; None: it is a new one.
+
+        ``attempt``: the client's count of repetitions; ``is_named``: true if the client gave the request a name. A
+        request that says nothing of the kind repeats a call whose client went away without the answer.
+        """
+        calls = [call for call in self.calls if call.asked == asked and not call.failed]
+        abandoned = next((call for call in calls if not call.delivered and not call.readers), None)
+        if abandoned is not None or not (attempt or is_named):
+            return abandoned
+        return next((call for call in reversed(calls) if is_named or call.attempt < attempt), None)
+
+    def keep(self, call: _Call) -> None:
+        """Keep a new call, and forget failures and the oldest answers beyond `ANSWERS_KEPT`."""
+        ended = [each for each in self.calls if each.task.done() and not each.readers]
+        answers = [each for each in ended if not each.failed]
+        forgotten = set(ended) - set(answers[-ANSWERS_KEPT:])
+        for each in forgotten:
+            self.settle(each)
+        self.calls = [*(each for each in self.calls if each not in forgotten), call]
+
+    def settle(self, call: _Call) -> None:
+        """Leave the answer of a call out of training if nobody got it."""
+        if not call.delivered and call.task.done() and not call.failed:
+            self.session.leave_out(call.task.result().answer_id, "unread")
+
+
+class Endpoint:
+    """A server of episodes. It has a thread from `start` to `stop`."""
+
+    def __init__(
+        self,
+        dialects: Iterable[Dialect],
+        *,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
+    ) -> None:
+        """``model``: the name in the list of models; requests may use any. ``port`` 0: any that is free."""
+        self._dialects: Mapping[str, Dialect] = {dialect.path: dialect for dialect in dialects}
+        self._model, self._host, self._port = model, host, port
+        self._keep_alive_seconds = keep_alive_seconds
+        self._created = int(time.time())
+        self._episodes: dict[str, _Episode] = {}
+        self._names: dict[str, str] = {}
+        """Key -> name of its episode."""
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        """Names of episodes that are over -> key."""
+        self._told: set[str] = set()
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Event | None = None
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
+        self.address = ""
+        """`http://host:port`, once it has started."""
+
+    def start(self) -> None:
+        """Listen. Raises `RuntimeError` if it cannot."""
+        self._thread.start()
+        if not self._ready.wait(START_SECONDS) or self._failure is not None:
+            raise RuntimeError(f"the endpoint cannot listen at {self._host}:{self._port}: {self._failure}")
+
+    def stop(self) -> None:
+        """Answer 503 to whoever waits, and end the thread. Raises `RuntimeError` if it does not end."""
+        self._stopping = True
+        loop, stopped = self._loop, self._stopped
+        if loop is not None and stopped is not None and self._thread.is_alive():
+            loop.call_soon_threadsafe(stopped.set)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the endpoint did not end within {STOP_SECONDS:.0f} s")
+
+    def open(self, session: EpisodeSession) -> tuple[str, str]:
+        """Give an episode its address, which ends with `/v1`, and its key. Raises `RuntimeError` if it does not run."""
+        if self._stopping or not self._thread.is_alive():
+            raise RuntimeError(f"the endpoint does not run: {self._failure or 'it was stopped'}")
+        name, key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
+        self._episodes[name] = _Episode(session, key)
+        self._names[key] = name
+        return f"{self.address}/e/{name}/v1", key
+
+    async def close(self, session: EpisodeSession) -> None:
+        """End an episode: later requests get 409, and calls that are running are cancelled. The session does not change
+        any more. Calling it twice is harmless."""
+        if self._loop is None or not self._thread.is_alive():
+            session.close()
+            return
+        ended = asyncio.run_coroutine_threadsafe(self._close(session), self._loop)
+        await asyncio.shield(asyncio.wrap_future(ended))
+
+    async def _close(self, session: EpisodeSession) -> None:
+        session.close()
+        for name in [name for name, episode in self._episodes.items() if episode.session is session]:
+            episode = self._episodes.pop(name)
+            self._names.pop(episode.key)
+            self._ended[name] = episode.key
+            await _ended(episode)
+        while len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            logger.exception("the endpoint failed")
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        from aiohttp import web
+
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+            host, port = runner.addresses[0][:2]
+            self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self._ready.set()
+            await self._stopped.wait()
+            for episode in list(self._episodes.values()):
+                episode.session.close()
+                await _ended(episode)
+        finally:
+            await runner.cleanup()
+
+    # Requests.
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        name, path = _split(request.path)
+        dialect = self._dialects.get(Messages.path if path == COUNT_TOKENS else path)
+        try:
+            if self._stopping:
+                raise RequestRefused("the run ends", status=503, code="run_ends")
+            wanted = "GET" if path == MODELS else "POST"
+            if request.method != wanted or (dialect is None and path != MODELS):
+                raise RequestRefused(self._what_is_there(request), status=404, code="not_found")
+            episode = self._episode(name, request)
+            if dialect is None:
+                session = episode.session
+                return _json(model_list(self._model, created=self._created, max_model_len=session.room))
+            body = await self._body(request)
+            asked = dialect.read(_parsed(body))
+            self._tell(asked)
+            if path == COUNT_TOKENS and isinstance(dialect, Messages):
+                return _json(dialect.token_count(episode.session.count_tokens(asked)))
+            call = self._call(episode, dialect, asked, request, path, body)
+        except RequestRefused as refused:
+            return _refusal(refused, dialect)
+        call.readers += 1
+        try:
+            response = await self._deliver(request, call, dialect, asked)
+        finally:
+            call.readers -= 1
+        return response
+
+    def _call(
+        self, episode: _Episode, dialect: Dialect, asked: ModelRequest, request: web.Request, path: str, body: bytes
+    ) -> _Call:
+        """Return the call that answers a request, which is begun unless the request repeats one."""
+        count = request.headers.get(RETRY_HEADER, "0")
+        attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
+        given = request.headers.get("idempotency-key", "")
+        key = hashlib.blake2b(f"{path}\n{given}\n".encode() + body, digest_size=16).hexdigest()
+        call = episode.joined(key, attempt, bool(given))
+        if call is None:
+            call = _Call(key, asyncio.ensure_future(_answered(episode.session, dialect, asked)))
+            call.task.add_done_callback(_seen)
+            episode.keep(call)
+        call.attempt = max(call.attempt, attempt)
+        return call
+
+    async def _deliver(
+        self, request: web.Request, call: _Call, dialect: Dialect, asked: ModelRequest
+    ) -> web.StreamResponse:
+        """Wait for the answer and send it. A stream is told now and then that there will be one."""
+        from aiohttp import web
+
+        response: web.StreamResponse | None = None
+        while not (await asyncio.wait([call.task], timeout=self._keep_alive_seconds))[0]:
+            if not asked.stream:
+                continue
+            if response is None:
+                response = _stream()
+                await response.prepare(request)
+            await response.write(b": wait\n\n")
+        try:
+            if call.task.cancelled():
+                raise self._cancelled()
+            body = call.task.result().body
+        except RequestRefused as refused:
+            if response is None:
+                return _refusal(refused, dialect)
+            body = dialect.error_event(refused).encode()
+            await response.write(body)
+            await response.write_eof()
+            return response
+        if asked.stream:
+            if response is None:
+                response = _stream()
+                await response.prepare(request)
+            await response.write(body)
+        else:
+            response = web.Response(body=body, content_type="application/json")
+            await response.prepare(request)
+        await response.write_eof()
+        call.delivered = True
+        return response
+
+    def _cancelled(self) -> RequestRefused:
+        if self._stopping:
+            return RequestRefused("the run ends", status=503, code="run_ends")
+        return _over()
+
+    def _episode(self, name: str | None, request: web.Request) -> _Episode:
+        """Return the episode that path and keys name. Raises `RequestRefused`."""
+        authorization = request.headers.get("authorization", "")
+        bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
+        keys = [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
+        if name is None and keys:
+            ended = next((each for each, key in self._ended.items() if key == keys[0]), None)
+            name = self._names.get(keys[0], ended)
+        episode = self._episodes.get(name or "")
+        right = episode.key if episode is not None else self._ended.get(name or "")
+        if right is None or not keys or not all(hmac.compare_digest(key.encode(), right.encode()) for key in keys):
+            raise RequestRefused(
+                "this is no key of this address: send the episode's key as `Authorization: Bearer` or `x-api-key`",
+                status=401,
+                code="invalid_api_key",
+            )
+        if episode is None:
+            raise _over()
+        return episode
+
+    async def _body(self, request: web.Request) -> bytes:
+        from aiohttp import web
+
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            limit = f"the body is larger than {LARGEST_BODY // 2**20} MiB"
+            raise RequestRefused(limit, status=413, code="body_too_large") from None
+
+    def _what_is_there(self, request: web.Request) -> str:
+        posts = ", ".join(f"POST /v1/{path}" for path in [*self._dialects, COUNT_TOKENS])
+        return f"there is no {request.method} {request.path[:200]} here; there is GET /v1/{MODELS}, {posts}"
+
+    def _tell(self, asked: ModelRequest) -> None:
+        """Log once the name of each field that has no effect."""
+        for name in asked.without_effect:
+            if name not in self._told and len(self._told) < 200:
+                self._told.add(name)
+                logger.info("agents send `%s`, which has no effect: sampling belongs to the run", name)
+
+
+async def _answered(session: EpisodeSession, dialect: Dialect, asked: ModelRequest) -> _Answered:
+    """Have a request answered and write the answer. It is recorded when this ends."""
+    try:
+        answer = await session.respond(asked)
+        text = "".join(dialect.events(asked, answer)) if asked.stream else json.dumps(dialect.answer(asked, answer))
+    except RequestRefused:
+        raise
+    except Exception as error:
+        session.failure = session.failure or error
+        raise RequestRefused(f"the endpoint failed: {error}", status=500, code="endpoint_failed") from error
+    return _Answered(answer.id, text.encode())
+
+
+async def _ended(episode: _Episode) -> None:
+    """Cancel the calls of an episode, and leave answers out of training that nobody got."""
+    running = [call.task for call in episode.calls if not call.task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
+    for call in episode.calls:
+        episode.settle(call)
+
+
+def _seen(task: asyncio.Task[_Answered]) -> None:
+    """Mark a refusal as retrieved: nobody may wait for it any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _split(path: str) -> tuple[str | None, str]:
+    """Return the name of an episode in a path (None: there is none) and what is asked of it, without `v1`."""
+    parts = [part for part in path.split("/") if part]
+    name = None
+    if len(parts) > 1 and parts[0] == "e":
+        name, parts = parts[1], parts[2:]
+    while parts and parts[0] == "v1":  # some clients add it to an address that ends with it
+        parts = parts[1:]
+    return name, "/".join(parts)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return loaded(body.decode())
+    except ValueError as error:
+        raise RequestRefused(f"the body is no JSON: {error}") from error
+
+
+def _over() -> RequestRefused:
+    return RequestRefused("the episode of this key is over", status=409, code="episode_over")
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(value, status=status)
+
+
+def _stream() -> web.StreamResponse:
+    from aiohttp import web
+
+    return web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+
+def _refusal(refused: RequestRefused, dialect: Dialect | None) -> web.Response:
+    if dialect is not None:
+        return _json(dialect.error(refused), refused.status)
+    error = {"message": str(refused), "type": "invalid_request_error", "param": refused.field, "code": refused.code}
+    return _json({"error": error}, refused.status)

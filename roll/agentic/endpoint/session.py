@@ -1,0 +1,568 @@
+"""One episode of an agent: its requests become a tree of turns, and the tree becomes training samples.
+
+A request that goes on from an earlier answer reads that turn's own tokens, and behind them only the new messages: what
+the policy sampled is never encoded again. Histories are compared in a normal form, since clients write back what they
+were answered in other words. What cannot be continued is rendered whole and begins a new sample, with a cause. Each
+sampled token is trained on at most once: a later branch repeats the turns that it shares as context.
+
+Requests may overlap. Everything here runs in the loop in which the requests are answered; the policy is called in the
+loop in which the session was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused, ToolCall
+from roll.agentic.endpoint.tool_calls import Parser, call_id, split_thoughts
+from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
+from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
+from roll.data.encoding import tokenise
+from roll.data.records import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Rendered = TypeVar("Rendered")
+THOUGHT = "KeptThought{number}Qz"
+"""A stand-in for a thought, to see if the chat template keeps it."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Settings of the sessions of one environment."""
+
+    limits: ManagerSettings
+    """`max_steps` is the largest number of answers; `prompt_length` the longest prompt that begins a conversation."""
+    parser: Parser
+    """How tool calls are read, from `tool_calls.py`."""
+    reasoning: Literal["keep", "template"] = "keep"
+    """`keep`: what the policy thought in earlier turns stays in its context; `template`: as the template has it, which
+    may begin a new sample with each turn of the user."""
+    untrained_models: frozenset[str] = frozenset()
+    """Names of models under which the policy answers without being trained on it."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A sampled answer, and the way to it from the answer before."""
+
+    number: int
+    """Number of the turn in the episode, from 0, in the order in which sampling began."""
+    parent: _Turn | None
+    tools: str
+    """Digest of the tools of its conversation."""
+    asked: tuple[str, ...]
+    """Normal forms of the messages since the parent's answer; of a root, of all its messages."""
+    read: np.ndarray
+    """int32: the tokens between those of the parent and the sampled ones; of a root, its whole prompt."""
+    sampled: SampledTurn
+    answers: frozenset[str]
+    """Normal forms under which a client may write the answer back."""
+    message: Message
+    """The answer as a chat template takes it, its thought too."""
+    conversation: Conversation | None
+    """The conversation up to the answer; None if the prompt was a text."""
+    answer_id: str
+    text: str
+    prompt: str | None = None
+    """The text of a prompt that was no conversation."""
+    untrained: str | None = None
+    """Cause for which the turn is not trained on."""
+    out_of_room: bool = False
+    """True if it was cut, or could not be continued, for the length of its context."""
+    children: list[_Turn] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[_Turn]:
+        """The turns from the root to this one."""
+        turns: list[_Turn] = []
+        turn: _Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Everything read and sampled up to the end of this turn, int32."""
+        return np.concatenate([piece for turn in self.path for piece in (turn.read, turn.sampled.token_ids)])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a request goes on."""
+
+    parent: _Turn | None
+    asked: tuple[str, ...]
+    read: np.ndarray
+    conversation: Conversation | None
+    cause: str | None
+    """Cause for which an earlier answer in its messages could not be continued; None if there is none."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The whole prompt, int32."""
+        return self.read if self.parent is None else np.concatenate([self.parent.token_ids, self.read])
+
+
+class EpisodeSession:
+    """The answers of the policy to the requests of one episode."""
+
+    def __init__(
+        self,
+        template: TurnTemplate,
+        decoder: PreTrainedTokenizerBase,
+        policy: Policy,
+        settings: SessionSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin an episode. ``policy`` is called in the loop that is running now."""
+        self._template = template
+        self._decoder = decoder
+        self._policy = policy
+        self._settings = settings
+        self._clock = clock
+        self._home = asyncio.get_running_loop()
+        self._turns: list[_Turn] = []
+        self._sampled = 0
+        self._roots: list[_Turn] = []
+        self._counts: Counter[str] = Counter()
+        self.closed = False
+        self.failure: BaseException | None = None
+        """What the policy raised. The episode has no end then."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest prompt together with its answer."""
+        return self._settings.limits.sequence_length
+
+    async def respond(self, request: ModelRequest) -> ModelAnswer:
+        """Sample the answer to a request and record it. Raises `RequestRefused`."""
+        limits = self._settings.limits
+        if self.closed:
+            raise RequestRefused("the episode of this key is over", status=409, code="episode_over")
+        if self._sampled >= limits.max_steps:
+            used_up = f"the episode has had its {limits.max_steps} answers (`max_steps`); end it"
+            raise RequestRefused(used_up, code="max_steps_exceeded")
+        place = self._place(request)
+        prompt = place.token_ids
+        self._require_room(request, place, len(prompt))
+        if place.cause is not None:
+            self._counts[f"new_samples/{place.cause}"] += 1
+        longest = limits.response_limit(len(prompt))
+        if request.max_tokens is not None:
+            longest = min(longest, request.max_tokens)
+        number, self._sampled = self._sampled, self._sampled + 1
+        prompt.flags.writeable = False
+        sampled = await self._sample(prompt, number, longest, request.stop)
+        answer, message = self._read(request, number, prompt, sampled)
+        turn = _Turn(
+            number=number,
+            parent=place.parent,
+            tools=_digest(list(request.tools)),
+            asked=place.asked,
+            read=place.read,
+            sampled=sampled,
+            answers=_answer_forms(message, request.stop),
+            message=message,
+            conversation=place.conversation,
+            answer_id=answer.id,
+            text=answer.text,
+            prompt=request.prompt if isinstance(request.prompt, str) else None,
+            untrained="other_model" if request.model in self._settings.untrained_models else None,
+            out_of_room=sampled.finish_reason == "length"
+            and len(prompt) + len(sampled.token_ids) >= limits.sequence_length,
+        )
+        self._turns.append(turn)
+        (self._roots if turn.parent is None else turn.parent.children).append(turn)
+        return answer
+
+    def count_tokens(self, request: ModelRequest) -> int:
+        """Return the number of tokens of a request's prompt. Raises `RequestRefused`."""
+        return len(self._place(request).token_ids)
+
+    def leave_out(self, answer_id: str, cause: str) -> None:
+        """Leave an answer out of training that did not reach the agent; one that was continued did."""
+        for turn in self._turns:
+            if turn.answer_id == answer_id and not turn.children and turn.untrained is None:
+                turn.untrained = cause
+
+    def close(self) -> None:
+        """Refuse further requests. Answers that are still sampled are not recorded."""
+        self.closed = True
+
+    def samples(self, score: float, reward: float) -> list[Sample]:
+        """Return the training samples of the episode: one for each branch that has something new.
+
+        ``score``: what the environment said; ``reward``: with penalties. It is credited to the last token of the last
+        turn. Empty if there is nothing to train on. Raises what the policy raised.
+        """
+        if self.failure is not None:
+            raise self.failure
+        trained = [turn for turn in self._turns if turn.untrained is None and len(turn.sampled.token_ids)]
+        if not trained:
+            return []
+        last = max(trained, key=lambda turn: turn.number)
+        left, made = set(trained), list[tuple[int, Sample]]()
+        for leaf in sorted((turn for turn in self._turns if not turn.children), key=lambda turn: turn.number):
+            path = leaf.path
+            while path and path[-1] not in left:
+                path.pop()
+            if path:
+                made.append((path[-1].number, self._sample_of(path, left, last, score, reward)))
+                left.difference_update(path)
+        # In the order of their last turns, so that the episode's last token is the last one of its samples.
+        return [sample for _, sample in sorted(made, key=lambda each: each[0])]
+
+    def turns(self, reward: float) -> list[TurnRecord]:
+        """Return the turns in readable form; the ``reward`` is that of the last one."""
+        numbered = sorted(self._turns, key=lambda turn: turn.number)
+        return [
+            TurnRecord(
+                observation=self._decoder.decode(turn.read.tolist(), skip_special_tokens=False),
+                response=self._decoder.decode(turn.sampled.token_ids.tolist(), skip_special_tokens=True),
+                reward=reward if turn is numbered[-1] else 0.0,
+                action_is_valid=True,
+                frame=None,
+            )
+            for turn in numbered
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts of turns and tokens, of new samples by cause, and of tokens left out by cause."""
+        counts = self._counts.copy()
+        for turn in self._turns:
+            if turn.untrained is not None:
+                counts[f"untrained/{turn.untrained}"] += len(turn.sampled.token_ids)
+        capped = sum(turn.sampled.finish_reason == "length" for turn in self._turns)
+        return {name: float(count) for name, count in sorted(counts.items())} | {
+            "turns": float(len(self._turns)),
+            "conversations": float(len(self._roots)),
+            "capped_turns": capped / max(1, len(self._turns)),
+            "tokens": float(sum(len(turn.sampled.token_ids) for turn in self._turns)),
+        }
+
+    # Where a request goes on.
+
+    def _place(self, request: ModelRequest) -> _Place:
+        if request.prompt is not None:
+            return self._place_of_prompt(request.prompt)
+        forms = normal_forms(request.messages)
+        tools = _digest(list(request.tools))
+        found = self._deepest(request, forms, tools)
+        if found is None:
+            # Examples in a first request are no history.
+            is_told = bool(self._turns) and any(message["role"] == "assistant" for message in request.messages)
+            others = is_told and self._deepest(request, forms, None) is not None
+            cause = ("tools" if others else "history") if is_told else None
+            return self._begin(request.messages, request, forms, cause)
+        turn, place = found
+        following = request.messages[place:]
+        if not self._keeps_thoughts(turn, request):
+            return self._begin(_recorded(turn, request.messages), request, forms, "reasoning")
+        assert turn.conversation is not None  # it is found by messages
+        conversation, calls = turn.conversation.branch(), turn.message.get("tool_calls", ())
+        try:
+            read = _with_system_folded(
+                lambda messages: conversation.glue(turn.sampled.token_ids, messages, calls), following, begins=False
+            )
+        except TemplateRefused:
+            return self._begin(_recorded(turn, request.messages), request, forms, "template")
+        return _Place(turn, forms[place:], read, conversation, None)
+
+    def _begin(
+        self, messages: Sequence[Message], request: ModelRequest, forms: tuple[str, ...], cause: str | None
+    ) -> _Place:
+        try:
+            conversation = _with_system_folded(
+                lambda messages: self._template.begin(messages, request.tools), messages, begins=True
+            )
+        except TemplateRefused as refused:
+            raise RequestRefused(str(refused), field="messages", code="template_refused") from refused
+        return _Place(None, forms, conversation.prompt_token_ids, conversation, cause)
+
+    def _deepest(self, request: ModelRequest, forms: tuple[str, ...], tools: str | None) -> tuple[_Turn, int] | None:
+        """Return the turn that the messages go on from, and the number of messages up to its answer.
+
+        Of equal answers it is the one whose calls have the same ids, else the latest.
+        """
+        left = [(turn, 0) for turn in self._roots if turn.conversation is not None and tools in (turn.tools, None)]
+        found: list[tuple[int, bool, int, _Turn]] = []
+        while left:
+            turn, start = left.pop()
+            end = start + len(turn.asked)
+            if end + 1 < len(forms) and forms[start:end] == turn.asked and forms[end] in turn.answers:
+                same_ids = _ids(request.messages[end]) == _ids(turn.message)
+                found.append((end + 1, same_ids, turn.number, turn))
+                left += [(child, end + 1) for child in turn.children]
+        if not found:
+            return None
+        place, *_, turn = max(found, key=lambda each: each[:3])
+        return turn, place
+
+    def _keeps_thoughts(self, turn: _Turn, request: ModelRequest) -> bool:
+        """Return False if the template leaves out an earlier thought that the policy's context has."""
+        template = self._template
+        if self._settings.reasoning == "keep" or not isinstance(template, ChatTurns):
+            return True
+        words: list[str] = []
+
+        def marked(message: Message) -> Message:
+            if not message.get("reasoning_content"):
+                return message
+            words.append(THOUGHT.format(number=len(words)))
+            return {**message, "reasoning_content": words[-1]}
+
+        messages = [marked(message) for message in _recorded(turn, request.messages)]
+        if not words:
+            return True
+        shielded = template.contents.shielded
+        try:
+            text = template.render(shielded(messages), shielded(list(request.tools)))
+        except TemplateRefused:
+            return False
+        return all(word in text for word in words)
+
+    def _place_of_prompt(self, prompt: str | tuple[int, ...]) -> _Place:
+        """Return the place of a prompt that is no conversation: behind the longest answer that it begins with."""
+        found: tuple[int, _Turn] | None = None
+        for turn in self._turns:
+            if turn.conversation is not None or (turn.prompt is None) is isinstance(prompt, str):
+                continue
+            before: Any = turn.token_ids.tolist() if turn.prompt is None else turn.prompt + turn.text
+            size = len(before)
+            is_begun = prompt.startswith(before) if isinstance(prompt, str) else list(prompt[:size]) == before
+            if is_begun and len(prompt) > size and (found is None or size >= found[0]):
+                found = size, turn
+        if found is None:
+            ids = self._decoder(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            return _Place(None, (), np.asarray(ids, dtype=np.int32), None, None)
+        size, turn = found
+        rest = prompt[size:]
+        read = tokenise([rest], self._decoder)[0] if isinstance(rest, str) else np.array(rest, dtype=np.int32)
+        sampled = turn.sampled.token_ids
+        if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
+            read = read[1:] if read[0] == sampled[-1] else read  # the text of an answer is without its end
+        return _Place(turn, (), read, None, None)
+
+    def _require_room(self, request: ModelRequest, place: _Place, tokens: int) -> None:
+        limits = self._settings.limits
+        begins = place.parent is None and not any(message["role"] == "assistant" for message in request.messages)
+        longest, key = limits.sequence_length - 1, "sequence_length"
+        if begins and limits.prompt_limit < longest:
+            longest, key = limits.prompt_limit, "prompt_length"
+        if 0 < tokens <= longest:
+            return
+        if tokens == 0:
+            raise RequestRefused("the prompt is empty; write something", field="prompt")
+        if place.parent is not None:
+            place.parent.out_of_room = True
+        raise RequestRefused(
+            f"the prompt has {tokens} tokens, and `{key}` leaves room for {longest}; send fewer messages, or raise the "
+            "key in the configuration of the run",
+            code="context_length_exceeded",
+        )
+
+    # What the policy says.
+
+    async def _sample(self, prompt: np.ndarray, number: int, max_new_tokens: int, stop: tuple[str, ...]) -> SampledTurn:
+        call = self._policy(prompt, turn=number, max_new_tokens=max_new_tokens, stop_strings=stop)
+        try:
+            if asyncio.get_running_loop() is self._home:
+                sampled = await call
+            else:
+                sampled = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+        except Exception as error:
+            self.failure = self.failure or error
+            raise RequestRefused(f"the policy failed: {error}", status=503, code="policy_failed") from error
+        lengths = len(sampled.token_ids), len(sampled.logprobs), len(sampled.versions)
+        if lengths[0] > max_new_tokens or len(set(lengths)) > 1:
+            self.failure = ValueError(
+                f"turn {number}: the policy answered {lengths[0]} tokens with {lengths[1]} log-probabilities and "
+                f"{lengths[2]} versions; it was asked for at most {max_new_tokens} of each"
+            )
+            raise RequestRefused(str(self.failure), status=503, code="policy_failed")
+        cause = "aborted" if sampled.finish_reason == "abort" else "too_late" if self.closed else None
+        if cause is not None:
+            self._counts[f"untrained/{cause}"] += lengths[0]
+            status = 409 if self.closed else 503
+            raise RequestRefused("the answer was stopped before its end; ask again", status=status, code=cause)
+        return sampled
+
+    def _read(
+        self, request: ModelRequest, number: int, prompt: np.ndarray, sampled: SampledTurn
+    ) -> tuple[ModelAnswer, Message]:
+        """Return the answer for the client, and for the chat template."""
+        special = self._template.special_ids
+        ids = sampled.token_ids.tolist()
+        if ids and sampled.finish_reason == "stop" and ids[-1] in special:
+            ids.pop()
+        text = self._decoder.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
+        if ends and sampled.finish_reason == "stop":
+            text = text[: min(ends)]
+        reasoning: str | None = None
+        calls: tuple[tuple[str, str], ...] = ()
+        if request.prompt is None:
+            begun = isinstance(self._template, ChatTurns) and bool(self._template.opening)
+            reasoning, text = split_thoughts(text, begun=begun)
+            if request.may_call:
+                text, calls = self._settings.parser(text, request.tools)
+        for token in self._template.special_tokens:
+            text = text.replace(token, "")
+        # A template may write the ids: they are the same whenever the episode is played again.
+        tool_calls = tuple(
+            ToolCall(name, arguments, call_id(str(number), index)) for index, (name, arguments) in enumerate(calls)
+        )
+        answer = ModelAnswer(
+            id=uuid.uuid4().hex,
+            created=int(self._clock()),
+            text=text,
+            finish_reason="tool_calls" if tool_calls else "length" if sampled.finish_reason == "length" else "stop",
+            prompt_token_ids=prompt,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+        )
+        return answer, _message(answer)
+
+    # Samples.
+
+    def _sample_of(self, path: Sequence[_Turn], new: set[_Turn], last: _Turn, score: float, reward: float) -> Sample:
+        """Return the sample of a path, in which the turns that are ``new`` are trained on."""
+        token_ids = path[-1].token_ids
+        length = len(token_ids)
+        turns, rewards = np.full(length, -1, dtype=np.int32), np.zeros(length, dtype=np.float32)
+        first = len(path[0].read)
+        sample = Sample(
+            token_ids=token_ids,
+            response_mask=np.zeros(length, dtype=bool),
+            behaviour_logprobs=np.zeros(length, dtype=np.float32),
+            versions=np.full(length, -1, dtype=np.int32),
+            finish_reason="length" if path[-1].out_of_room else "stop",
+            response_text=self._decoder.decode(token_ids[first:].tolist(), skip_special_tokens=False),
+            score=score,
+            reward=reward,
+            turns=turns,
+            turn_rewards=rewards,
+            turn_states=np.full(length, -1, dtype=np.int64),
+        )
+        end = 0
+        for turn in path:
+            start = end + len(turn.read)
+            end = start + len(turn.sampled.token_ids)
+            if turn in new:
+                sample.response_mask[start:end] = True
+                sample.behaviour_logprobs[start:end] = turn.sampled.logprobs
+                sample.versions[start:end] = turn.sampled.versions
+                turns[start:end] = turn.number
+            if turn is last and turn in new:
+                rewards[end - 1] = reward
+        return sample
+
+
+def normal_forms(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return a digest of each message that stays when a client writes the message back in other words.
+
+    It is of the role, the text (null and nothing are the same; a list of parts is their text), the names and arguments
+    of the calls as JSON values, and which call a tool answers.
+    """
+    forms, calls = list[str](), dict[str, int]()
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = {call_id: place for place, call_id in enumerate(_ids(message))}
+        forms.append(_form(message, calls.get(str(message.get("tool_call_id")), -1)))
+    return tuple(forms)
+
+
+def _form(message: Message, call: int = -1) -> str:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if message["role"] == "assistant":
+        content = content.strip()
+    functions = [each["function"] for each in message.get("tool_calls") or ()]
+    calls = [(function["name"], _value(function["arguments"])) for function in functions]
+    return _digest([message["role"], content, calls, call if message["role"] == "tool" else -1])
+
+
+def _value(arguments: Any) -> Any:
+    """Return the arguments of a call as a JSON value; a text that is none stays a text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _ids(message: Message) -> list[str]:
+    return [str(call.get("id")) for call in message.get("tool_calls") or ()]
+
+
+def _answer_forms(message: Message, stop: Sequence[str]) -> frozenset[str]:
+    """Return the normal forms of an answer; a client may have put a stop string back."""
+    text = message["content"]
+    return frozenset(_form({**message, "content": text + end}) for end in ("", *stop))
+
+
+def _message(answer: ModelAnswer) -> Message:
+    """Return an answer as a chat template takes it."""
+    message: Message = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call.arguments)}}
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def _recorded(turn: _Turn, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the answers up to this turn as they were given, with thoughts that clients leave out."""
+    restored, place = list(messages), -1
+    for each in turn.path:
+        place += len(each.asked) + 1
+        restored[place] = each.message
+    return restored
+
+
+def _with_system_folded(
+    render: Callable[[Sequence[Message]], Rendered], messages: Sequence[Message], *, begins: bool
+) -> Rendered:
+    """Render messages; where the template refuses, once more with later system messages as words of the user.
+
+    ``begins``: true if a conversation begins with these messages.
+    """
+    try:
+        return render(messages)
+    except TemplateRefused:
+        first = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        head = first if begins else 0
+        folded = [*messages[:head], *(_as_user(message) for message in messages[head:])]
+        if folded == list(messages):
+            raise
+        return render(folded)
+
+
+def _as_user(message: Message) -> Message:
+    return {**message, "role": "user"} if message["role"] == "system" else message

@@ -1,0 +1,323 @@
+"""Tool calls and thoughts in what a policy wrote.
+
+How a call is written belongs to the chat template that the model was trained with. A parser finds the same calls, and
+leaves the same text, as vLLM's parser of that name does for a complete answer, so that an agent meets in training what
+it will meet where the model is served. It is stricter in one respect: each call has a name, and arguments that are a
+JSON object. If one has not, or no call is complete, the whole answer stays text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from roll.agentic.endpoint.json_text import loaded, problem_of
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions, as in `ModelRequest.tools`."""
+Call = tuple[str, str]
+"""Name, and arguments as the text of a JSON object."""
+Parser = Callable[[str, Tools], tuple[str, tuple[Call, ...]]]
+"""Splits an answer without thoughts into its text and its calls."""
+
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
+
+
+def split_thoughts(text: str, *, begun: bool = False) -> tuple[str | None, str]:
+    """Return the thoughts (None: there are none) and the rest of an answer, both as they were written.
+
+    ``begun``: true if the prompt ends inside a thought. An end without a beginning says the same. A thought that does
+    not end is all there is.
+    """
+    before, begin, inside = text.partition(THOUGHT_BEGIN)
+    if before.strip() or not begin:
+        inside = text
+        if not begun and THOUGHT_END not in before:
+            return None, text
+    thought, _, rest = inside.partition(THOUGHT_END)
+    return thought or None, rest
+
+
+def parser_for(template: str) -> str | None:
+    """Return the name of the parser for the calls that a chat template writes; None: it takes tools, but writes calls
+    in another way, and the parser must be named. A template without tools has the parser `none`."""
+    if "<function=" in template:
+        return "qwen3_coder"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template and "<arg_key>" not in template:
+        return "hermes"
+    if "<|start_header_id|>" in template and '"parameters": ' in template:
+        return "llama3_json"
+    return None if re.search(r"\btools\b|\btool_calls\b", template) else "none"
+
+
+def call_id(answer_id: str, index: int) -> str:
+    """Return the id of a call: nine letters and digits, which is what templates of Mistral insist on."""
+    number = int.from_bytes(hashlib.sha256(f"{answer_id}/{index}".encode()).digest())
+    digits = string.ascii_letters + string.digits
+    return "".join(digits[number // len(digits) ** place % len(digits)] for place in range(9))
+
+
+_Found = tuple[str, Sequence[tuple[Any, str]]]
+"""The text, and names and arguments as they were written."""
+
+
+def _parser(find: Callable[[str, Tools], _Found]) -> Parser:
+    """Complete a function that finds calls, and may raise an error where one is malformed."""
+
+    def parse(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+        if not tools:
+            return text, ()
+        try:
+            rest, calls = find(text, tools)
+            for name, arguments in calls:
+                if not isinstance(name, str) or not name or problem_of(name) or not isinstance(loaded(arguments), dict):
+                    return text, ()
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return text, ()
+        return (rest, tuple(calls)) if calls else (text, ())
+
+    return parse
+
+
+@_parser
+def _none(text: str, tools: Tools) -> _Found:
+    return text, ()
+
+
+_HERMES_CALL = re.compile(r"<tool_call>(?:(.*?)</tool_call>|(.*))", re.DOTALL)
+
+
+@_parser
+def _hermes(text: str, tools: Tools) -> _Found:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last end may be missing."""
+    calls = [json.loads(match[1] or match[2] or "") for match in _HERMES_CALL.finditer(text)]
+    return text.partition("<tool_call>")[0], [(call["name"], _dumped(call["arguments"])) for call in calls]
+
+
+_DECODER = json.JSONDecoder()
+
+
+@_parser
+def _llama3_json(text: str, tools: Tools) -> _Found:
+    """`{"name": ..., "parameters": {...}}`, several with something between them. What is around them is dropped."""
+    calls, end = [], -1
+    while (begin := text.find("{", end + 1)) >= 0:  # one character on: what begins right at an end is no call for vLLM
+        call, end = _DECODER.raw_decode(text, begin)
+        calls.append((call["name"], _dumped(call["arguments"] if "arguments" in call else call["parameters"])))
+    return "", calls
+
+
+_MISTRAL_BEGIN = "[TOOL_CALLS]"
+_MISTRAL_CALL = re.compile(r"\[TOOL_CALLS\](.*?)(?:\[ARGS\]|(?=\{)|\Z)(.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
+
+
+@_parser
+def _mistral(text: str, tools: Tools) -> _Found:
+    """`[TOOL_CALLS]name{...}`, as newer models write it, or `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
+    before, *parts = text.split(_MISTRAL_BEGIN)
+    first = next((part.strip() for part in parts if part.strip()), "")
+    if first[:1] in ("[", "{"):
+        return before if before.strip() else "", _mistral_array(first)
+    calls = []
+    for match in _MISTRAL_CALL.finditer(text):
+        name, arguments = match[1], match[2].strip()
+        if not name and not match[2]:
+            continue
+        if arguments:
+            arguments = arguments[: _DECODER.raw_decode(arguments)[1]]
+        calls.append((name.strip(), _typed(arguments or "{}", name.strip(), tools)))
+    return before.strip(), calls
+
+
+def _mistral_array(text: str) -> list[tuple[Any, str]]:
+    try:
+        entries, _ = _DECODER.raw_decode(text)
+    except ValueError:
+        entries = json.loads(text[text.index("[{") : text.rindex("}]") + 2])
+    calls = []
+    for call in [entries] if isinstance(entries, dict) else entries:
+        if isinstance(call, dict) and ("name" in call or "arguments" in call):
+            arguments = call.get("arguments")
+            given = "{}" if arguments is None else arguments
+            calls.append((call.get("name"), given if isinstance(given, str) else _dumped(given)))
+    return calls
+
+
+_QWEN_MARK = re.compile(r"(</?tool_call>|<function=|</function>|</parameter>|</?think>|>)")
+_QWEN_PARAMETER = re.compile(r"<\s*parameter\s*=")
+_QWEN_VALUE_END = re.compile(r"<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=)")
+_QWEN_STEPS = {
+    ("text", "<tool_call>"): "call",
+    ("text", "<function="): "name",
+    ("call", "</tool_call>"): "text",
+    ("call", "<function="): "name",
+    ("name", ">"): "arguments",
+    ("name", "</function>"): "after",
+    ("arguments", "</function>"): "after",
+    ("after", "</tool_call>"): "text",
+    ("after", "<tool_call>"): "call",
+    ("after", "<function="): "name",
+}
+"""Where the reader is, and the mark that it meets -> where it is then. Other marks are text."""
+
+
+@_parser
+def _qwen3_coder(text: str, tools: Tools) -> _Found:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; types are the schema's."""
+    place, before, found = "text", list[str](), list[dict[str, list[str]]]()
+    for piece in _QWEN_MARK.split(text):
+        step = _QWEN_STEPS.get((place, piece))
+        if step is not None:
+            if step == "call" or step == "name" and place != "call":
+                found.append({"name": [], "arguments": []})
+            place = step
+        elif place == "text" and not found:
+            before.append(piece)
+        elif place in ("name", "arguments"):
+            found[-1][place].append(piece)
+    calls = []
+    for call in found:
+        if name := "".join(call["name"]).strip():
+            values = _qwen_parameters("".join(call["arguments"]))
+            calls.append((name, _typed(_dumped(values), name, tools)))
+    return "".join(before).strip(), calls
+
+
+def _qwen_parameters(text: str) -> dict[str, str]:
+    """Return the values by name. One expression for all of this would take quadratic time where ends are missing."""
+    values, place = {}, 0
+    while begin := _QWEN_PARAMETER.search(text, place):
+        name_end = text.find(">", begin.end())
+        end = _QWEN_VALUE_END.search(text, name_end + 1)
+        if name_end < 0 or end is None:
+            break
+        value = text[name_end + 1 : end.start()]
+        values[text[begin.end() : name_end].lstrip()] = value.removeprefix("\n").removesuffix("\n")
+        place = end.end()
+    return values
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _typed(arguments: str, name: str, tools: Tools) -> str:
+    """Return the arguments with the types that the schema of their tool names, where they can be read so."""
+    functions = [tool["function"] for tool in tools if tool["function"].get("name") == name]
+    properties = ((functions[0].get("parameters") or {}) if functions else {}).get("properties")
+    values = loaded(arguments)
+    if not isinstance(values, dict) or not isinstance(properties, dict):
+        return arguments
+    typed = _with_types(values, properties)
+    return arguments if _dumped(typed) == _dumped(values) else _dumped(typed)
+
+
+def _with_types(values: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _with_type(value, properties[key]) if isinstance(properties.get(key), dict) else value
+        for key, value in values.items()
+    }
+
+
+def _with_type(value: Any, schema: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        inside = schema.get("properties")
+        return _with_types(value, inside) if isinstance(inside, dict) else value
+    if isinstance(value, list):
+        items = schema.get("items")
+        return [_with_type(each, items) for each in value] if isinstance(items, dict) else value
+    return _read_as(value if isinstance(value, str) else _dumped(value), _types_of(schema))
+
+
+_KINDS: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+)
+
+
+def _types_of(schema: Any) -> set[str]:
+    """Names of the JSON types that a schema allows, in its own words."""
+    types: set[str] = set()
+    if isinstance(schema, dict):
+        named = schema.get("type")
+        types |= {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+        choices = schema.get("enum")
+        for choice in choices if isinstance(choices, list) else []:
+            types.add("null" if choice is None else next(name for kind, name in _KINDS if isinstance(choice, kind)))
+        for word in ("anyOf", "oneOf", "allOf"):
+            for part in schema[word] if isinstance(schema.get(word), list) else []:
+                types |= _types_of(part)
+    return types or {"string"}
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "uint", "uint32", "uint64", "long", "short", "unsigned"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double"), "number"),
+    **dict.fromkeys(("arr", "list", "sequence"), "array"),
+    **{"bool": "boolean", "dict": "object"},
+}
+
+
+def _read_null(text: str) -> None:
+    if text.lower() != "null":
+        raise ValueError
+
+
+def _read_number(text: str) -> float | int:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return int(number) if number == int(number) else number
+
+
+def _read_boolean(text: str) -> bool:
+    word = text.lower().strip()
+    if word not in ("true", "1", "false", "0"):
+        raise ValueError
+    return word in ("true", "1")
+
+
+_READERS: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    ("null", _read_null),
+    ("integer", int),
+    ("number", _read_number),
+    ("boolean", _read_boolean),
+    ("object", loaded),
+    ("array", loaded),
+    ("string", str),
+    ("", loaded),
+)
+"""In the order in which they are tried; the last is for types that nobody knows."""
+
+
+def _read_as(text: str, types: set[str]) -> Any:
+    known = {_OTHER_NAMES.get(name, name) for name in (each.strip().lower() for each in types)} | {""}
+    for name, read in _READERS:
+        if name in known:
+            try:
+                return read(text)
+            except ValueError:
+                continue
+    return text
+
+
+PARSERS: Mapping[str, Parser] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "none": _none,
+    "qwen3_coder": _qwen3_coder,
+}
+"""Parsers by the name that a configuration gives."""

@@ -1,0 +1,288 @@
+"""An agent as an environment: a program that asks a model by HTTP, unchanged, is run once an episode.
+
+A reset chooses the task. The only step gets the address and the key of the episode's model (`AgentManager`), runs the
+agent to its end and answers with its reward. An agent is a Python function, called in this process, or a command in a
+process group of its own, of which nothing is left afterwards, even if this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
+from roll.agentic.endpoint.tool_calls import PARSERS
+from roll.configs.errors import nearest_name_hint
+from roll.configs.plugins import IMPORT_REMEDY, import_object
+
+logger = logging.getLogger(__name__)
+
+Task = dict[str, Any]
+_TOLD_LINES, _TOLD_CHARACTERS = 5, 400
+"""End of a command's output that an error repeats."""
+_LOGGED_CHARACTERS = 4000
+RESULT_KEYS = ("reward", "success", "metrics")
+_GUARD = """
+import os, signal, subprocess, sys, threading
+agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+def end():
+    try:
+        os.killpg(agent.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+threading.Thread(target=lambda: (sys.stdin.read(), end()), daemon=True).start()
+code = agent.wait()
+end()
+sys.exit(code if code >= 0 else 128 - code)
+"""
+"""Program between us and a command: it kills the command's group when its standard input ends, as it does if we die."""
+
+
+class AgentStopped(RuntimeError):
+    """The agent was ended from outside: its time was up, or its episode was given up."""
+
+
+class AgentEnv(TextGame):
+    """An agent, run once an episode.
+
+    `run` is ``package.module:function``, plain or async, called with the task (a dict), the base URL and the API key of
+    the model. `command` is a program with its arguments, which finds them in its environment (`agent_environment`).
+
+    The agent's result is what the function returns, or the last line of the command's output as JSON: a number, true or
+    false (a success or none), or an object with a ``reward`` and perhaps ``success`` and ``metrics``. With a
+    ``verifier`` (``package.module:function`` of the task and the output) it is what the verifier returns.
+    """
+
+    ends_calls_when_closed = True
+
+    def __init__(
+        self,
+        run: str | None = None,
+        command: list[str] | None = None,
+        tasks: str | None = None,
+        folder: str | None = None,
+        verifier: str | None = None,
+        tool_parser: str | None = None,
+        render_mode: str | None = "ansi",
+    ) -> None:
+        """Look up what the options name.
+
+        ``tasks`` is a file of JSON objects, one a line, of which the seed chooses one; without it the task is
+        ``{"seed": seed}``. ``folder``: the command's working folder. ``tool_parser``: the form in which the model
+        writes tool calls, for the endpoint; by default that of the chat template. Raises `BadOption`.
+        """
+        super().__init__(render_mode)
+        if (run is None) == (command is None):
+            raise BadOption("run", "an agent is a function or a command", "set one of `run` and `command`")
+        if command == []:
+            raise BadOption("command", "it is empty", "name a program and its arguments")
+        if folder is not None and command is None:
+            raise BadOption("folder", "a function has no folder of its own", "set it together with `command`")
+        if tool_parser is not None and tool_parser not in PARSERS:
+            hint = nearest_name_hint(tool_parser, PARSERS)
+            raise BadOption("tool_parser", f"there is no parser {tool_parser!r}", hint)
+        if folder is not None and not Path(folder).is_dir():
+            raise BadOption("folder", f"there is no folder {folder!r}", "name the folder that the command starts in")
+        self._function = None if run is None else _function("run", run)
+        self._command = command
+        self._folder = folder
+        self._verifier = None if verifier is None else _function("verifier", verifier)
+        self._tasks = None if tasks is None else tasks_of(tasks)
+        self._task: Task = {}
+        self._frame = ""
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._stop: Callable[[], object] | None = None
+        """Ends the running agent."""
+
+    def render(self) -> str:
+        """Return the task, and after the step what came of it."""
+        return self._frame
+
+    def close(self) -> None:
+        """End the running agent, if there is one. Its step raises `AgentStopped`."""
+        with self._lock:
+            self._stopped = True
+            if self._stop is not None:
+                self._stop()
+
+    def _begin(self, seed: int | None) -> ResetAnswer:
+        if self._tasks is None:
+            self._task = {"seed": seed}
+        else:
+            self._task = self._tasks[int(self.np_random.integers(len(self._tasks)))]
+        self._frame = json.dumps(self._task, ensure_ascii=False)
+        return self._frame, {"state": self._frame}
+
+    def _act(self, text: str) -> StepAnswer:
+        where = json.loads(text)
+        base_url, api_key = where["base_url"], where["api_key"]
+        task = json.loads(json.dumps(self._task))  # the agent's own copy
+        if self._function is not None:
+            output = self._called(self._function(task, base_url, api_key))
+        else:
+            output = self._output_of(agent_environment(self._task, base_url, api_key))
+        if self._verifier is not None:
+            result = self._verifier(self._task, output)
+        else:
+            result = output if self._command is None else _last_line(output)
+        reward, info = read_result(result)
+        self._frame = f"{self._frame}\n{json.dumps({'reward': reward} | info, default=str)}"
+        return "", reward, True, False, info
+
+    def _called(self, returned: Any) -> Any:
+        """Return a function's value; that of a coroutine when it has ended, in an event loop of its own."""
+        return asyncio.run(self._awaited(returned)) if inspect.isawaitable(returned) else returned
+
+    async def _awaited(self, running: Awaitable[Any]) -> Any:
+        task, loop = asyncio.ensure_future(running), asyncio.get_running_loop()
+        self._can_be_stopped(lambda: loop.call_soon_threadsafe(task.cancel))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise AgentStopped("the agent was stopped") from None
+        finally:
+            self._can_be_stopped(None)
+
+    def _output_of(self, environment: Mapping[str, str]) -> str:
+        """Run the command and return its standard output. Raises `RuntimeError` with the end of what it wrote."""
+        command = self._command or []
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            guard = [sys.executable, "-I", "-S", "-c", _GUARD, *command]
+            process = subprocess.Popen(
+                guard, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd=self._folder, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+            with process.stdin as alive:  # type: ignore[union-attr]  # it is a pipe
+                self._can_be_stopped(alive.close)
+                try:
+                    code = process.wait()
+                finally:
+                    self._can_be_stopped(None)
+            output, errors = _text_of(out), _text_of(err)
+        if self._stopped:
+            stopped = f"the agent was stopped; {_end_of(errors or output)}"
+            logger.warning("%s", stopped)  # nothing waits for the error any more
+            raise AgentStopped(stopped)
+        if code:
+            raise RuntimeError(f"the agent ended with exit code {code}; {_end_of(errors or output)}")
+        if errors:
+            logger.info("an agent wrote: %s", errors[-_LOGGED_CHARACTERS:])
+        return output
+
+    def _can_be_stopped(self, stop: Callable[[], object] | None) -> None:
+        with self._lock:
+            self._stop = stop
+            if self._stopped and stop is not None:
+                stop()
+
+
+def agent_environment(task: Task, base_url: str, api_key: str) -> dict[str, str]:
+    """Return the environment variables of a command: this process's, and where its model is, under the usual names."""
+    host = urlsplit(base_url).hostname or ""
+    direct = {key: f"{os.environ[key]},{host}" if os.environ.get(key) else host for key in ("NO_PROXY", "no_proxy")}
+    return {
+        **os.environ,
+        **direct,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+        "ROLL_TASK": json.dumps(task),
+    }
+
+
+def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the reward, and what the agent says besides as entries of `info`.
+
+    Raises `ValueError` for keys that have no meaning. Values are checked with those of every environment.
+    """
+    if not isinstance(result, Mapping):
+        reward, info = result, {}
+    elif "reward" in result:
+        for key in result:
+            if key not in RESULT_KEYS:
+                raise ValueError(
+                    f"the agent's result has an unknown key {key!r}; {nearest_name_hint(key, RESULT_KEYS)}"
+                )
+        reward, info = result["reward"], {key: value for key, value in result.items() if key != "reward"}
+    else:
+        raise ValueError(f"the agent's result has no `reward`: {_shortened(repr(dict(result)))}")
+    if isinstance(reward, bool):
+        reward, info = float(reward), {"success": reward, **info}
+    return reward, info
+
+
+@cache
+def tasks_of(path: str) -> tuple[Task, ...]:
+    """Return the tasks of a JSONL file, read once a process. Raises `BadOption`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise BadOption(
+            "tasks", f"{path} cannot be read ({cause})", "name a file of JSON objects, one a line"
+        ) from cause
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                task = json.loads(line)
+            except json.JSONDecodeError as cause:
+                raise BadOption("tasks", f"{path}, line {number}: {cause}", "write one JSON object a line") from cause
+            if not isinstance(task, dict):
+                raise BadOption("tasks", f"{path}, line {number} is no JSON object", "write one JSON object a line")
+            tasks.append(task)
+    if not tasks:
+        raise BadOption("tasks", f"{path} has no tasks", "write one JSON object a line")
+    return tuple(tasks)
+
+
+def _function(option: str, path: str) -> Callable[..., Any]:
+    try:
+        found = import_object(path)
+    except ImportError as cause:
+        raise BadOption(option, str(cause), IMPORT_REMEDY) from cause
+    if not callable(found):
+        raise BadOption(option, f"`{path}` is a {type(found).__name__}", "name a function")
+    return found
+
+
+def _last_line(output: str) -> Any:
+    """Return the JSON value in the last line that is not empty. Raises `ValueError`."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    try:
+        return json.loads(last)
+    except json.JSONDecodeError:
+        remedy = "print the reward, or set `verifier`"
+        raise ValueError(
+            f"the last line of the agent's output is no JSON: {_shortened(repr(last))}; {remedy}"
+        ) from None
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _end_of(output: str) -> str:
+    """Return the end of an output in one line, since errors of environments are told in one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    told = " | ".join(lines[-_TOLD_LINES:])[-_TOLD_CHARACTERS:]
+    return f"the end of its output: {told}" if told else "it wrote nothing"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
