@@ -176,9 +176,7 @@ class AgentEnv(TextGame):
                     self._can_be_stopped(None)
             output, errors = _text_of(out), _text_of(err)
         if self._stopped:
-            stopped = f"the agent was stopped; {_end_of(errors or output)}"
-            logger.warning("%s", stopped)  # nothing waits for the error any more
-            raise AgentStopped(stopped)
+            raise AgentStopped(f"the agent was stopped; {_end_of(errors or output)}")
         if code:
             raise RuntimeError(f"the agent ended with exit code {code}; {_end_of(errors or output)}")
         if errors:
