@@ -397,6 +397,7 @@ class EnvPoolSession:
             return await self._ask(self._lease, Step(self._lease.session, text))
 
     def give_up(self, cause: str) -> None:
+        """Let the running call, if there is one, raise `SessionFailed`: ``hung``, with this cause."""
         if self._lease is not None and self._busy:
             failure = SessionFailed(self._tag, self._seed, self._turn, "hung", cause)
             self._lease.process.settle(self._lease.session, failure)
