@@ -42,14 +42,15 @@ def version() -> str:
         return "0+unknown"
 
 
-def install_command(module: str, checkout: Path = Path(__file__).parents[1]) -> str:
+def install_command(module: str, extra: str | None = None, checkout: Path = Path(__file__).parents[1]) -> str:
     """Return the command that installs a module: with the list of the checkout, else with the extra of the package.
 
-    pip takes the extra from the package that is installed. Raises `KeyError` for a module that is not known.
+    ``extra`` is the one to name, if more than one brings the module. pip takes it from the package that is installed.
+    Raises `KeyError` for a module that is not known.
     """
     if module in PACKAGES:
         return f"pip install {PACKAGES[module]}"
-    extra = EXTRAS[module]
+    extra = extra or EXTRAS[module]
     requirements = checkout / "requirements" / f"{extra}.txt"
     if requirements.is_file():
         return f"pip install -r {shlex.quote(str(requirements))}"

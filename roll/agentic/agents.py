@@ -3,7 +3,8 @@
 While the environment (`roll.agentic.library.agent`) runs the agent in its worker process, the endpoint answers the
 agent's requests with turns of the policy. The agent decides what the policy reads and when the episode ends; what was
 sampled becomes the samples. An agent that a limit stopped (`max_steps`, or no room in the context) has an end and
-counts with the reward 0, if it does not return one; otherwise long episodes would be left out.
+counts with the reward 0, if it does not return one; otherwise long episodes would be left out. For the same reason an
+agent's time limit counts its silence: the time in which no turn is sampled for it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class AgentManager:
     endpoint: Endpoint
     parser: Parser
     """Reader of the tool calls that the policy writes."""
+    silence_seconds: float
+    """Longest time that an agent may take without a running call of the policy."""
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
         """Run an agent to its end and close the session, whatever happens.
@@ -74,15 +77,21 @@ class AgentManager:
         try:
             task = await session.reset(seed)
             base_url, api_key = self.endpoint.open(recorded)
+            watch = asyncio.create_task(self._watch(session, calls))
             try:
                 address = json.dumps({"base_url": base_url, "api_key": api_key})
                 end = await calls.until_failure(_played(session, address, recorded))
             finally:
+                watch.cancel()
                 await self.endpoint.close(recorded)
                 await calls.end()
         finally:
             await session.close()
         return _episode_of(recorded, task, end, tag, seed)
+
+    async def _watch(self, session: EnvSession, calls: _PolicyCalls) -> None:
+        await calls.silence(self.silence_seconds)
+        session.give_up(f"its agent asked for nothing for {self.silence_seconds:g} s (step_timeout_seconds)")
 
 
 class _Recorded(EpisodeSession):
@@ -110,6 +119,7 @@ class _PolicyCalls:
         self._running: set[asyncio.Task[SampledTurn]] = set()
         self._failure: asyncio.Future[Observation] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
+        self._quiet_since = 0.0
 
     async def __call__(
         self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
@@ -132,6 +142,14 @@ class _PolicyCalls:
             raise
         finally:
             self._running.discard(call)
+            self._quiet_since = asyncio.get_running_loop().time()
+
+    async def silence(self, seconds: float) -> None:
+        """Return when no call has run for so long, counted from now."""
+        now = asyncio.get_running_loop().time
+        self._quiet_since = now()
+        while (left := seconds if self._running else self._quiet_since + seconds - now()) > 0:
+            await asyncio.sleep(left)
 
     async def until_failure(self, playing: Coroutine[Any, Any, Observation]) -> Observation:
         """Return the result of ``playing``; cancel it if the policy fails before, and raise what the policy raised."""

@@ -92,13 +92,20 @@ class EnvironmentFailed(Exception):
 
 
 class EnvSession(Protocol):
-    """One environment used by one episode, wherever it runs. Each call has its own deadline."""
+    """One environment used by one episode, wherever it runs. Each call has its own deadline.
+
+    Only a step of an environment that ends its calls when it is closed (`roll.agentic.worker`) has none; its caller
+    gives it up.
+    """
 
     async def reset(self, seed: int) -> Observation:
         """Begin an episode. Raises `EnvironmentFailed`."""
 
     async def step(self, text: str) -> Observation:
         """Act with the policy's text. Raises `EnvironmentFailed`."""
+
+    def give_up(self, cause: str) -> None:
+        """Let the running call, if there is one, raise `EnvironmentFailed` with this cause."""
 
     async def close(self) -> None:
         """Give back the environment, whatever its state. Never raises; calling it twice is harmless."""

@@ -46,7 +46,7 @@ ENVIRONMENT_MANAGERS = Kind(
     {
         "trajectory": PlugIn("roll.agentic.manager:TrajectoryManager"),
         "step": PlugIn("roll.agentic.manager:StepManager"),
-        "agent": PlugIn("roll.agentic.agents:AgentManager", ("aiohttp",)),
+        "agent": PlugIn("roll.agentic.agents:AgentManager", ("aiohttp",), extra="agents"),
     },
     PlugIn,
     "package.module:Class",

@@ -396,6 +396,12 @@ class EnvPoolSession:
             self._pool.count("steps")
             return await self._ask(self._lease, Step(self._lease.session, text))
 
+    def give_up(self, cause: str) -> None:
+        """Let the running call, if there is one, raise `SessionFailed`: ``hung``, with this cause."""
+        if self._lease is not None and self._busy:
+            failure = SessionFailed(self._tag, self._seed, self._turn, "hung", cause)
+            self._lease.process.settle(self._lease.session, failure)
+
     async def close(self) -> None:
         """Give back the environment and the slot. A running call raises `EnvironmentFailed`."""
         self._closed = True
@@ -478,7 +484,7 @@ class EnvProcess(ProcessHandle):
         """End a session. A running call of it raises `ProcessLost`."""
         self.sessions.discard(session)
         self._send(Close(session))
-        self._settle(session, ProcessLost("its session was closed during the call"))
+        self.settle(session, ProcessLost("its session was closed during the call"))
         self._end_if_drained()
 
     def retire(self) -> None:
@@ -527,7 +533,7 @@ class EnvProcess(ProcessHandle):
         """Fail all calls with `ProcessLost`, now and later. The first cause is kept."""
         self.lost_because = self.lost_because or because
         for session in self._pending:
-            self._settle(session, ProcessLost(self.lost_because))
+            self.settle(session, ProcessLost(self.lost_because))
 
     def _send(self, command: Command) -> None:
         if self.lost_because is None:
@@ -545,7 +551,7 @@ class EnvProcess(ProcessHandle):
         while True:
             report: Report = await self._promptly("collect", self._silence_seconds / 4)
             for session, outcome in report.outcomes:
-                self._settle(session, outcome)
+                self.settle(session, outcome)
             self._on_report(self, report)
 
     async def _promptly(self, method: str, argument: object) -> Any:
@@ -556,7 +562,7 @@ class EnvProcess(ProcessHandle):
             cause = f"it did not answer for {self._silence_seconds:g} s, and was killed"
             raise WorkerDied(self.name, cause) from None
 
-    def _settle(self, session: int, outcome: Observation | SessionFailed | ProcessLost) -> None:
+    def settle(self, session: int, outcome: Observation | SessionFailed | ProcessLost) -> None:
         """End the session's running call, if there is one that has no outcome yet."""
         if session in self._pending:
             _, answer = self._pending[session]

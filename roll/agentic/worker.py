@@ -56,7 +56,8 @@ After a reset it is called with ``frame`` only. An exception means that the envi
 class EndsCallsWhenClosed(Protocol):
     """An environment whose running call ends when another thread closes it.
 
-    It is closed when its episode is given up. Others are left to finish the call, and used again.
+    It is closed when its episode is given up, and nothing else limits the time of its steps. Others are left to finish
+    the call, and used again.
     """
 
     ends_calls_when_closed: bool
@@ -214,13 +215,13 @@ class CallThreads:
         function: Callable[[], Any],
         what: str,
         setting: str,
-        seconds: float,
+        seconds: float | None,
         on_late: Callable[[Any], None] = lambda value: None,
     ) -> Any:
         """Run a function in a thread and return its value. Raises `CallFailed`.
 
-        ``what`` names the call in messages, and ``setting`` its limit of so many ``seconds``. ``on_late`` is called
-        with a value that comes after the limit, or with the `CallFailed`.
+        ``what`` names the call in messages, and ``setting`` its limit of so many ``seconds`` (None: none).
+        ``on_late`` is called with a value that comes after the limit or a cancellation, or with the `CallFailed`.
         """
         answer: asyncio.Future[Any] = self._loop.create_future()
         inbox = self._idle.pop() if self._idle else self._new_thread()
@@ -360,19 +361,20 @@ class EnvHost:
         """Make the environment available to the tag's next episode."""
         self._idle[tag].append(environment)
 
-    def abandon(self, environment: gymnasium.Env) -> None:
+    def abandon(self, environment: gymnasium.Env, call: asyncio.Task[Observation] | None = None) -> None:
         """Never use an environment again, and close it in the background. Calling it twice is harmless.
 
-        The environment may be in a call that does not return; closing may end that call.
+        The environment may be in a call that does not return; closing may end that call. A ``call`` that it does not
+        end is cancelled, and its thread counts as stuck.
         """
         if self._environments.pop(id(environment), None) is not None:
-            self._closing.start(self._close(environment))
+            self._closing.start(self._close(environment, call))
 
     def _close_late(self, made: gymnasium.Env | CallFailed) -> None:
         if not isinstance(made, CallFailed):
             self._closing.start(self._close(made))
 
-    async def _close(self, environment: gymnasium.Env) -> None:
+    async def _close(self, environment: gymnasium.Env, running: asyncio.Task[Observation] | None = None) -> None:
         self.counts["closed"] += 1
         seconds = self._settings.close_timeout_seconds
         try:
@@ -380,6 +382,9 @@ class EnvHost:
         except CallFailed as failure:
             self.counts["close_failures"] += 1
             logger.warning("an environment %s: %s", type(environment).__name__, failure.cause)
+        if running is not None:
+            await asyncio.wait([running], timeout=seconds)
+            running.cancel()
 
 
 _RESET_PARTS = ("text", "info")
@@ -398,6 +403,7 @@ class HostSession:
         self._seed = 0
         self._turn: int | None = None
         self._busy = False
+        self._call: asyncio.Task[Observation] | None = None
         self._released = False
 
     async def reset(self, seed: int) -> Observation | SessionFailed:
@@ -409,7 +415,8 @@ class HostSession:
     async def step(self, text: str) -> Observation | SessionFailed:
         """Carry out an action."""
         self._turn = 0 if self._turn is None else self._turn + 1
-        limit = ("its step", "step_timeout_seconds", self._config.step_timeout_seconds)
+        ends_when_closed = isinstance(self._environment, EndsCallsWhenClosed)
+        limit = ("its step", "step_timeout_seconds", None if ends_when_closed else self._config.step_timeout_seconds)
         return await self._observation(lambda environment: environment.step(text), _STEP_PARTS, *limit)
 
     def release(self) -> None:
@@ -423,13 +430,18 @@ class HostSession:
         if not self._busy:
             self._host.give_back(self._tag, self._environment)
         elif isinstance(self._environment, EndsCallsWhenClosed):
-            self._host.abandon(self._environment)
+            self._host.abandon(self._environment, self._call)
         else:
             return
         self._environment = None
 
     async def _observation(
-        self, act: Callable[[gymnasium.Env], Any], parts: tuple[str, ...], what: str, setting: str, seconds: float
+        self,
+        act: Callable[[gymnasium.Env], Any],
+        parts: tuple[str, ...],
+        what: str,
+        setting: str,
+        seconds: float | None,
     ) -> Observation | SessionFailed:
         self._busy = True
         try:
@@ -438,10 +450,16 @@ class HostSession:
             if self._environment is None:
                 self._environment = await self._host.acquire(self._tag)
             call = partial(self._observed, self._environment, act, parts, what)
-            return await self._host.threads.call(call, what, setting, seconds)
+            self._call = asyncio.ensure_future(self._host.threads.call(call, what, setting, seconds))
+            await asyncio.wait([self._call])
+            if self._call.cancelled():
+                raise CallFailed("hung", f"{what} did not end when its environment was closed")
+            return self._call.result()
         except CallFailed as failed:
             return self._failure(failed)
         finally:
+            if self._call is not None:
+                self._call.cancel()  # of no effect when it has ended
             self._busy = False
             if self._released:
                 self.release()

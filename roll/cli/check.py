@@ -215,4 +215,7 @@ def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str,
     problems = check_env_type(name, env_type, env_config)
     if problems:
         raise ConfigError(problems)
+    if env_type == "agent":
+        message = "an agent takes no actions that could be tried: it asks a model for them by HTTP"
+        raise problem("env_type", message, "check the configuration with `roll check`, then train one step")
     return env_type, env_config

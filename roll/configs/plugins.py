@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -39,6 +39,8 @@ class PlugIn:
     """Import path, ``package.module:object``."""
     requires: tuple[str, ...] = ()
     """Modules that are not installed with `roll`."""
+    extra: str | None = field(default=None, kw_only=True)
+    """The extra that brings them, if it is not that of the module (`roll.distribution`)."""
 
 
 Record = TypeVar("Record", bound=PlugIn)
@@ -85,7 +87,7 @@ class Kind(Generic[Record]):
         called.
         """
         found = self.find(name, where)
-        require(found.requires, name, where)
+        require(found.requires, name, where, found.extra)
         return load_object(found.path, where)
 
     def _entry_points(self) -> dict[str, str]:
@@ -98,12 +100,12 @@ def problem(path: str, message: str, remedy: str) -> ConfigError:
     return ConfigError([ConfigProblem(path, message, remedy)])
 
 
-def require(modules: Collection[str], name: str, where: str) -> None:
-    """Raise `ConfigError` if a module that ``name`` needs is not installed."""
+def require(modules: Collection[str], name: str, where: str, extra: str | None = None) -> None:
+    """Raise `ConfigError` if a module that ``name`` needs is not installed. ``extra``: see `PlugIn`."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             known = module in EXTRAS or module in PACKAGES
-            remedy = install_command(module) if known else "install it as its documentation says"
+            remedy = install_command(module, extra) if known else "install it as its documentation says"
             raise problem(where, f"`{name}` needs the module `{module}`, which is not installed", remedy)
 
 

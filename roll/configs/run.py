@@ -540,7 +540,7 @@ class CustomEnvConfig:
         True, "Begin each prompt with the episode's first observation, however long ago it was (`step` only)."
     )
     reset_timeout_seconds: Positive = option(60.0, "Longest time of a reset.")
-    step_timeout_seconds: Positive = option(60.0, "Longest time of a step.")
+    step_timeout_seconds: Positive = option(60.0, "Longest time of a step; of an agent, without a turn being sampled.")
 
 
 @dataclass

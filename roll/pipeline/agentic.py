@@ -139,7 +139,7 @@ class AgenticSide(RolloutSide):
         template, tokenizer = self._plan.template, self._prepared.tokenizer
         endpoint, parser = self.workers.endpoint, self._plan.parsers.get(tag)
         if endpoint is not None and parser is not None:
-            return AgentManager(settings, template, tokenizer, endpoint, parser)
+            return AgentManager(settings, template, tokenizer, endpoint, parser, env.step_timeout_seconds)
         return self._plan.managers[tag](settings, template, tokenizer)
 
 

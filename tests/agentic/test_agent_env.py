@@ -39,6 +39,8 @@ def agents(tmp_path, monkeypatch):
         "    raise KeyError('no such thing')\n"
         "def longest(task, output):\n"
         "    return {'reward': len(output), 'success': False}\n"
+        "def modest(task):\n"
+        "    return 1.0\n"
         "number = 7\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -127,7 +129,7 @@ def test_a_command_that_fails_or_says_nonsense_is_an_error_with_the_cause_in_its
 
 def test_a_program_that_is_not_there_is_said():
     with pytest.raises(RuntimeError, match="no-such-program"):
-        played(AgentEnv(command=["no-such-program"]))
+        played(AgentEnv(command=["./no-such-program"]))
 
 
 @pytest.mark.parametrize("result", [None, "1", {"success": True}, {"reward": "1"}, [1.0], {"reward": 1, "success": 1}])
@@ -242,6 +244,8 @@ def test_the_environment_of_a_command_names_the_host_that_no_proxy_may_stand_bef
         ({"run": "some_agents:echo", "command": ["true"]}, "run"),
         ({"run": "some_agents:eco"}, "run"),
         ({"run": "some_agents:number"}, "run"),
+        ({"run": "some_agents:modest"}, "run"),
+        ({"command": ["no-such-program"]}, "command"),
         ({"command": []}, "command"),
         ({"command": ["true"], "folder": "no/such/folder"}, "folder"),
         ({"run": "some_agents:echo", "folder": "."}, "folder"),
@@ -250,6 +254,7 @@ def test_the_environment_of_a_command_names_the_host_that_no_proxy_may_stand_bef
         ({"run": "some_agents:echo", "tasks": "{agents}/list.jsonl"}, "tasks"),
         ({"run": "some_agents:echo", "tasks": "{agents}/empty.jsonl"}, "tasks"),
         ({"command": ["true"], "verifier": "no.such:verifier"}, "verifier"),
+        ({"command": ["true"], "verifier": "some_agents:modest"}, "verifier"),
         ({"command": ["true"], "tool_parser": "hermse"}, "tool_parser"),
         ({"comand": ["true"], "run": "some_agents:echo"}, "comand"),
     ],

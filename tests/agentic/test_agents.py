@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from roll.agentic.agents import AgentManager, agent_endpoint
+from roll.agentic.endpoint.records import ModelRequest
+from roll.agentic.endpoint.session import EpisodeSession
 from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.episode import EnvironmentFailed, EpisodeRefused, Observation, SampledTurn
 from roll.agentic.worker import SessionFailed
 from roll.data.chat import ChatTurns
+from roll.rollout.clock import run_virtual
 from tests.agentic.episodes import DEADLINE_SECONDS, encode, limits, observe
 from tests.data.chat_templates import make_tokenizer
 
@@ -55,7 +58,16 @@ class AgentSession:
 
     async def step(self, text: str) -> Observation:
         where = json.loads(text)
-        return await self._agent(where["base_url"], where["api_key"])
+        self.acting = asyncio.ensure_future(self._agent(where["base_url"], where["api_key"]))
+        try:
+            return await self.acting
+        except asyncio.CancelledError as given_up:
+            if not given_up.args:
+                raise
+            raise SessionFailed("mine", 7, 0, "hung", given_up.args[0]) from None
+
+    def give_up(self, cause: str) -> None:
+        self.acting.cancel(cause)
 
     async def close(self) -> None:
         self.closed += 1
@@ -87,6 +99,10 @@ class Replies:
             self.running -= 1
 
 
+def manager_at(endpoint: Any, **changes: Any) -> AgentManager:
+    return AgentManager(limits(**changes), ChatTurns(TOKENIZER), TOKENIZER, endpoint, PARSERS["hermes"], 60.0)
+
+
 @pytest.fixture
 def run() -> Iterator[Callable[..., Any]]:
     """Runs an agent's episode with a policy; the endpoint's thread is gone afterwards."""
@@ -96,7 +112,7 @@ def run() -> Iterator[Callable[..., Any]]:
         async def main() -> Any:
             endpoint = agent_endpoint(TOKENIZER, "127.0.0.1")
             await asyncio.to_thread(endpoint.start)
-            manager = AgentManager(limits(**changes), ChatTurns(TOKENIZER), TOKENIZER, endpoint, PARSERS["hermes"])
+            manager = manager_at(endpoint, **changes)
             session = AgentSession(agent)
             playing = asyncio.ensure_future(manager.run_episode(session, policy, tag="mine", seed=7))
             try:
@@ -211,3 +227,58 @@ def test_an_agents_own_failure_is_one_of_its_environment(run):
 
     with pytest.raises(EnvironmentFailed, match="KeyError"):
         run(agent, Replies("eins"))
+
+
+class InThisLoop:
+    """An endpoint whose agents need no network."""
+
+    session: EpisodeSession
+
+    def open(self, session: EpisodeSession) -> tuple[str, str]:
+        self.session = session
+        return "here", "key"
+
+    async def close(self, session: EpisodeSession) -> None:
+        session.close()
+
+
+@pytest.mark.parametrize(("thinks", "ends_at"), [(50.0, 3150.0), (70.0, 1060.0)])
+def test_an_agent_is_given_up_for_its_silence_and_not_for_the_time_that_the_policy_takes(thinks, ends_at):
+    """In virtual time: each answer takes 1000 s, and 60 s of silence are allowed."""
+
+    async def main() -> float:
+        endpoint: Any = InThisLoop()
+
+        async def agent(base_url: str, key: str) -> Observation:
+            for word in ("one", "two", "three"):
+                await endpoint.session.respond(ModelRequest(({"role": "user", "content": word},)))
+                await asyncio.sleep(thinks)
+            return observe("", reward=1.0, terminated=True)
+
+        async def policy(prompt_token_ids: np.ndarray, *, turn: int, **limits: Any) -> SampledTurn:
+            await asyncio.sleep(1000.0)
+            return await replies(prompt_token_ids, turn=turn, **limits)
+
+        replies = Replies("eins", "zwei", "drei")
+        manager = manager_at(endpoint)
+        session = SlowToReset(agent)
+        began = asyncio.get_running_loop().time() + session.seconds
+        try:
+            episode = await manager.run_episode(session, policy, tag="mine", seed=7)
+            assert len(episode.turns) == 3 and thinks < 60
+        except EnvironmentFailed as failed:
+            assert "asked for nothing for 60 s (step_timeout_seconds)" in str(failed) and thinks > 60
+        assert session.closed and all(task.cancelling() for task in asyncio.all_tasks() - {asyncio.current_task()})
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(main()) == pytest.approx(ends_at)
+
+
+class SlowToReset(AgentSession):
+    """An environment that waits for a place first."""
+
+    seconds = 500.0
+
+    async def reset(self, seed: int) -> Observation:
+        await asyncio.sleep(self.seconds)
+        return await super().reset(seed)

@@ -413,3 +413,28 @@ def test_a_given_up_call_is_ended_if_its_environment_can_end_it():
 
     counts = run(use, factory)
     assert (counts["made"], counts["reused"], len(made)) == (2, 0, 2), "a closed environment is not used again"
+
+
+def test_only_the_giving_up_ends_a_step_that_closing_can_end_and_a_thread_that_stays_is_counted():
+    class Deaf(Endable):
+        def close(self) -> None:
+            pass
+
+    deaf = Deaf()
+    deaf.acting, deaf.over = threading.Event(), threading.Event()
+
+    async def use(host: EnvHost) -> None:
+        session = host.open("a", frames=False)
+        await session.reset(1)
+        acting = asyncio.ensure_future(session.step("go"))
+        await asyncio.to_thread(deaf.acting.wait, 20)
+        await asyncio.sleep(3 * SHORT)
+        assert not acting.done(), "it is past its step_timeout_seconds"
+        session.release()
+        answer = await acting
+        assert isinstance(answer, SessionFailed) and answer.kind == "hung" and host.threads.stuck == 1
+        deaf.over.set()
+        while host.threads.stuck:
+            await asyncio.sleep(0.01)
+
+    run(use, lambda env_type, env_config: deaf, a=spec(step=SHORT))

@@ -39,6 +39,7 @@ def test_a_bad_environment_fails_and_the_report_says_why(capsys):
         (["frozen_lke"], "frozen_lake"),
         (["frozen_lake", "sizes=3"], "size"),
         (["frozen_lake", "big"], "key=value"),
+        (["agent", "command=[sh]"], "by HTTP"),
     ],
 )
 def test_what_cannot_be_checked_is_a_configuration_error(arguments, words, capsys):

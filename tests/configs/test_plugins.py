@@ -88,6 +88,8 @@ def test_a_remedy_brings_the_package_and_not_one_that_is_named_as_its_module(mon
     trainers = ("deepspeed_train", "megatron_train")
     remedies = [problem_of(lambda name=name: TRAINERS.load(name, "here")).remedy for name in trainers]
     assert remedies == [install_command("deepspeed"), install_command("megatron")]
+    agents = problem_of(lambda: ENVIRONMENT_MANAGERS.load("agent", "here"))
+    assert "needs the module `aiohttp`" in agents.message and "requirements/agents.txt" in agents.remedy
 
 
 def test_an_installed_package_cannot_take_a_built_in_name(package):

@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,10 +96,12 @@ class AgentEnv(TextGame):
             raise BadOption("tool_parser", f"there is no parser {tool_parser!r}", hint)
         if folder is not None and not Path(folder).is_dir():
             raise BadOption("folder", f"there is no folder {folder!r}", "name the folder that the command starts in")
-        self._function = None if run is None else _function("run", run)
+        if command and "/" not in command[0] and shutil.which(command[0]) is None:
+            raise BadOption("command", f"there is no program {command[0]!r}", "name one of PATH, or its whole path")
+        self._function = None if run is None else _function("run", run, ("task", "base_url", "api_key"))
         self._command = command
         self._folder = folder
-        self._verifier = None if verifier is None else _function("verifier", verifier)
+        self._verifier = None if verifier is None else _function("verifier", verifier, ("task", "output"))
         self._tasks = None if tasks is None else tasks_of(tasks)
         self._task: Task = {}
         self._frame = ""
@@ -173,9 +176,7 @@ class AgentEnv(TextGame):
                     self._can_be_stopped(None)
             output, errors = _text_of(out), _text_of(err)
         if self._stopped:
-            stopped = f"the agent was stopped; {_end_of(errors or output)}"
-            logger.warning("%s", stopped)  # nothing waits for the error any more
-            raise AgentStopped(stopped)
+            raise AgentStopped(f"the agent was stopped; {_end_of(errors or output)}")
         if code:
             raise RuntimeError(f"the agent ended with exit code {code}; {_end_of(errors or output)}")
         if errors:
@@ -249,13 +250,21 @@ def tasks_of(path: str) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _function(option: str, path: str) -> Callable[..., Any]:
+def _function(option: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the function at an import path, which is called with so many arguments. Raises `BadOption`."""
     try:
         found = import_object(path)
     except ImportError as cause:
         raise BadOption(option, str(cause), IMPORT_REMEDY) from cause
     if not callable(found):
         raise BadOption(option, f"`{path}` is a {type(found).__name__}", "name a function")
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError as cause:
+        remedy = f"it is called with {', '.join(arguments)}, in this order"
+        raise BadOption(option, f"`{path}` cannot be called: {cause}", remedy) from cause
+    except ValueError:
+        pass  # a function of C that does not say what it takes
     return found
 
 
