@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Rendered = TypeVar("Rendered")
+COUNTS = (
+    "cancelled",
+    "new_samples/history",
+    "new_samples/template",
+    "new_samples/tools",
+    "untrained/aborted",
+    "untrained/too_late",
+    "untrained/unread",
+)
+"""What each episode reports, so that means over episodes count those in which it did not happen."""
 THOUGHT = "KeptThought{number}Qz"
 """A stand-in for a thought, to see if the chat template keeps it."""
 
@@ -138,7 +148,7 @@ class EpisodeSession:
         self._turns: list[_Turn] = []
         self._sampled = 0
         self._roots: list[_Turn] = []
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.closed = False
         self.failure: BaseException | None = None
         """What the policy raised. The episode has no end then."""
@@ -241,7 +251,8 @@ class EpisodeSession:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return counts of turns and tokens, of new samples by cause, and of tokens left out by cause."""
+        """Return counts of turns and tokens, of new samples by cause, of tokens left out by cause, and of calls that
+        the end of the episode cancelled, whose tokens nobody has seen."""
         counts = self._counts.copy()
         for turn in self._turns:
             if turn.untrained is not None:
@@ -346,11 +357,14 @@ class EpisodeSession:
             is_begun = prompt.startswith(before) if isinstance(prompt, str) else list(prompt[:size]) == before
             if is_begun and len(prompt) > size and (found is None or size >= found[0]):
                 found = size, turn
+        new = prompt if found is None else prompt[found[0] :]
+        if not isinstance(new, str) and max(new) >= len(self._decoder):
+            beyond = f"the prompt holds token {max(new)}, and the vocabulary ends before {len(self._decoder)}"
+            raise RequestRefused(beyond, field="prompt")
         if found is None:
             ids = self._decoder(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return _Place(None, (), np.asarray(ids, dtype=np.int32), None, None)
-        size, turn = found
-        rest = prompt[size:]
+        turn, rest = found[1], new
         read = tokenise([rest], self._decoder)[0] if isinstance(rest, str) else np.array(rest, dtype=np.int32)
         sampled = turn.sampled.token_ids
         if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
@@ -384,6 +398,9 @@ class EpisodeSession:
                 sampled = await call
             else:
                 sampled = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+        except asyncio.CancelledError:
+            self._counts["cancelled"] += 1
+            raise
         except Exception as error:
             self.failure = self.failure or error
             raise RequestRefused(f"the policy failed: {error}", status=503, code="policy_failed") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
@@ -337,6 +338,7 @@ def test_the_end_of_an_episode_ends_its_calls_and_no_others():
             await endpoint.close(ending)
             await endpoint.close(ending)
             assert (await late)[0] == 409 and slow.cancelled == 1
+            assert ending.metrics()["cancelled"] == 1 and ending.metrics()["tokens"] == 0
             assert (await beside)[0] == 200
             assert ending.samples(1.0, 1.0) == []
 
@@ -358,6 +360,60 @@ def test_the_end_of_the_run_answers_those_who_wait():
             await endpoint.close(session)
 
     run(main)
+
+
+def test_episodes_end_whenever_the_endpoint_does():
+    """Before, while and after its loop ends; nothing waits for a loop that is gone."""
+
+    async def main():
+        for attempt in range(40):
+            async with running() as endpoint:
+                sessions = [session_of(scripted("x")) for _ in range(20)]
+                for session in sessions:
+                    endpoint.open(session)
+
+                async def ended(turns: int, session) -> None:
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    await endpoint.close(session)
+
+                stopping = threading.Thread(target=endpoint.stop)
+                stopping.start()
+                turns = [3 * number * (attempt % 7 + 1) for number in range(len(sessions))]
+                await asyncio.wait_for(asyncio.gather(*map(ended, turns, sessions)), 10)
+                await asyncio.to_thread(stopping.join)
+                assert all(session.closed for session in sessions)
+
+    run(main)
+
+
+def test_episodes_begin_while_others_end():
+    async def main():
+        async with running() as endpoint:
+            sessions = [session_of(scripted("x")) for _ in range(3000)]
+            for session in sessions:
+                endpoint.open(session)
+            other, done = session_of(scripted("x")), threading.Event()
+
+            def opening() -> None:
+                while not done.is_set():
+                    endpoint.open(other)
+
+            thread = threading.Thread(target=opening)
+            thread.start()
+            try:
+                for session in sessions[:3]:
+                    await endpoint.close(session)
+            finally:
+                done.set()
+                await asyncio.to_thread(thread.join)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run(main)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_port_that_is_taken_is_an_error_at_the_start():
