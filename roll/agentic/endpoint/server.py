@@ -136,7 +136,9 @@ class Endpoint:
         self._closing: set[concurrent.futures.Future[None]] = set()
         """Ends of episodes that other threads wait for."""
         self._told: set[str] = set()
-        self._stopping = self._over = False
+        self._stopping = False
+        self._over = threading.Event()
+        """Set once the loop has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._failure: BaseException | None = None
@@ -174,7 +176,7 @@ class Endpoint:
     async def close(self, session: EpisodeSession) -> None:
         """End an episode: later requests get 409, and calls that are running are cancelled. The session does not change
         any more. Calling it twice is harmless."""
-        if self._loop is None or self._over:
+        if self._loop is None or self._over.is_set():
             session.close()
             return
         closing = self._close(session)
@@ -186,7 +188,7 @@ class Endpoint:
             return
         self._closing.add(ended)
         try:
-            if self._over:
+            if self._over.is_set():
                 ended.cancel()
             await asyncio.wait([asyncio.wrap_future(ended)])
         finally:
@@ -215,7 +217,7 @@ class Endpoint:
             self._failure = error
             logger.exception("the endpoint failed")
         finally:
-            self._over = True
+            self._over.set()
             for ended in list(self._closing):  # what came too late for the loop
                 ended.cancel()
             self._ready.set()
@@ -256,10 +258,11 @@ class Endpoint:
                 session = episode.session
                 return _json(model_list(self._model, created=self._created, max_model_len=session.room))
             body = await self._body(request)
-            asked = dialect.read(_parsed(body))
+            long = len(body) > LONG_BODY
+            asked = await asyncio.to_thread(_asked, dialect, body) if long else _asked(dialect, body)
             self._tell(asked)
             if path == COUNT_TOKENS and isinstance(dialect, Messages):
-                return _json(dialect.token_count(episode.session.count_tokens(asked)))
+                return _json(dialect.token_count(await episode.session.count_tokens(asked)))
             call = self._call(episode, dialect, asked, request, path, body)
         except RequestRefused as refused:
             return _refusal(refused, dialect)
@@ -410,11 +413,12 @@ def _split(path: str) -> tuple[str | None, str]:
     return name, "/".join(parts)
 
 
-def _parsed(body: bytes) -> Any:
+def _asked(dialect: Dialect, body: bytes) -> ModelRequest:
     try:
-        return loaded(body.decode())
+        value = loaded(body.decode())
     except ValueError as error:
         raise RequestRefused(f"the body is no JSON: {error}") from error
+    return dialect.read(value)
 
 
 def _over() -> RequestRefused:

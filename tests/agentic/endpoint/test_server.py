@@ -22,12 +22,16 @@ from hypothesis import strategies as st
 from roll.agentic.endpoint.dialects import Chat, Completions
 from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.responses import Responses
-from roll.agentic.endpoint.server import Endpoint
+from roll.agentic.endpoint.server import LONG_BODY, Endpoint
+from roll.agentic.endpoint.session import LONG_PROMPT, EpisodeSession, SessionSettings
+from roll.agentic.endpoint.tool_calls import PARSERS
+from roll.data.chat import ChatTurns
 from tests.agentic.endpoint.conversations import (
     LOOK_UP,
     RecordingPolicy,
     called,
     check_samples,
+    limits,
     results,
     said,
     scripted,
@@ -241,6 +245,49 @@ def test_a_large_body_is_read():
             address = endpoint.open(session_of(policy, prompt_length=10**7, sequence_length=10**7))
             status, _ = await post(address, hello("hello", metadata={"blob": "y" * (5 * 2**20)}))
             assert status == 200
+
+    run(main)
+
+
+@pytest.mark.parametrize("part", ["body", "prompt"])
+def test_others_are_answered_while_a_long_request_is_read(part):
+    """A long body, and a long conversation, would stop the loop of all episodes."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_SECONDS / 4), "the others were not answered"
+
+    class SlowChat(Chat):
+        def read(self, value):
+            if "metadata" in value:
+                wait()
+            return super().read(value)
+
+    class SlowTurns(ChatTurns):
+        def begin(self, messages, tools=()):
+            if len(messages[0]["content"]) > LONG_PROMPT:
+                wait()
+            return super().begin(messages, tools)
+
+    async def main():
+        tokenizer = tokenizer_of("hermes")
+        endpoint = Endpoint([SlowChat(tokenizer.decode)])
+        endpoint.start()
+        try:
+            made = SessionSettings(limits(prompt_length=10**7, sequence_length=10**7), PARSERS["none"])
+            session = EpisodeSession(SlowTurns(tokenizer), tokenizer, scripted("long"), made)
+            address, other = endpoint.open(session), endpoint.open(session_of(scripted("short")))
+            blob, words = {"blob": "y" * (LONG_BODY + 1)}, "word " * (LONG_PROMPT // 4)
+            body = hello(metadata=blob) if part == "body" else hello(words)
+            long = asyncio.ensure_future(post(address, body))
+            assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS / 4)
+            assert (await post(other, hello()))[0] == 200 and not long.done()
+            go_on.set()
+            assert (await long)[0] == 200
+        finally:
+            go_on.set()
+            await asyncio.to_thread(endpoint.stop)
 
     run(main)
 
