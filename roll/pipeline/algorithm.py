@@ -358,7 +358,9 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
 
 def _by_episode(config: PipelineConfig) -> bool:
     """Return True if an episode may be several samples, and the aggregation of the loss counts sequences."""
-    return isinstance(config, AgenticConfig) and config.loss_agg_mode != "token-mean"
+    if not isinstance(config, AgenticConfig) or config.loss_agg_mode == "token-mean":
+        return False
+    return any(env.env_manager_cls != "trajectory" for env in config.custom_envs.values())
 
 
 def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
@@ -690,7 +692,8 @@ class TrainingBatch:
 
     def beside(self) -> TrainingBatch:
         """Return the batch as it is now, for a stage that works beside the next ones. Metrics are shared."""
-        return replace(self, data=replace(self.data, tokens=dict(self.data.tokens)))
+        data = replace(self.data, tokens=dict(self.data.tokens), per_sample=dict(self.data.per_sample))
+        return replace(self, data=data)
 
     def note_time(self, stage: str, seconds: float) -> None:
         """Add the seconds for which a stage has worked on this batch (waiting not counted)."""

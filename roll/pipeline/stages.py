@@ -232,7 +232,10 @@ async def _learn_in_pieces(run: RunContext, batch: TrainingBatch, logp: LogProbR
         return metrics
 
     correction = run.correction
-    if run.objective.requirements.select is not None or (correction is not None and correction.needs_batch):
+    needs_batch = correction is not None and (
+        correction.needs_batch or bool(correction.reject and run.objective.by_episode)
+    )
+    if run.objective.requirements.select is not None or needs_batch:
         began = loop.time()
         async for _ in known:
             pass

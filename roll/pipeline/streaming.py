@@ -71,6 +71,9 @@ def obstacles(
         yield "the correction's weights are normalised over the whole batch", "remove `normalize`"
     if correction is not None and any(isinstance(each, SecondMomentRejection) for each in correction.reject):
         yield "the correction rejects by the second moment of the whole batch", "remove `second_moment`"
+    if correction is not None and correction.reject and objective is not None and objective.by_episode:
+        reason = "what the correction rejects in one sample of an episode changes the weight of its others"
+        yield reason, "set `loss_agg_mode: token-mean`, or remove `reject`"
     if objective is not None and objective.requirements.select is not None:
         yield f"{objective.pg_variant} selects tokens of the whole batch", "use another `pg_variant`"
     if config.stages:

@@ -260,6 +260,16 @@ def test_an_episode_in_several_samples_weighs_as_one(mode, trained, drawn, seed,
         torch.testing.assert_close(torch.as_tensor(split), torch.as_tensor(whole), rtol=1e-12, atol=1e-14)
 
 
+def test_a_batch_that_a_stage_has_beside_keeps_its_shares():
+    filled = batch(True)
+    filled.share_episodes()
+    aside, before = filled.beside(), filled.data.per_sample["episode_shares"].copy()
+    filled.leave_out(filled.data.tokens["turns"] != 0)
+    filled.share_episodes()
+    assert aside.data.per_sample["episode_shares"].tolist() == before.tolist()
+    assert filled.data.per_sample["episode_shares"].tolist() != before.tolist()
+
+
 def test_whole_episodes_have_shares_of_exactly_one():
     filled = batch(False)
     filled.share_episodes()

@@ -300,6 +300,19 @@ def test_what_needs_the_whole_batch_is_refused_or_waited_for(task, changes, reas
     assert least_groups(config, True) == 1 and least_groups(config, False) == 8
 
 
+def test_rejection_waits_for_the_batch_only_where_an_episode_may_be_several_samples(task):
+    changes = {
+        "actor_train__stream_groups": "auto",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "train_infer_correction": {"reject": [{"level": "token", "divergence": "abs", "threshold": 1e-3}]},
+    }
+    several = {"custom_envs__copy__env_manager_cls": "step"}
+    for own, waits in ((several, True), ({}, False), (several | {"loss_agg_mode": "token-mean"}, False)):
+        found = build_algorithms(config_from_tree(agentic_config(task, **changes | own)))
+        assert found.streams is not waits and found.objective.by_episode is waits
+        assert not waits or "rejects in one sample of an episode" in found.not_streamed
+
+
 @pytest.mark.parametrize("ratio", [0, 1])
 def test_without_streaming_a_reference_computes_on_parts_unless_nothing_may_depend_on_timing(task, ratio):
     apart = {**THREE_DEVICES, "reference": {"device_mapping": [2]}, "use_kl_loss": True}

@@ -9,6 +9,7 @@ came for is left out of training.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
 import hmac
 import json
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BODY = 64 * 2**20
 """Bytes."""
+LONG_BODY = 2**20
+"""Bytes. What is longer is read in a thread, since others wait meanwhile."""
 KEEP_ALIVE_SECONDS = 10.0
 """Time between two signs of life in a stream whose answer is sampled."""
 ANSWERS_KEPT = 32
@@ -130,8 +133,12 @@ class Endpoint:
         """Key -> name of its episode."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         """Names of episodes that are over -> key."""
+        self._closing: set[concurrent.futures.Future[None]] = set()
+        """Ends of episodes that other threads wait for."""
         self._told: set[str] = set()
         self._stopping = False
+        self._over = threading.Event()
+        """Set once the loop has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._failure: BaseException | None = None
@@ -169,15 +176,33 @@ class Endpoint:
     async def close(self, session: EpisodeSession) -> None:
         """End an episode: later requests get 409, and calls that are running are cancelled. The session does not change
         any more. Calling it twice is harmless."""
-        if self._loop is None or not self._thread.is_alive():
+        if self._loop is None or self._over.is_set():
             session.close()
             return
-        ended = asyncio.run_coroutine_threadsafe(self._close(session), self._loop)
-        await asyncio.shield(asyncio.wrap_future(ended))
+        closing = self._close(session)
+        try:
+            ended = asyncio.run_coroutine_threadsafe(closing, self._loop)
+        except RuntimeError:  # the loop has ended since, and its calls with it
+            closing.close()
+            session.close()
+            return
+        self._closing.add(ended)
+        try:
+            if self._over.is_set():
+                ended.cancel()
+            await asyncio.wait([asyncio.wrap_future(ended)])
+        finally:
+            self._closing.discard(ended)
+        if ended.cancelled():
+            closing.close()
+            session.close()
+        else:
+            ended.result()
 
     async def _close(self, session: EpisodeSession) -> None:
         session.close()
-        for name in [name for name, episode in self._episodes.items() if episode.session is session]:
+        # A list, since other threads open episodes meanwhile.
+        for name in [name for name, episode in list(self._episodes.items()) if episode.session is session]:
             episode = self._episodes.pop(name)
             self._names.pop(episode.key)
             self._ended[name] = episode.key
@@ -192,6 +217,9 @@ class Endpoint:
             self._failure = error
             logger.exception("the endpoint failed")
         finally:
+            self._over.set()
+            for ended in list(self._closing):  # what came too late for the loop
+                ended.cancel()
             self._ready.set()
 
     async def _serve(self) -> None:
@@ -230,10 +258,11 @@ class Endpoint:
                 session = episode.session
                 return _json(model_list(self._model, created=self._created, max_model_len=session.room))
             body = await self._body(request)
-            asked = dialect.read(_parsed(body))
+            long = len(body) > LONG_BODY
+            asked = await asyncio.to_thread(_asked, dialect, body) if long else _asked(dialect, body)
             self._tell(asked)
             if path == COUNT_TOKENS and isinstance(dialect, Messages):
-                return _json(dialect.token_count(episode.session.count_tokens(asked)))
+                return _json(dialect.token_count(await episode.session.count_tokens(asked)))
             call = self._call(episode, dialect, asked, request, path, body)
         except RequestRefused as refused:
             return _refusal(refused, dialect)
@@ -384,11 +413,12 @@ def _split(path: str) -> tuple[str | None, str]:
     return name, "/".join(parts)
 
 
-def _parsed(body: bytes) -> Any:
+def _asked(dialect: Dialect, body: bytes) -> ModelRequest:
     try:
-        return loaded(body.decode())
+        value = loaded(body.decode())
     except ValueError as error:
         raise RequestRefused(f"the body is no JSON: {error}") from error
+    return dialect.read(value)
 
 
 def _over() -> RequestRefused:

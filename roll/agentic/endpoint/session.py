@@ -5,8 +5,8 @@ the policy sampled is never encoded again. Histories are compared in a normal fo
 were answered in other words. What cannot be continued is rendered whole and begins a new sample, with a cause. Each
 sampled token is trained on at most once: a later branch repeats the turns that it shares as context.
 
-Requests may overlap. Everything here runs in the loop in which the requests are answered; the policy is called in the
-loop in which the session was made.
+Requests may overlap. Everything here runs in the loop in which the requests are answered, but that long conversations
+are made into tokens in a thread; the policy is called in the loop in which the session was made.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Rendered = TypeVar("Rendered")
+COUNTS = (
+    "cancelled",
+    "new_samples/history",
+    "new_samples/template",
+    "new_samples/tools",
+    "untrained/aborted",
+    "untrained/too_late",
+    "untrained/unread",
+)
+"""What each episode reports, so that means over episodes count those in which it did not happen."""
+LONG_PROMPT = 2**18
+"""Characters, or token ids. What is longer is made into tokens in a thread, since others wait meanwhile."""
 THOUGHT = "KeptThought{number}Qz"
 """A stand-in for a thought, to see if the chat template keeps it."""
 
@@ -138,7 +150,7 @@ class EpisodeSession:
         self._turns: list[_Turn] = []
         self._sampled = 0
         self._roots: list[_Turn] = []
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.closed = False
         self.failure: BaseException | None = None
         """What the policy raised. The episode has no end then."""
@@ -151,12 +163,9 @@ class EpisodeSession:
     async def respond(self, request: ModelRequest) -> ModelAnswer:
         """Sample the answer to a request and record it. Raises `RequestRefused`."""
         limits = self._settings.limits
-        if self.closed:
-            raise RequestRefused("the episode of this key is over", status=409, code="episode_over")
-        if self._sampled >= limits.max_steps:
-            used_up = f"the episode has had its {limits.max_steps} answers (`max_steps`); end it"
-            raise RequestRefused(used_up, code="max_steps_exceeded")
-        place = self._place(request)
+        self._require_open()
+        place = await self._found(request)
+        self._require_open()
         prompt = place.token_ids
         self._require_room(request, place, len(prompt))
         if place.cause is not None:
@@ -189,9 +198,9 @@ class EpisodeSession:
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         return answer
 
-    def count_tokens(self, request: ModelRequest) -> int:
+    async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises `RequestRefused`."""
-        return len(self._place(request).token_ids)
+        return len((await self._found(request)).token_ids)
 
     def leave_out(self, answer_id: str, cause: str) -> None:
         """Leave an answer out of training that did not reach the agent; one that was continued did."""
@@ -241,7 +250,8 @@ class EpisodeSession:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return counts of turns and tokens, of new samples by cause, and of tokens left out by cause."""
+        """Return counts of turns and tokens, of new samples by cause, of tokens left out by cause, and of calls that
+        the end of the episode cancelled, whose tokens nobody has seen."""
         counts = self._counts.copy()
         for turn in self._turns:
             if turn.untrained is not None:
@@ -255,6 +265,19 @@ class EpisodeSession:
         }
 
     # Where a request goes on.
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RequestRefused("the episode of this key is over", status=409, code="episode_over")
+        most = self._settings.limits.max_steps
+        if self._sampled >= most:
+            used_up = f"the episode has had its {most} answers (`max_steps`); end it"
+            raise RequestRefused(used_up, code="max_steps_exceeded")
+
+    async def _found(self, request: ModelRequest) -> _Place:
+        """Return the place of a request, found in a thread if that takes long. It changes nothing."""
+        length = len(request.prompt or ()) + sum(len(message["content"]) for message in request.messages)
+        return await asyncio.to_thread(self._place, request) if length > LONG_PROMPT else self._place(request)
 
     def _place(self, request: ModelRequest) -> _Place:
         if request.prompt is not None:
@@ -346,11 +369,14 @@ class EpisodeSession:
             is_begun = prompt.startswith(before) if isinstance(prompt, str) else list(prompt[:size]) == before
             if is_begun and len(prompt) > size and (found is None or size >= found[0]):
                 found = size, turn
+        new = prompt if found is None else prompt[found[0] :]
+        if not isinstance(new, str) and max(new) >= len(self._decoder):
+            beyond = f"the prompt holds token {max(new)}, and the vocabulary ends before {len(self._decoder)}"
+            raise RequestRefused(beyond, field="prompt")
         if found is None:
             ids = self._decoder(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return _Place(None, (), np.asarray(ids, dtype=np.int32), None, None)
-        size, turn = found
-        rest = prompt[size:]
+        turn, rest = found[1], new
         read = tokenise([rest], self._decoder)[0] if isinstance(rest, str) else np.array(rest, dtype=np.int32)
         sampled = turn.sampled.token_ids
         if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
@@ -384,6 +410,9 @@ class EpisodeSession:
                 sampled = await call
             else:
                 sampled = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+        except asyncio.CancelledError:
+            self._counts["cancelled"] += 1
+            raise
         except Exception as error:
             self.failure = self.failure or error
             raise RequestRefused(f"the policy failed: {error}", status=503, code="policy_failed") from error

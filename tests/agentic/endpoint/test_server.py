@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
@@ -21,12 +22,16 @@ from hypothesis import strategies as st
 from roll.agentic.endpoint.dialects import Chat, Completions
 from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.responses import Responses
-from roll.agentic.endpoint.server import Endpoint
+from roll.agentic.endpoint.server import LONG_BODY, Endpoint
+from roll.agentic.endpoint.session import LONG_PROMPT, EpisodeSession, SessionSettings
+from roll.agentic.endpoint.tool_calls import PARSERS
+from roll.data.chat import ChatTurns
 from tests.agentic.endpoint.conversations import (
     LOOK_UP,
     RecordingPolicy,
     called,
     check_samples,
+    limits,
     results,
     said,
     scripted,
@@ -244,6 +249,49 @@ def test_a_large_body_is_read():
     run(main)
 
 
+@pytest.mark.parametrize("part", ["body", "prompt"])
+def test_others_are_answered_while_a_long_request_is_read(part):
+    """A long body, and a long conversation, would stop the loop of all episodes."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_SECONDS / 4), "the others were not answered"
+
+    class SlowChat(Chat):
+        def read(self, value):
+            if "metadata" in value:
+                wait()
+            return super().read(value)
+
+    class SlowTurns(ChatTurns):
+        def begin(self, messages, tools=()):
+            if len(messages[0]["content"]) > LONG_PROMPT:
+                wait()
+            return super().begin(messages, tools)
+
+    async def main():
+        tokenizer = tokenizer_of("hermes")
+        endpoint = Endpoint([SlowChat(tokenizer.decode)])
+        endpoint.start()
+        try:
+            made = SessionSettings(limits(prompt_length=10**7, sequence_length=10**7), PARSERS["none"])
+            session = EpisodeSession(SlowTurns(tokenizer), tokenizer, scripted("long"), made)
+            address, other = endpoint.open(session), endpoint.open(session_of(scripted("short")))
+            blob, words = {"blob": "y" * (LONG_BODY + 1)}, "word " * (LONG_PROMPT // 4)
+            body = hello(metadata=blob) if part == "body" else hello(words)
+            long = asyncio.ensure_future(post(address, body))
+            assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS / 4)
+            assert (await post(other, hello()))[0] == 200 and not long.done()
+            go_on.set()
+            assert (await long)[0] == 200
+        finally:
+            go_on.set()
+            await asyncio.to_thread(endpoint.stop)
+
+    run(main)
+
+
 def test_a_request_sent_again_while_it_runs_is_sampled_once():
     """A client of half a second's patience, of a policy that needs a second: its second or third try is answered."""
 
@@ -337,6 +385,7 @@ def test_the_end_of_an_episode_ends_its_calls_and_no_others():
             await endpoint.close(ending)
             await endpoint.close(ending)
             assert (await late)[0] == 409 and slow.cancelled == 1
+            assert ending.metrics()["cancelled"] == 1 and ending.metrics()["tokens"] == 0
             assert (await beside)[0] == 200
             assert ending.samples(1.0, 1.0) == []
 
@@ -358,6 +407,60 @@ def test_the_end_of_the_run_answers_those_who_wait():
             await endpoint.close(session)
 
     run(main)
+
+
+def test_episodes_end_whenever_the_endpoint_does():
+    """Before, while and after its loop ends; nothing waits for a loop that is gone."""
+
+    async def main():
+        for attempt in range(40):
+            async with running() as endpoint:
+                sessions = [session_of(scripted("x")) for _ in range(20)]
+                for session in sessions:
+                    endpoint.open(session)
+
+                async def ended(turns: int, session) -> None:
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    await endpoint.close(session)
+
+                stopping = threading.Thread(target=endpoint.stop)
+                stopping.start()
+                turns = [3 * number * (attempt % 7 + 1) for number in range(len(sessions))]
+                await asyncio.wait_for(asyncio.gather(*map(ended, turns, sessions)), 10)
+                await asyncio.to_thread(stopping.join)
+                assert all(session.closed for session in sessions)
+
+    run(main)
+
+
+def test_episodes_begin_while_others_end():
+    async def main():
+        async with running() as endpoint:
+            sessions = [session_of(scripted("x")) for _ in range(3000)]
+            for session in sessions:
+                endpoint.open(session)
+            other, done = session_of(scripted("x")), threading.Event()
+
+            def opening() -> None:
+                while not done.is_set():
+                    endpoint.open(other)
+
+            thread = threading.Thread(target=opening)
+            thread.start()
+            try:
+                for session in sessions[:3]:
+                    await endpoint.close(session)
+            finally:
+                done.set()
+                await asyncio.to_thread(thread.join)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run(main)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_port_that_is_taken_is_an_error_at_the_start():

@@ -107,7 +107,7 @@ def test_a_history_in_other_words_is_the_same_history(style):
         answer = await client.ask(first, tools=[LOOK_UP])
         await client.ask([*first, STYLES[style](answer), *results(answer, "3")], tools=[LOOK_UP])
         assert len(check_samples(session, policy)) == 1
-        assert not any(name.startswith("new_samples/") for name in session.metrics())
+        assert not any(count for name, count in session.metrics().items() if name.startswith("new_samples/"))
 
     asyncio.run(main())
 
@@ -189,7 +189,7 @@ def test_a_turn_that_the_client_replaced_stays_a_branch_of_what_came_before():
         await client.ask([*history, user("call a tool!")], tools=[LOOK_UP])
         samples = check_samples(session, policy)
         assert [np.unique(sample.turns[sample.response_mask]).tolist() for sample in samples] == [[0, 1], [2]]
-        assert "new_samples/history" not in session.metrics()
+        assert session.metrics()["new_samples/history"] == 0
 
     asyncio.run(main())
 
@@ -314,7 +314,7 @@ def test_answers_that_are_not_trained_on_are_counted_by_cause():
         assert refused.value.code == "max_steps_exceeded"
         (sample,) = check_samples(session, policy)
         assert np.unique(sample.turns[sample.response_mask]).tolist() == [0, 4]
-        counts = {name: value for name, value in session.metrics().items() if name.startswith("untrained/")}
+        counts = {name: value for name, value in session.metrics().items() if name.startswith("untrained/") and value}
         assert counts == {
             f"untrained/{cause}": len(said(text))
             for cause, text in (("other_model", "small"), ("aborted", "stopped"), ("unread", "unread"))
@@ -376,6 +376,10 @@ def test_a_text_is_continued_behind_its_answer():
         assert decode(two.prompt_token_ids).count("<|im_end|>\n<|im_start|>user\non") == 1
         await ask([*two.prompt_token_ids.tolist(), *two.token_ids.tolist(), *encode("\nmore")])
         assert len(check_samples(session, policy)) == 2  # a text and token ids are not compared
+        for beyond in ([len(tokenizer_of("hermes"))], [*one.prompt_token_ids.tolist(), *one.token_ids.tolist(), 2**30]):
+            with pytest.raises(RequestRefused, match="vocabulary"):
+                await ask(beyond)
+        assert len(policy.calls) == 3
 
     asyncio.run(main())
 
@@ -438,7 +442,7 @@ def test_whatever_an_agent_asks_no_sampled_token_is_lost_or_trained_on_twice(pla
         check_samples(session, policy)
         if name == "hermes" and reasoning == "keep":
             metrics = session.metrics()
-            assert set(metrics) <= {
+            assert {name for name, value in metrics.items() if value} <= {
                 "turns",
                 "conversations",
                 "capped_turns",
@@ -448,6 +452,6 @@ def test_whatever_an_agent_asks_no_sampled_token_is_lost_or_trained_on_twice(pla
                 "untrained/other_model",
             }
             rewritten = sum(kind == "rewrite" for kind, *_ in steps)
-            assert metrics.get("new_samples/history", 0) <= rewritten
+            assert metrics["new_samples/history"] <= rewritten
 
     asyncio.run(main())
