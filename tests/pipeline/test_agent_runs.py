@@ -144,8 +144,7 @@ def test_a_run_whose_agents_never_ask_ends_with_the_cause(task):
     assert "ended without a token of the policy" in json.dumps(run.summary)
 
 
-@pytest.mark.timeout(300)
-@tier("all")
+@tier("soak")
 def test_a_run_of_agents_learns(task):
     config = agent_config(task, max_steps=40, async_generation_ratio=1)
     config["actor_train"]["training_args"]["learning_rate"] = 5e-3
