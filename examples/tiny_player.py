@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -97,23 +97,22 @@ def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Make a new float32 model with about 80,000 parameters."""
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, **changes: Any) -> Qwen2ForCausalLM:
+    """Make a new float32 model with about 80,000 parameters, or with ``changes`` of its configuration."""
     torch.manual_seed(seed)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer) + 1,  # `AutoTokenizer` adds a token
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # vLLM on a CPU wants heads of 32 at least
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.08,  # 0.02 suits wide models, this one would learn slowly
-        **special,
-    )
-    model = Qwen2ForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer) + 1,  # `AutoTokenizer` adds a token
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,  # vLLM on a CPU wants heads of 32 at least
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.08,  # 0.02 suits wide models, this one would learn slowly
+    }
+    model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **special, **changes}))
     model.generation_config = GenerationConfig(**special)
     return model
 

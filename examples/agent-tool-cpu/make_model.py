@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 from agent import LOOK_UP, NAMES, question  # noqa: E402
-from tiny_player import WarmedModel, keep, run  # noqa: E402
+from tiny_player import WarmedModel, keep, new_model, run  # noqa: E402
 
 PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 EXPRESSION = (
@@ -42,6 +42,15 @@ TEMPLATE = r"""
 {%- endif %}{{ '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 VOCABULARY = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.06,
+}
 STEPS = 300
 BATCH = 24
 LEARNING_RATE = 3e-3
@@ -100,26 +109,6 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     made.chat_template = TEMPLATE
     return made
-
-
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,  # vLLM on a CPU wants heads of 32 at least
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.06,  # 0.02 suits wide models, this one would learn slowly
-        **special,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(**special)
-    return model
 
 
 def row(tokenizer: PreTrainedTokenizerFast, taught: Lesson) -> tuple[list[int], list[int]]:
@@ -191,7 +180,7 @@ def make(folder: Path, seed: int, steps: int) -> WarmedModel:
     blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE)
     texts = [rendered(blank, lesson(chance).messages) for _ in range(500)]
     tokenizer = make_tokenizer(texts)
-    model = new_model(tokenizer, seed)
+    model = new_model(tokenizer, seed, **SIZES)
     warm_up(model, tokenizer, steps, seed)
     model.eval()
     warmed = WarmedModel(

@@ -20,7 +20,7 @@ import pickle
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -450,19 +450,25 @@ class HostSession:
             if self._environment is None:
                 self._environment = await self._host.acquire(self._tag)
             call = partial(self._observed, self._environment, act, parts, what)
-            self._call = asyncio.ensure_future(self._host.threads.call(call, what, setting, seconds))
+            running = self._host.threads.call(call, what, setting, seconds)
+            return await (self._until_closed(running, what) if seconds is None else running)
+        except CallFailed as failed:
+            return self._failure(failed)
+        finally:
+            self._busy = False
+            if self._released:
+                self.release()
+
+    async def _until_closed(self, running: Coroutine[Any, Any, Observation], what: str) -> Observation:
+        """Await a call without a limit, which `release` may cancel."""
+        self._call = asyncio.ensure_future(running)
+        try:
             await asyncio.wait([self._call])
             if self._call.cancelled():
                 raise CallFailed("hung", f"{what} did not end when its environment was closed")
             return self._call.result()
-        except CallFailed as failed:
-            return self._failure(failed)
         finally:
-            if self._call is not None:
-                self._call.cancel()  # of no effect when it has ended
-            self._busy = False
-            if self._released:
-                self.release()
+            self._call.cancel()  # of no effect when it has ended
 
     def _observed(
         self, environment: gymnasium.Env, act: Callable[[gymnasium.Env], Any], parts: tuple[str, ...], what: str

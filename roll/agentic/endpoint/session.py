@@ -113,7 +113,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a request goes on."""
+    """The place where a request goes on."""
 
     parent: _Turn | None
     asked: tuple[str, ...]
