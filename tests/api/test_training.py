@@ -206,6 +206,7 @@ def centred():
     return advantage
 
 
+@pytest.mark.tier("all")
 def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event_loop(
     task, tmp_path, capfd, warm_commands
 ):
