@@ -224,6 +224,7 @@ ENVIRONMENTS = Kind(
     },
     PlugIn,
     "package.module:Class",
+    members=("reset", "step", "close"),
 )
 
 

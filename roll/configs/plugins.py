@@ -60,6 +60,10 @@ class Kind(Generic[Record]):
     """Function that makes the record of a plug-in that is not built in, from its import path."""
     form: str = "package.module:function"
     """Form of an import path, for messages."""
+    base: str | None = None
+    """Import path of the class that each class of this kind is derived from."""
+    members: tuple[str, ...] = ()
+    """What each class of this kind has, where it need not be derived from one."""
 
     def names(self) -> list[str]:
         """Return the names that need no import path, sorted."""
@@ -84,12 +88,21 @@ class Kind(Generic[Record]):
     def load(self, name: str, where: str) -> Callable[..., Any]:
         """Return the class or function of a plug-in.
 
-        Raises `ConfigError` if it is not known, needs a package that is not installed, cannot be imported, or cannot be
-        called.
+        Raises `ConfigError` if it is not known, needs a package that is not installed, cannot be imported, cannot be
+        called, or is no class of this kind.
         """
         found = self.find(name, where)
         require(found.requires, name, where, found.extra)
-        return load_object(found.path, where)
+        if name in self.built_in:
+            return load_object(found.path, where)
+        if self.base is not None:
+            return load_subclass(found.path, import_object(self.base), where)
+        loaded = load_object(found.path, where)
+        lacking = [member for member in self.members if isinstance(loaded, type) and not hasattr(loaded, member)]
+        if lacking:
+            message = f"`{name}` is no {self.name}: it has no {' and no '.join(f'`{each}`' for each in lacking)}"
+            raise problem(where, message, "name a class that has")
+        return loaded
 
     def _entry_points(self) -> dict[str, str]:
         look_in_working_folder()
