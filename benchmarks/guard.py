@@ -234,12 +234,12 @@ WARM_UP = 2
 
 def measure_training(folder: Path, wanted: set[str]) -> dict[str, list[float]]:
     """Measure each wanted size."""
-    cluster = ClusterConfig(num_devices_per_node=1, cpu_threads_per_device=1)
     ratios = {}
-    for name, size in SIZES.items():
-        if f"training step, {name}" in wanted:
-            with ray_session(cluster), tempfile.TemporaryDirectory(dir=folder) as place:
-                ratios[f"training step, {name}"] = asyncio.run(training_step(Path(place), size, repeats=5))
+    with ray_session(ClusterConfig(num_devices_per_node=1, cpu_threads_per_device=1)):
+        for name, size in SIZES.items():
+            if f"training step, {name}" in wanted:
+                with tempfile.TemporaryDirectory(dir=folder) as place:
+                    ratios[f"training step, {name}"] = asyncio.run(training_step(Path(place), size, repeats=5))
     return ratios
 
 
