@@ -16,13 +16,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from subprocess import PIPE, STDOUT, TimeoutExpired
 from typing import Any
 from urllib.parse import urlsplit
 
 from websockets.exceptions import WebSocketException
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
 from roll.agentic.base import ActionFormat, BadOption, ResetAnswer, StepAnswer, TextGame, Unavailable, answer_in
 from roll.agentic.library.programs import LastWords, Shared, guarded
@@ -203,10 +203,12 @@ class _Session:
         self._url = url
         # Calls have the run's limits, and a server may be busy for so long: no limit for its answers to pings.
         options: dict[str, Any] = {"proxy": None} if parts.hostname in _LOCAL else {}
+        self._leaving = ExitStack()
         try:
-            self._socket: ClientConnection = connect(
+            connecting = connect(
                 address, ping_interval=None, max_size=_LARGEST_MESSAGE, close_timeout=_CLOSE_SECONDS, **options
             )
+            self._socket = self._leaving.enter_context(connecting)
         except (OSError, WebSocketException) as cause:
             raise Unavailable(f"no connection to the OpenEnv server at {url}: {_said(cause)}") from cause
 
@@ -231,7 +233,7 @@ class _Session:
 
     def close(self) -> None:
         """Close the connection; a running call of another thread raises."""
-        self._socket.close()
+        self._leaving.close()
 
 
 class _Server:

@@ -60,7 +60,7 @@ class VerifiersEnv(TextGame):
             wanted = json.dumps({"environment": environment, "args": dict(args or {})}, sort_keys=True)
         except TypeError as cause:
             raise BadOption("args", f"they cannot be written as JSON ({cause})", "use texts and numbers") from cause
-        self._key = (python or sys.executable, wanted)
+        self._key = (python, wanted)
         self._lock = threading.Lock()
         self._closed = False
         self._program: _Rollouts | None = None
@@ -132,12 +132,14 @@ class _Answer(concurrent.futures.Future[Any]):
 class _Rollouts:
     """A running program, and the requests that it has not answered."""
 
-    def __init__(self, python: str, wanted: str) -> None:
+    def __init__(self, python: str | None, wanted: str) -> None:
         """Start it and wait until it has loaded the environment. Raises `Unavailable`."""
-        self._process = subprocess.Popen(
-            [python, str(Path(verifiers_program.__file__)), wanted], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+        environment = dict(os.environ)
+        if python is None:  # what this process can import, that one can
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        command = [python or sys.executable, str(Path(verifiers_program.__file__)), wanted]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process = subprocess.Popen(command, **pipes, start_new_session=True, env=environment)
         assert self._process.stderr is not None and self._process.stdout is not None
         self._words = LastWords(self._process.stderr, "verifiers")
         self._lock = threading.Lock()

@@ -162,7 +162,7 @@ async def _serve(held: Environments | Tasksets, requests: IO[str], answers: IO[s
         number, seed = request["id"], request["seed"]
         try:
             if "base_url" in request:
-                told = {"result": await held.rollout(seed, request["base_url"], request["api_key"])}
+                told: dict[str, Any] = {"result": await held.rollout(seed, request["base_url"], request["api_key"])}
             else:
                 told = {"result": held.shown(seed)}
         except Exception as error:
