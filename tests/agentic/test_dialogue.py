@@ -89,7 +89,7 @@ def test_a_script_answers_what_fits_and_ends_when_nothing_does(tasks):
     env = make_env(
         "dialogue", {"tasks": tasks(SCRIPT), "verifier": f"{__name__}:booked", "system": "You sell flights."}
     )
-    assert env.reset(seed=1)[0] == "I want to fly." and env.reset(seed=1)[1]["system"] == "Sell flights."
+    assert env.reset(seed=1)[0] == "I want to fly." and env.reset(seed=1)[1]["system"] == "You sell flights."
     answers, last = talk(env, "What date?", "Where to?", "Which place?", "Rome it is.")
     assert answers == ["In May.", "To Rome.", "Then book it.", ""]
     assert (last.reward, last.success, last.terminated) == (pytest.approx(0.6), True, True)

@@ -143,8 +143,7 @@ def test_a_server_that_is_not_there_is_said():
 
 
 def children(of: int) -> set[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(of)], capture_output=True, text=True).stdout
-    return {int(word) for word in found.split()}
+    return {int(pid) for task in Path(f"/proc/{of}/task").glob("*/children") for pid in task.read_text().split()}
 
 
 def test_one_server_is_started_for_all_and_ended_after_the_last(monkeypatch):

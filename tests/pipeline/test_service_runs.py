@@ -59,7 +59,7 @@ def importable(monkeypatch):
     return make
 
 
-def played(task, env, steps=2, **changes):
+def played(task, env, steps=2, groups=8, episodes=4, **changes):
     env = {
         "max_steps": 4,
         "max_tokens_per_step": 1,
@@ -67,10 +67,17 @@ def played(task, env, steps=2, **changes):
         "step_timeout_seconds": 300.0,
         **env,
     }
-    config = agentic_config(task, {"copy": env}, max_steps=steps, train_env_manager__group_size=4, **changes)
+    config = agentic_config(
+        task,
+        {"copy": env},
+        max_steps=steps,
+        rollout_batch_size=groups,
+        train_env_manager__group_size=episodes,
+        **changes,
+    )
     run = run_pipeline(task, IN_THIS_PROCESS, config)
     ledger = run.summary["ledger"]
-    assert ledger["consumed"] == steps * 8
+    assert ledger["consumed"] == steps * groups
     for step in run.metrics:
         assert step["mismatch/abs_mean"] < 1e-5 or changes.get("async_generation_ratio", 0) > 0
     return run
@@ -102,7 +109,8 @@ def test_a_run_talks_to_a_simulated_user(task, tmp_path):
 @pytest.mark.needs("mcp")
 @tier("all")
 def test_a_run_calls_the_tools_of_an_mcp_server(task):
-    run = played(task, {"env_type": "copy_services:Adding"}, async_generation_ratio=0, response_length=40)
+    env = {"env_type": "copy_services:Adding"}  # each environment starts a server
+    run = played(task, env, groups=2, episodes=2, async_generation_ratio=0, response_length=40)
     assert all(step["env/copy/tool_errors"] == 0 for step in run.metrics)
     assert sum(step["env/copy/tool_calls"] for step in run.metrics) > 1
     assert run.summary["ledger"]["dropped/failed"] == 0
@@ -167,7 +175,7 @@ def test_a_run_trains_on_a_task_set_of_verifiers_0_4(task, importable, interpret
     importable(HERE)
     options = {"environment": "real_taskset", "args": {"digits": 3}, "python": python}
     env = {"env_type": "verifiers", "env_config": options}
-    run = played(task, env, 1, async_generation_ratio=0, rollout_batch_size=8)
+    run = played(task, env, 1, groups=4, async_generation_ratio=0)
     assert run.summary["ledger"]["dropped/failed"] == 0
 
 

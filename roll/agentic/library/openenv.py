@@ -243,9 +243,9 @@ class _Server:
         """Start it at a free port and wait until it answers, so many ``seconds`` at most. Raises `Unavailable`."""
         deadline = time.monotonic() + seconds
         for _ in range(_MOST_PORTS):
-            port = _free_port()
-            self.url = f"http://127.0.0.1:{port}"
-            words = [word.replace(PORT, str(port)) for word in command]
+            self._port = _free_port()
+            self.url = f"http://127.0.0.1:{self._port}"
+            words = [word.replace(PORT, str(self._port)) for word in command]
             self._process = guarded(words, stdout=PIPE, stderr=STDOUT)
             assert self._process.stdout is not None
             self._words = LastWords(self._process.stdout, "OpenEnv server")
@@ -256,21 +256,24 @@ class _Server:
         raise Unavailable(f"the OpenEnv server `{' '.join(command)}` does not start; {self._words}")
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._runs() and not _is_free(self._port)
 
     def end(self) -> None:
         self._process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
         self._process.wait()
 
+    def _runs(self) -> bool:
+        return self._process.poll() is None
+
     def _answers(self, deadline: float) -> bool:
         while time.monotonic() < deadline:
-            if not self.is_alive():
+            if not self._runs():
                 return False
             try:
                 _get(f"{self.url}/health")
-                return self.is_alive()
+                return self._runs()
             except urllib.error.HTTPError:
-                return self.is_alive()
+                return self._runs()
             except OSError:
                 try:
                     self._process.wait(_POLL_SECONDS)
@@ -287,6 +290,13 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    """Return True if nothing listens at the port, as soon as a server has died."""
+    with socket.socket() as probe:
+        probe.settimeout(10.0)
+        return probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
 
 
 def _get(url: str) -> bytes:

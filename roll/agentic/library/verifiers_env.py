@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame, Unavailable
@@ -54,8 +55,10 @@ class VerifiersEnv(TextGame):
         require_parser(tool_parser)
         if python is None:
             require(["verifiers"], "verifiers", "environment")
-        elif shutil.which(python) is None:
+        elif (found := shutil.which(python)) is None:
             raise BadOption("python", f"there is no program {python!r}", "name an interpreter that has `verifiers`")
+        else:
+            python = found
         try:
             wanted = json.dumps({"environment": environment, "args": dict(args or {})}, sort_keys=True)
         except TypeError as cause:
@@ -137,9 +140,12 @@ class _Rollouts:
         environment = dict(os.environ)
         if python is None:  # what this process can import, that one can
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        else:  # what is installed beside the interpreter is found, as in an activated environment
+            environment["PATH"] = os.pathsep.join([str(Path(python).parent.absolute()), os.environ.get("PATH", "")])
         command = [python or sys.executable, str(Path(verifiers_program.__file__)), wanted]
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._process = subprocess.Popen(command, **pipes, start_new_session=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment, start_new_session=True
+        )
         assert self._process.stderr is not None and self._process.stdout is not None
         self._words = LastWords(self._process.stderr, "verifiers")
         self._lock = threading.Lock()
