@@ -21,6 +21,7 @@ from roll.agentic.registry import check_env_type
 from tests.tiers import need
 
 need("openai")
+pytestmark = pytest.mark.tier("all")  # each starts an interpreter
 ADDRESS = json.dumps({"base_url": "http://127.0.0.1:9/e/7/v1", "api_key": "secret"})
 NOT_LONG = 30.0
 
