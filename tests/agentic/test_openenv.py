@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -177,6 +178,18 @@ def test_a_server_that_cannot_start_says_why():
         OpenEnvEnv(command=[*COMMAND, "--broken"]).reset(seed=1)
     with pytest.raises(Unavailable, match="does not start"):
         OpenEnvEnv(command=["sleep", "3600", "{port}"], start_timeout_seconds=0.3).reset(seed=1)
+
+
+def test_a_port_that_another_process_took_is_no_end(monkeypatch):
+    with socket.socket() as taken, socket.socket() as probe:
+        taken.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))
+        ports = iter([taken.getsockname()[1], probe.getsockname()[1]])
+        probe.close()
+        monkeypatch.setattr("roll.agentic.library.openenv._free_port", lambda: next(ports))
+        env = OpenEnvEnv(command=COMMAND)
+        assert env.reset(seed=2)[0] == "1"
+        env.close()
 
 
 def test_a_killed_worker_takes_its_server_along(tmp_path):

@@ -160,7 +160,9 @@ def test_a_run_learns_in_real_environments_of_verifiers(task, importable, interp
     run = played(task, env("once"), 40, actor_train__training_args__learning_rate=5e-3, **changes)
     assert gain(run) > 0.25 and run.summary["ledger"]["dropped/failed"] == 0
     run = played(task, env("twice"), async_generation_ratio=0)
-    assert all(step["env/copy/turns"] == step["env/copy/num_turns"] == 2 for step in run.metrics)
+    for step in run.metrics:  # verifiers ends a rollout at an empty answer, which it does not count as a turn
+        counted = step["env/copy/num_turns"] + step["env/copy/odd_answers"]
+        assert 1 < step["env/copy/turns"] == pytest.approx(counted)
     assert run.summary["ledger"]["dropped/failed"] == 0
     run = played(task, env("unlucky"), async_generation_ratio=0, max_group_retries=0, max_consecutive_refunds=100)
     assert run.summary["ledger"]["dropped/failed"] > 0

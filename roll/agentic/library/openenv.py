@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from http.client import HTTPException
 from subprocess import PIPE, STDOUT, TimeoutExpired
 from typing import Any
 from urllib.parse import urlsplit
@@ -274,7 +275,7 @@ class _Server:
                 return self._runs()
             except urllib.error.HTTPError:
                 return self._runs()
-            except OSError:
+            except (OSError, HTTPException):
                 try:
                     self._process.wait(_POLL_SECONDS)
                 except TimeoutExpired:
@@ -312,7 +313,7 @@ def _action_fields(url: str) -> dict[str, Any]:
     address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/schema").geturl()
     try:
         fields = json.loads(_get(address))["action"].get("properties", {})
-    except (OSError, ValueError, LookupError, AttributeError) as cause:
+    except (OSError, HTTPException, ValueError, LookupError, AttributeError) as cause:
         remedy = "set `action_key`, or see that it is there"
         raise Unavailable(
             f"the OpenEnv server does not tell its actions at {address}: {_said(cause)}; {remedy}"
