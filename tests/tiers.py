@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,14 @@ def choose(tier: str | None) -> None:
 def examples(count: int) -> int:
     """Hypothesis examples of a property test in the chosen tier; ``count`` is for `make test-all`."""
     return max(5, round(count * BUDGETS[_tier]))
+
+
+def quick(names: Iterable[str], *chosen: str, soaked: Collection[str] = ()) -> list[Any]:
+    """Names as parameters of a test: the chosen ones run for each change, others in `make test-all` or `make soak`."""
+    names = [*names]
+    assert {*chosen} <= {*names}
+    marks = {name: pytest.mark.tier("soak" if name in soaked else "all") for name in names if name not in chosen}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 def is_soak() -> bool:

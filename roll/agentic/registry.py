@@ -227,6 +227,7 @@ ENVIRONMENTS = Kind(
     },
     PlugIn,
     "package.module:Class",
+    members=("reset", "step", "close"),
 )
 
 

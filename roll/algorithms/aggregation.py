@@ -94,17 +94,29 @@ def aggregate(
 
 
 def checked_mask(response_mask: Tensor) -> None:
-    """Raise ``ValueError`` unless a mask is bool and ``[batch, seq]``."""
+    """Raise ``ValueError`` unless a mask is a bool tensor ``[batch, seq]``."""
+    _check_tensor("response_mask", response_mask)
     if response_mask.dtype != torch.bool:
         raise ValueError(f"response_mask must be bool, not {response_mask.dtype}: write `mask.bool()`")
     if response_mask.ndim != 2:
         raise ValueError(f"response_mask must be [batch, seq], not {list(response_mask.shape)}")
 
 
-def checked_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` unless a tensor has a shape; nothing is broadcast, since that would hide mistakes."""
+def checked_shape(name: str, value: Tensor, shape: tuple[int, ...], *, floating: bool = False) -> None:
+    """Raise ``ValueError`` unless this is a tensor of a shape, and if ``floating`` of floating-point numbers.
+
+    Nothing is broadcast, since that would hide mistakes.
+    """
+    _check_tensor(name, value)
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} must have the shape {list(shape)}, not {list(value.shape)}")
+    if floating and not value.is_floating_point():
+        raise ValueError(f"{name} must be floating-point numbers, not {value.dtype}: write `{name}.float()`")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.advantages.shared import segment_means
-from roll.algorithms.aggregation import keep, needed
+from roll.algorithms.aggregation import checked_mask, checked_shape, keep, needed
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.metrics import lag_buckets, off_policy_metrics, off_policy_sums
 from roll.configs.errors import Problems, choose_among
@@ -216,7 +216,14 @@ def correct(
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
     left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: that mean,
     before normalisation. With ``max_lag`` the first two are also reported per lag, as ``lag_<n>/...``.
+    ``ValueError`` for a wrong shape or type.
     """
+    checked_mask(response_mask)
+    for name, tensor in (("proximal_logprobs", proximal_logprobs), ("behaviour_logprobs", behaviour_logprobs)):
+        checked_shape(name, tensor, tuple(response_mask.shape), floating=True)
+    for name, optional in (("advantages", advantages), ("trained", trained), ("lags", lags)):
+        if optional is not None:
+            checked_shape(name, optional, tuple(response_mask.shape))
     log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     kept = response_mask
     for rejection in settings.reject:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import keep
+from roll.algorithms.aggregation import checked_mask, checked_shape, keep
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -65,8 +65,11 @@ def token_kl(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor
 
     All tensors are ``[batch, seq]``; tokens were sampled from the policy of ``logprobs``; ``estimator`` is a name of
     `KL_ESTIMATORS`. The result is float32, or float64 if either input is; 0 outside the mask. ``ValueError`` for an
-    unknown estimator.
+    unknown estimator and for a wrong shape or type.
     """
+    checked_mask(response_mask)
+    for name, tensor in (("logprobs", logprobs), ("reference_logprobs", reference_logprobs)):
+        checked_shape(name, tensor, tuple(response_mask.shape), floating=True)
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; valid: {', '.join(KL_ESTIMATORS)}")
     difference = _wide(keep(logprobs, response_mask)) - _wide(keep(reference_logprobs, response_mask))
@@ -76,8 +79,10 @@ def token_kl(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor
 def sequence_token_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Place the reward of each sequence ``[batch]`` on its last response token, ``[batch, seq]``.
 
-    The result is float32, or float64 if the rewards are.
+    The result is float32, or float64 if the rewards are. ``ValueError`` for a wrong shape.
     """
+    checked_mask(response_mask)
+    checked_shape("rewards", rewards, tuple(response_mask.shape[:1]))
     from_here_on = response_mask.flip(-1).cumsum(-1).flip(-1)
     last = response_mask & (from_here_on == 1)
     return keep(_wide(rewards)[:, None].expand(response_mask.shape), last)

@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from roll.algorithms.aggregation import checked_shape
+
 CHUNK_ELEMENTS = 2**26
 """Number of logits processed at a time if logits are given (256 MiB in float32)."""
 
@@ -37,7 +39,8 @@ def token_logprobs(
     """Return log softmax(logits / temperature) at the targets.
 
     ``logits`` ``[..., vocabulary]``, ``targets`` int ``[...]``; returns ``[...]`` in float32 (float64 for float64
-    logits). Raises ``ValueError`` for a temperature that is not positive: a greedy distribution has no gradient.
+    logits). Raises ``ValueError`` for a temperature that is not positive (a greedy distribution has no gradient), and
+    for targets of another shape or type.
     """
     (logprobs,) = _in_chunks(logits, targets, temperature, chunk_elements, "none")
     return logprobs
@@ -98,6 +101,9 @@ def _in_chunks(
     logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, entropy_use: _EntropyUse
 ) -> list[Tensor]:
     _check_temperature(temperature)
+    checked_shape("targets", targets, tuple(logits.shape[:-1]))
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets must be token ids, whole numbers, not {targets.dtype}")
     vocabulary = logits.shape[-1]
     rows = _rows_of(vocabulary, chunk_elements)
     flat_logits, flat_targets = logits.reshape(-1, vocabulary), targets.reshape(-1)

@@ -17,7 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, keep
+from roll.algorithms.aggregation import (
+    LOSS_AGG_MODES,
+    LossNormalizers,
+    aggregate,
+    checked_mask,
+    checked_shape,
+    keep,
+)
 from roll.algorithms.correction import Correction, correct
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss
@@ -256,8 +263,11 @@ def value_loss(
     al., arXiv 2005.12729). ``values`` carry the gradient; ``old_values`` (before the first update on the batch) and
     ``returns`` are targets and carry none. ``response_mask`` is bool; losses and metrics are 0 outside it, whatever the
     inputs held there. float32, or float64 if the values are. ``clip_fraction``: 1 where the gradient is cut.
-    ``ValueError`` unless ``clip`` is above 0.
+    ``ValueError`` unless ``clip`` is above 0, and for a wrong shape or type.
     """
+    checked_mask(response_mask)
+    for name, tensor in (("values", values), ("old_values", old_values), ("returns", returns)):
+        checked_shape(name, tensor, tuple(response_mask.shape), floating=True)
     if clip is not None and not clip > 0:
         raise ValueError(f"the clip of a value loss must be above 0, not {clip}")
     dtype = torch.promote_types(values.dtype, torch.float32)

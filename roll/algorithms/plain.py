@@ -60,7 +60,8 @@ def _estimator(name: str) -> Callable[..., Any]:
         setting, and ``ValueError`` for an input that is missing or has the wrong shape.
         """
         made = make_advantage_estimator(name, settings)
-        per_token = rewards if rewards.ndim == 2 else sequence_token_rewards(rewards, response_mask)
+        of_tokens = getattr(rewards, "ndim", 1) == 2
+        per_token = rewards if of_tokens else sequence_token_rewards(rewards, response_mask)
         fields = {
             "values": values,
             "baseline_rewards": baseline_rewards,

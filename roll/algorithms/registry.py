@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.plugins import Kind, PlugIn, by_name, checked_arguments, parameters_of
+from roll.configs.plugins import Kind, PlugIn, by_name, checked_arguments, parameters_of, problem
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -49,8 +49,18 @@ def about_of(function: Callable[..., Any]) -> About | None:
 
 
 def settings_of(function: Callable[..., Any], name: str, where: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a loss or an estimator that are settings: all but its inputs, which come first."""
-    return dict(list(by_name(parameters_of(function, name, where)).items())[1:])
+    """Return the parameters of a loss or an estimator that are settings: all but its inputs, which come first.
+
+    Raises `ConfigError` if it takes no inputs.
+    """
+    parameters = {} if isinstance(function, type) else parameters_of(function, name, where)
+    inputs = next(iter(parameters.values()), None)
+    if inputs is None or inputs.kind in _NO_INPUTS:
+        raise problem(where, f"`{name}` takes no inputs", "write a function whose first argument is its inputs")
+    return by_name(parameters, () if inputs.kind is inspect.Parameter.VAR_POSITIONAL else (inputs.name,))
+
+
+_NO_INPUTS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
 def one_file_each(package: str) -> dict[str, PlugIn]:

@@ -11,10 +11,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from roll.api.training import Order, Result
 from roll.cli.main import FAILURE, run_to_its_end
+from roll.configs.errors import ConfigProblem
+from roll.tracking.run_directory import RunDirectory
 
 STANDARD_INPUT = 0
 
@@ -26,21 +30,24 @@ def main() -> int:
     try:
         order: Order = pickle.load(sys.stdin.buffer)  # from the process that started this one
         threading.Thread(target=_end_with_the_caller, daemon=True).start()
-        result = conduct(order)
+        with os.fdopen(order.results, "w") as results:
+            return conduct(order, partial(print, file=results, flush=True))
     except KeyboardInterrupt:
         return FAILURE
-    with os.fdopen(order.results, "w") as results:
-        print(json.dumps(asdict(result)), file=results)
-    return result.exit_code
 
 
-def conduct(order: Order) -> Result:
-    """Run to the end, with the folders and the objects of the caller."""
+def conduct(order: Order, write: Callable[[str], None]) -> int:
+    """Run to the end, with the folders and the objects of the caller; return the exit code. ``write``: a line."""
+
+    def tell(exit_code: int | None, run: RunDirectory | None, problems: Sequence[ConfigProblem] = ()) -> None:
+        folder = None if run is None else str(run.root.resolve())
+        write(json.dumps(asdict(Result(exit_code, folder, [asdict(problem) for problem in problems]))))
+
     started = time.monotonic()
     order.folders.enter()
-    ended = run_to_its_end("the configuration", lambda: order.config, started)
-    run = None if ended.run is None else str(ended.run.root.resolve())
-    return Result(ended.exit_code, run, [asdict(problem) for problem in ended.problems])
+    ended = run_to_its_end("the configuration", lambda: order.config, started, partial(tell, None))
+    tell(ended.exit_code, ended.run, ended.problems)
+    return ended.exit_code
 
 
 def _end_with_the_caller() -> None:

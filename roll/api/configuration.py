@@ -37,7 +37,8 @@ def load_config(config: Source, overrides: Sequence[str] = ()) -> RunConfig:
     if pickles:
         message = "objects stand in place of names, and a configuration is text"
         raise problem(", ".join(pickles), message, "give them to `roll.train` or `roll.check`, or write import paths")
-    return loaded(lambda: read_config(tree, overrides, say), here=False)
+    written = _checked(overrides)
+    return loaded(lambda: read_config(tree, written, say), here=False)
 
 
 def with_given(
@@ -51,7 +52,12 @@ def with_given(
 ) -> tuple[RunConfig, dict[str, bytes]]:
     """Return a configuration that names the given objects, and their pickles by these names. ``here``: see `loaded`.
     Raises `ConfigError`."""
-    tree = _tree(config)
+    tree, written = _tree(config), _checked(overrides)
+    is_agentic = tree.get("pipeline") == "agentic" or any(each.startswith("pipeline=") for each in written)
+    if env is not None and not is_agentic:
+        raise problem(
+            "env", "only the pipeline `agentic` has environments", "write `pipeline: agentic`, or leave it out"
+        )
     if reward is not None:
         tree["rewards"] = _rewards(_section(tree, "rewards"), reward)
     if env is not None:
@@ -65,15 +71,25 @@ def with_given(
     if any(is_given(str(name)) for name in (trackers if isinstance(trackers, list) else [trackers])):
         message = "a tracker runs in a process of its own, which imports it"
         raise problem("track_with", message, "put it in a file and write `package.module:Class`")
-    return loaded(lambda: read_config(tree, overrides, say), here), pickles
+    return loaded(lambda: read_config(tree, written, say), here), pickles
 
 
-def _tree(config: Source) -> dict[str, Any]:
+def _tree(config: Any) -> dict[str, Any]:
     if isinstance(config, RunConfig):
         return dict(_plain(config))
     if isinstance(config, Mapping):
         return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        message = f"is of the type {type(config).__name__}"
+        raise problem("the configuration", message, "give the path of a file, a dictionary, or a `roll.RLVRConfig`")
     return read_mapping(Path(config))
+
+
+def _checked(overrides: Sequence[str]) -> Sequence[str]:
+    """Return overrides. Raises `ConfigError` unless they are texts."""
+    if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides or ()):
+        raise problem("overrides", f"{overrides!r} is no list of texts", 'write `overrides=["max_steps=10"]`')
+    return overrides or ()
 
 
 def _plain(value: Any) -> Any:

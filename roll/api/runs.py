@@ -110,7 +110,7 @@ def compare(runs: Sequence[Run | str | os.PathLike[str]], output: str | os.PathL
     ``runs``: runs, or their folders. Raises `ValueError` for less than two, and `FileNotFoundError` for a folder
     without a run.
     """
-    if len(runs) < 2:
+    if isinstance(runs, str | os.PathLike | Run) or len(runs) < 2:
         raise ValueError("a comparison takes at least two runs")
     folders = [run.path if isinstance(run, Run) else Path(run) for run in runs]
     return _written(render_comparison([read_run(folder) for folder in folders]), output)

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roll.api.configuration import Given, Source, with_given
 from roll.api.runs import Run, open_run
@@ -54,17 +54,19 @@ class Order:
     folders: DriverFolders
     """Working folder and import path of the caller, and the objects that it gave."""
     results: int
-    """File descriptor to which the process writes a `Result`, as one line of JSON."""
+    """File descriptor to which the process writes a `Result`, as one line of JSON: once when the run has a folder, and
+    once at its end."""
 
 
 @dataclass(frozen=True)
 class Result:
     """Outcome of the process of a run."""
 
-    exit_code: int
-    run: str | None
+    exit_code: int | None = None
+    """None if it did not come to its end: it was killed."""
+    run: str | None = None
     """Folder of the run; None if nothing was started."""
-    problems: list[dict[str, str]]
+    problems: list[dict[str, str]] = field(default_factory=list)
 
 
 def train(
@@ -82,7 +84,8 @@ def train(
     `roll.ImageConfig` or `roll.SFTConfig`; a dictionary or a dataclass may hold objects where a file has names. Objects
     can also be given beside it:
 
-    - ``reward``: a verifier for all domains, or one for each reward by its name;
+    - ``reward``: a verifier for all rewards of the configuration, which need no section if no prompt has a domain; or
+      one for each reward by its name, such as a domain of the prompts;
     - ``env``: an environment class for all tags, or one for each tag;
     - ``loss``: a policy loss, in place of `actor_train.pg_variant`;
     - ``advantage``: an advantage estimator, in place of `adv_estimator`.
@@ -96,19 +99,20 @@ def train(
     typed, pickles = with_given(config, overrides, reward, loss, advantage, env)
     folders = driver_folders()
     result = _conducted(typed, DriverFolders(folders.work, folders.imports, pickles))
-    if result is None:
-        raise RunFailed("the process that conducts the run was killed", None)
     if result.problems:
         raise ConfigError([ConfigProblem(**each) for each in result.problems])
     run = None if result.run is None else open_run(result.run)
+    if result.exit_code is None:
+        where = "" if run is None else f"; the run in {run.path} can go on from its newest checkpoint"
+        raise RunFailed(f"the process that conducts the run was killed{where}", run)
     if result.exit_code != 0 or run is None:
         cause = "nothing was started" if run is None else run.summary.get("error")
         raise RunFailed(f"{cause or 'the run failed'}; what it printed says more", run)
     return run
 
 
-def _conducted(config: RunConfig, folders: DriverFolders) -> Result | None:
-    """Run to the end in another process, and pass on what it prints; None if it says nothing about its end."""
+def _conducted(config: RunConfig, folders: DriverFolders) -> Result:
+    """Run to the end in another process, and pass on what it prints."""
     receiving, sending = os.pipe()
     results = os.fdopen(receiving)
     try:
@@ -129,7 +133,9 @@ def _conducted(config: RunConfig, folders: DriverFolders) -> Result | None:
 
     def read() -> None:
         with results:
-            said.put(results.readline())
+            for line in results:
+                said.put(line)
+            said.put("")
 
     # From the start, since the process cannot end before its result is read if a pipe does not hold it all. In a
     # thread, since another process may have inherited the end that writes.
@@ -142,10 +148,11 @@ def _conducted(config: RunConfig, folders: DriverFolders) -> Result | None:
         raise
     if interrupted:
         raise KeyboardInterrupt
-    try:
-        return Result(**json.loads(said.get(timeout=RESULT_SECONDS)))
-    except (queue.Empty, TypeError, ValueError):
-        return None
+    result = Result()
+    with suppress(queue.Empty, TypeError, ValueError):
+        while result.exit_code is None:
+            result = Result(**json.loads(said.get(timeout=RESULT_SECONDS)))
+    return result
 
 
 def _tell(process: subprocess.Popen[bytes], order: Order) -> None:

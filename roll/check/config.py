@@ -149,12 +149,12 @@ def leave_out_without_effect(config: RunConfig) -> dict[str, str]:
 
 
 INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist),
-    "agentic": (rules.algorithms_are_known, data.models_exist),
+    "rlvr": (rules.algorithms_are_known, data.models_exist, data.prompts_exist, data.written_lengths_fit_the_model),
+    "agentic": (rules.algorithms_are_known, data.models_exist, data.written_lengths_fit_the_model),
     "image": (rules.algorithms_are_known, pictures.pipelines_exist, data.prompts_exist),
-    "sft": (data.models_exist, data.prompts_exist),
+    "sft": (data.models_exist, data.prompts_exist, data.written_lengths_fit_the_model),
 }
-"""Rules that can be asked of a configuration in which other keys are missing: each looks at one value that is there."""
+"""Rules that can be asked of a configuration in which other keys are missing: each looks at values that are there."""
 
 
 def loaded(load: Callable[[], RunConfig], here: bool = True) -> RunConfig:

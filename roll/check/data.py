@@ -102,6 +102,14 @@ def lengths_fit_the_model(config: RunConfig) -> Iterator[ConfigProblem]:
     yield ConfigProblem(path, message, f"lower {lower} by {longest - positions:,}, or take a model with more positions")
 
 
+def written_lengths_fit_the_model(config: RunConfig) -> Iterator[ConfigProblem]:
+    """That rule, if no length is the default: it may stand for one that was misspelt."""
+    names = ("sequence_length",) if isinstance(config, SFTConfig) else ("prompt_length", "response_length")
+    usual = type(config)()
+    if all(getattr(config, name) != getattr(usual, name) for name in names):
+        yield from lengths_fit_the_model(config)
+
+
 def positions_of(model: Path) -> tuple[int | None, bool]:
     """Return the positions of a model in a folder, None if they are not known, and True if they can be stretched."""
     try:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from roll.check.config import check_elsewhere
+from roll.check.data import positions_of
 from roll.check.plan import missing_packages
 from roll.configs.errors import ConfigError, problems_of
 from roll.configs.loader import load_config
@@ -41,6 +42,8 @@ QUESTIONS = {
     "devices": ("how many of them", "2"),
 }
 """Questions to the user by flag, and the defaults that hold without an answer."""
+LONGEST = 512 + 1024
+"""Tokens of prompt and response, if the model has the positions: a third for the prompt."""
 
 _TEMPLATE = """\
 # roll check {path}
@@ -55,8 +58,8 @@ cluster: {{device: {device}, num_devices_per_node: {devices}}}
 max_steps: 100
 rollout_batch_size: 32
 num_return_sequences_in_group: 8
-prompt_length: 512
-response_length: 1024
+prompt_length: {prompt_length}
+response_length: {response_length}
 
 # {ratio_reason}
 async_generation_ratio: {ratio}
@@ -152,6 +155,8 @@ def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
     devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
     trainers, engines = _shares(devices, overlapped)
     gpus = answers["device"] != "cpu"
+    positions, _ = positions_of(Path(answers["model"]))
+    longest = min(LONGEST, positions or LONGEST)
     if overlapped:
         ratio_reason = "Generation runs one training step ahead, so both work all the time; 0 takes turns."
     else:
@@ -162,6 +167,8 @@ def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
         model=quoted["model"],
         device=quoted["device"],
         devices=devices or quoted["devices"],
+        prompt_length=longest // 3,
+        response_length=longest - longest // 3,
         ratio=int(overlapped),
         ratio_reason=ratio_reason,
         trainers=trainers,

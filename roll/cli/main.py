@@ -131,12 +131,18 @@ class Ended:
     """Reasons why the configuration was refused."""
 
 
-def run_to_its_end(path: str, load: Callable[[], RunConfig], started: float) -> Ended:
+def run_to_its_end(
+    path: str,
+    load: Callable[[], RunConfig],
+    started: float,
+    begins: Callable[[RunDirectory], object] = lambda run: None,
+) -> Ended:
     """Run what ``load`` returns, with the restarts it allows; ``path`` is the user's name for it.
 
-    Return how the first attempt ended, with the exit code of the last one.
+    ``begins`` is called with the folder of the run before it starts. Return how the first attempt ended, with the exit
+    code of the last one.
     """
-    ended = attempt_run(path, load, started)
+    ended = attempt_run(path, load, started, begins=begins)
     if ended.failed is None:
         return ended
 
@@ -178,10 +184,16 @@ def begin_again(
     return FAILURE
 
 
-def attempt_run(path: str, load: Callable[[], RunConfig], started: float, restarts: Restarts | None = None) -> Ended:
+def attempt_run(
+    path: str,
+    load: Callable[[], RunConfig],
+    started: float,
+    restarts: Restarts | None = None,
+    begins: Callable[[RunDirectory], object] = lambda run: None,
+) -> Ended:
     """Check the configuration that ``load`` returns and run it to its end.
 
-    ``path``: the user's name for it; ``restarts``: the failures of earlier attempts.
+    ``path``: the user's name for it; ``restarts``: the failures of earlier attempts; ``begins``: see `run_to_its_end`.
     """
     try:
         prepared, run, point = _check(load)
@@ -198,6 +210,7 @@ def attempt_run(path: str, load: Callable[[], RunConfig], started: float, restar
     restarts = restarts or Restarts()
     try:
         with run.held():
+            begins(run)
             if point is not None:
                 point = look_again(point, prepared.config, prepared.source)
                 if _has_ended(point, prepared.config):

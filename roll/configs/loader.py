@@ -292,9 +292,23 @@ def _resolved(
     tree: dict[str, Any], overrides: Sequence[str], references: _References
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """Return the tree with overrides and references applied, and the problems of the overrides."""
-    merged = OmegaConf.create(references.vetted(tree, ()))
+    vetted = references.vetted(tree, ())
+    if not overrides and _is_settled(vetted):  # OmegaConf takes most of the time of reading a configuration
+        return references.resolved(vetted, ()), []
+    merged = OmegaConf.create(vetted)
     problems = _apply(overrides, merged, references)
     return references.resolved(merged, ()), problems
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether a tree is plain and holds nothing that OmegaConf would read as something else."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_settled(below) for key, below in value.items())
+    if isinstance(value, list):
+        return all(map(_is_settled, value))
+    if isinstance(value, str):
+        return "${" not in value and not _LOOKS_MISSING.fullmatch(value)
+    return value is None or type(value) in (bool, int, float)
 
 
 def _without(cls: type[RunConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
@@ -411,9 +425,10 @@ class _References:
             message = f"references refer back to themselves, or grow beyond {MAX_NODES} values"
             remedy = "let no section refer to one that refers to it"
             raise ConfigError([*self.problems, ConfigProblem(join(parts[:4]), message, remedy)])
-        if not isinstance(node, (DictConfig, ListConfig)):
+        if not isinstance(node, (dict, list, DictConfig, ListConfig)):
             return node
-        names: Sequence[Any] = list(node) if isinstance(node, DictConfig) else range(len(node))
+        is_mapping = isinstance(node, (dict, DictConfig))
+        names: Sequence[Any] = list(node) if is_mapping else range(len(node))
         plain = {}
         for name in names:
             path = (*parts, name)
@@ -426,7 +441,7 @@ class _References:
                 self.problems.append(ConfigProblem(join(path), _first_line(error), remedy))
                 continue
             plain[name] = self.resolved(value, path)
-        return plain if isinstance(node, DictConfig) else list(plain.values())
+        return plain if is_mapping else list(plain.values())
 
 
 def _text_problem(text: str, parts: tuple[PathPart, ...]) -> ConfigProblem | None:
@@ -456,10 +471,12 @@ def _first_line(error: Exception) -> str:
 
 def _escaped(text: str) -> str:
     """Escape a text that looks like a reference or a missing value, so that it loads as itself."""
-    if re.fullmatch(r"\\*\?\?\?", text):
+    if _LOOKS_MISSING.fullmatch(text):
         return "\\" + text
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
 
+
+_LOOKS_MISSING = re.compile(r"\\*\?\?\?")
 
 MAX_NODES = 10_000
 """Number of values that a file may hold once its aliases are expanded."""

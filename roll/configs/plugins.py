@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -59,6 +60,10 @@ class Kind(Generic[Record]):
     """Function that makes the record of a plug-in that is not built in, from its import path."""
     form: str = "package.module:function"
     """Form of an import path, for messages."""
+    base: str | None = None
+    """Import path of the class that each class of this kind is derived from."""
+    members: tuple[str, ...] = ()
+    """What each class of this kind has, where it need not be derived from one."""
 
     def names(self) -> list[str]:
         """Return the names that need no import path, sorted."""
@@ -83,16 +88,37 @@ class Kind(Generic[Record]):
     def load(self, name: str, where: str) -> Callable[..., Any]:
         """Return the class or function of a plug-in.
 
-        Raises `ConfigError` if it is not known, needs a package that is not installed, cannot be imported, or cannot be
-        called.
+        Raises `ConfigError` if it is not known, needs a package that is not installed, cannot be imported, cannot be
+        called, or is no class of this kind.
         """
         found = self.find(name, where)
         require(found.requires, name, where, found.extra)
-        return load_object(found.path, where)
+        if name in self.built_in:
+            return load_object(found.path, where)
+        if self.base is not None:
+            return load_subclass(found.path, import_object(self.base), where)
+        loaded = load_object(found.path, where)
+        lacking = [member for member in self.members if isinstance(loaded, type) and not hasattr(loaded, member)]
+        if lacking:
+            message = f"`{name}` is no {self.name}: it has no {' and no '.join(f'`{each}`' for each in lacking)}"
+            raise problem(where, message, "name a class that has")
+        return loaded
 
     def _entry_points(self) -> dict[str, str]:
         look_in_working_folder()
-        return {each.name: each.value for each in entry_points(group=self.group)}
+        return {each.name: each.value for each in _installed(_path_now()).select(group=self.group)}
+
+
+def _path_now() -> tuple[tuple[str, int], ...]:
+    """The folders that packages are found in, with the times at which one was last added or removed."""
+    folders = map(os.path.abspath, sys.path)
+    return tuple((folder, os.stat(folder).st_mtime_ns if os.path.exists(folder) else 0) for folder in folders)
+
+
+@lru_cache(maxsize=1)
+def _installed(_path: tuple[tuple[str, int], ...]) -> Any:
+    """All entry points, read once for each state of the path: reading them takes tens of milliseconds."""
+    return entry_points()
 
 
 def problem(path: str, message: str, remedy: str) -> ConfigError:

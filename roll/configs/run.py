@@ -50,6 +50,7 @@ TRACKERS = Kind(
     },
     PlugIn,
     "package.module:Class",
+    members=("Options", "package", "install", "secret", "mode", "log", "finish"),
 )
 """Trackers with a process of their own; see `roll.tracking.plugins.process.TrackerPlugIn`."""
 

@@ -110,6 +110,7 @@ TRAINERS = Kind(
     },
     Trainer,
     "package.module:Class",
+    base="roll.trainers.trainer:TrainStrategy",
 )
 FORWARD_STRATEGIES = replace(
     TRAINERS,
@@ -125,6 +126,7 @@ FORWARD_STRATEGIES = replace(
             receives=True,
         ),
     },
+    base="roll.trainers.trainer:ForwardStrategy",
 )
 """Strategies of roles that compute only: the trainers, and a whole model on each device."""
 ENGINES = Kind(
@@ -164,6 +166,7 @@ ENGINES = Kind(
     },
     Engine,
     "package.module:Class",
+    base="roll.engines.base:InferStrategy",
 )
 SCORERS = Kind(
     "engine of reward models",

@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         "runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of the run (its `output_dir`); several: compared"
     )
     parser.add_argument(
+        "-o",
         "--output",
         type=Path,
         metavar="FILE",

@@ -16,10 +16,12 @@ import importlib
 import os
 import signal
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -29,7 +31,7 @@ from roll.configs.derived import reward_timeout
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
-from roll.rewards.registry import Verifier, checked_output, resolve_verifier
+from roll.rewards.registry import RewardNonsense, Verifier, checked_output, resolve_verifier
 from roll.runtime.pool import Slot, Tasks, all_or_none, ignore_failure
 from roll.runtime.process import DriverFolders, driver_folders
 from roll.runtime.workers import CALL_ERRORS, ProcessHandle, WorkerFailed, WorkerTimeout
@@ -94,8 +96,13 @@ class _Process:
     def _failed(self, error: BaseException, timed_out: bool) -> Verdict:
         if timed_out:
             return Verdict("timeout", cause=f"no answer within {self._timeout_seconds:g} s")
-        kind: VerdictKind = "gave_up" if isinstance(error, RewardGaveUp) else "error"
-        return Verdict(kind, cause=f"{type(error).__name__}: {error}")
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, RewardGaveUp):
+            return Verdict("gave_up", cause=cause)
+        if not isinstance(error, RewardNonsense) and error.__traceback__ is not None:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            cause = f"{cause} ({Path(at.filename).name}:{at.lineno}, in `{at.name}`)"
+        return Verdict("error", cause=cause)
 
 
 class RewardWorker(_Process):

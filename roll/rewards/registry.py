@@ -196,7 +196,7 @@ def check_prompts(
         if reward is None:
             message = f"no reward judges the domain `{prompt.domain}` (prompt {prompt.prompt_id})"
             hint = nearest_name_hint(prompt.domain, routes)
-            remedy = f"add `{prompt.domain}` to the `tag_included` of a reward; {hint}"
+            remedy = f"call a reward `{prompt.domain}`, or add that to the `tag_included` of one; {hint}"
             problems.setdefault(("domain", prompt.domain), ConfigProblem(path, message, remedy))
         elif prompt.ground_truth is None and reward in verifiers and verifiers[reward].needs_ground_truth:
             message = f"prompt {prompt.prompt_id} has no ground truth, which `rewards.{reward}` needs"

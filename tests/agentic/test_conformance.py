@@ -33,13 +33,14 @@ def test_a_good_environment_passes_without_warnings(name):
     assert "keeps the interface" in render_report(report)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(
     ("env_type", "env_config"),
     [
         ("frozen_lake", {"is_slippery": True}),
         ("frozen_lake", {"instructions": False, "action_format": "plain", "observation": "coordinates"}),
         ("sokoban", {}),
-        ("number_guessing", {}),
+        pytest.param("number_guessing", {}, marks=pytest.mark.tier("quick")),
         ("reasoning_gym", {"dataset": "chain_sum", "max_attempts": 2}),
     ],
 )

@@ -28,7 +28,6 @@ SHORT = 0.3
 """Seconds, for what is meant to run out of time."""
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.tier("all")]
-in_quick_tests = pytest.mark.tier("quick")
 
 
 def pool_of(
@@ -98,7 +97,6 @@ async def until(condition: Callable[[], bool], pause: float = 0.01) -> None:
         await asyncio.sleep(pause)
 
 
-@in_quick_tests
 def test_an_episode_runs_and_gives_its_environment_to_the_next():
     async def use(pool: EnvPool) -> list[list[str]]:
         return [await episode(pool, seed, "go") for seed in (7, 8)]
@@ -125,7 +123,6 @@ def test_frames_come_with_the_sessions_that_asked_for_them():
     assert run(pool_of(), use) == ["frame 0", None, "frame 1"]
 
 
-@in_quick_tests
 def test_an_environment_reads_files_in_the_folder_of_the_run(tmp_path, monkeypatch):
     """The Ray of these tests was started elsewhere."""
     (tmp_path / "level.txt").write_text("a level")
@@ -133,13 +130,11 @@ def test_an_environment_reads_files_in_the_folder_of_the_run(tmp_path, monkeypat
     assert run(pool_of(), lambda pool: episode(pool, 0, "read level.txt")) == ["seed 0, episode 1", "a level"]
 
 
-@in_quick_tests
 def test_an_unknown_tag_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="`aa`.*did you mean `a`"):
         pool_of().session("aa")
 
 
-@in_quick_tests
 def test_workers_are_light_processes_that_are_gone_after_shutdown(tmp_path):
     async def use(pool: EnvPool) -> tuple[set[int], list[str]]:
         sessions = [pool.session("noting") for _ in range(6)]
@@ -170,7 +165,6 @@ def test_hundreds_of_episodes_run_at_once(tmp_path):
     assert pool.counts()["sessions"] == 0
 
 
-@in_quick_tests
 @pytest.mark.parametrize(
     ("action", "kind", "words"),
     [
@@ -198,7 +192,6 @@ def test_a_bad_environment_fails_its_own_episode_and_is_named(action, kind, word
     assert counts["sessions"] == 0
 
 
-@in_quick_tests
 def test_a_process_that_dies_takes_its_own_sessions_only():
     async def use(pool: EnvPool) -> list[str]:
         sessions = [pool.session("a") for _ in range(4)]
@@ -484,7 +477,6 @@ def test_a_process_whose_environments_leak_is_replaced_without_a_failure(leak):
     assert not [name for name in pool.counts() if name.startswith("failures/")]
 
 
-@in_quick_tests
 def test_episodes_beyond_the_places_wait_their_turn():
     order: list[int] = []
 
@@ -608,7 +600,6 @@ def test_a_storm_of_cancellations_and_failures_keeps_the_places_exact(storm):
     assert most <= 7
 
 
-@in_quick_tests
 def test_a_cancelled_episode_gives_its_place_back_without_being_closed(tmp_path):
     async def use(pool: EnvPool) -> None:
         for call in ("reset", "step"):
@@ -684,7 +675,6 @@ def test_replacements_that_do_not_start_end_the_run_with_the_cause(tmp_path, mon
     run(pool_of(make_env="first_only:make", max_failed_starts=2), use)
 
 
-@in_quick_tests
 def test_shutdown_ends_calls_and_waiting_at_once_and_nothing_starts_after_it(tmp_path):
     async def use(pool: EnvPool) -> None:
         session = pool.session("a")

@@ -7,7 +7,9 @@ import torch
 
 import roll
 from roll.algorithms import PolicyInputs, aggregate, plain
-from roll.algorithms.registry import POLICY_LOSSES
+from roll.algorithms.advantages.base import shape_advantages
+from roll.algorithms.correction import parse_correction
+from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
 SCORES = torch.tensor([1.0, 0.0, 1.0])
@@ -60,6 +62,58 @@ def test_advantages_of_sequences_are_not_taken_for_those_of_tokens():
         aggregate(torch.ones(3), MASK)
     with pytest.raises(ValueError, match=r"token_rewards must have the shape"):
         roll.algorithms.reinforce(torch.ones(3, 2), MASK)
+
+
+ROW, WHOLE = torch.ones(3), torch.ones(3, 3)
+CORRECTION = parse_correction({"weight": {"level": "token"}})
+FUNCTIONS = {
+    "a KL divergence": lambda one, other, mask: roll.algorithms.token_kl(one, other, mask),
+    "the loss of values": lambda one, other, mask: roll.algorithms.value_loss(one, one, other, mask),
+    "a correction": lambda one, other, mask: roll.algorithms.correct(one, other, mask, CORRECTION),
+    "whitening": lambda one, other, mask: roll.algorithms.whiten(other, mask),
+    "clipping": lambda one, other, mask: shape_advantages(one, mask, False, 1.0, others=other),
+    "log-probabilities": lambda one, other, mask: PolicyInputs(other, one, one, mask),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_is_broadcast_and_no_type_is_guessed(name):
+    call = FUNCTIONS[name]
+    call(WHOLE, WHOLE, MASK)
+    for other, mask, words in (
+        (ROW, MASK, r"must have the shape \[3, 3\], not \[3\]"),
+        (WHOLE.long(), MASK, r"must be floating-point numbers, not torch.int64: write `\w+.float\(\)`"),
+        ([[1.0] * 3] * 3, MASK, "must be a tensor, not list"),
+        (WHOLE, MASK.float(), r"write `mask.bool\(\)`"),
+        (WHOLE, MASK[0], r"response_mask must be \[batch, seq\], not \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(WHOLE, other, mask)
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [(torch.zeros(3), "token ids"), (torch.zeros(2, dtype=torch.int64), r"must have the shape \[3\], not \[2\]")],
+)
+def test_targets_are_token_ids(targets, words):
+    with pytest.raises(ValueError, match=words):
+        roll.algorithms.token_logprobs(torch.zeros(3, 5), targets)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.built_in)
+@pytest.mark.parametrize(
+    ("rewards", "mask", "words"),
+    [
+        (SCORES, MASK.float(), r"mask.bool\(\)"),
+        (SCORES[:2], MASK, r"rewards must have the shape \[3\], not \[2\]"),
+        (torch.tensor(1.0), MASK, r"rewards must have the shape \[3\], not \[\]"),
+        (SCORES, MASK[0], r"response_mask must be \[batch, seq\]"),
+        ([1.0, 0.0, 1.0], MASK, "rewards must be a tensor, not list"),
+    ],
+)
+def test_rewards_of_responses_are_checked_before_anything_is_computed(name, rewards, mask, words):
+    with pytest.raises(ValueError, match=words):
+        getattr(roll.algorithms, name)(rewards, mask, [0, 0, 0])
 
 
 @pytest.mark.parametrize("mask", [MASK.float(), MASK.long()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import json
 import logging
 import pickle
 import subprocess
@@ -22,10 +23,11 @@ from tiny import make_task, tiny_config
 import roll
 from roll.api.conductor import conduct
 from roll.api.configuration import with_given
-from roll.api.training import Order, _passed_on
+from roll.api.training import Order, Result, _passed_on
 from roll.configs.given import PREFIX, holding_given, with_tokens
 from roll.configs.loader import load_config
 from roll.runtime.process import DriverFolders
+from tests.report.conftest import make_run  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,9 @@ def conducted(tree, **given):
     parts = {"reward": None, "loss": None, "advantage": None, "env": None, **given}
     config, pickles = with_given(tree, overrides, **parts)
     with holding_given(pickles), FakeCluster():
-        return conduct(Order(config, DriverFolders(given=pickles), -1))
+        lines: list[str] = []
+        conduct(Order(config, DriverFolders(given=pickles), -1), lines.append)
+    return Result(**json.loads(lines[-1]))
 
 
 def test_a_run_names_what_it_was_given_and_goes_on_only_with_it(task, tmp_path):
@@ -160,7 +164,7 @@ def test_an_object_of_a_misspelt_name_is_refused(task):
     (problem,) = roll.check(tiny_config(task), reward={"additon": starts_with_a_digit()}).problems
     assert problem.path == "reward" and "did you mean `addition`?" in problem.remedy
     with pytest.raises(roll.ConfigError, match="the configuration has no `lakes`"):
-        with_given({"custom_envs": {"lake": {}}}, (), None, None, None, {"lakes": my_loss()})
+        with_given({"pipeline": "agentic", "custom_envs": {"lake": {}}}, (), None, None, None, {"lakes": my_loss()})
 
 
 def test_a_wrong_key_does_not_make_a_missing_model_a_problem(task):
@@ -206,6 +210,7 @@ def centred():
     return advantage
 
 
+@pytest.mark.tier("all")
 def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event_loop(
     task, tmp_path, capfd, warm_commands
 ):
@@ -226,6 +231,54 @@ def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event
     with pytest.raises(roll.ConfigError) as error:  # a second run of the same process; nothing of the first is left
         roll.train(tree)
     assert [problem.path for problem in error.value.problems] == ["output_dir"]
+
+
+KILLED = """
+import os, signal, sys, types
+sys.path[:] = {path!r}
+from roll.api import conductor
+def begin(path, load, started, begins):
+    begins(types.SimpleNamespace(root=__import__("pathlib").Path({run!r})))
+    os.kill(os.getpid(), signal.SIGKILL)
+conductor.run_to_its_end = begin
+conductor.main()
+"""
+
+
+def test_a_run_whose_process_is_killed_shows_what_was_done(task, make_run, monkeypatch):  # noqa: F811
+    root = make_run(status="running").root
+    monkeypatch.setattr("roll.api.training._START", KILLED.format(path=sys.path, run=str(root)))
+    with pytest.raises(roll.RunFailed, match=f"was killed; the run in {root}") as failure:
+        roll.train(tiny_config(task))
+    assert failure.value.run.path == root.resolve() and len(failure.value.run.metrics) == 4
+
+
+@pytest.mark.parametrize(
+    ("parts", "path", "words"),
+    [
+        ({"loss": lambda: 1}, "actor_train.pg_variant", "takes no inputs"),
+        ({"loss": dict}, "actor_train.pg_variant", "takes no inputs"),
+        ({"advantage": lambda *, eps=1.0: 1}, "adv_estimator", "takes no inputs"),
+    ],
+)
+def test_what_cannot_be_a_loss_or_an_estimator_is_refused(task, parts, path, words):
+    [problem] = roll.check(tiny_config(task), **parts).problems
+    assert problem.path == path and words in problem.message
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "path"),
+    [
+        (5, {}, "the configuration"),
+        (None, {}, "the configuration"),
+        ({}, {"overrides": "max_steps=3"}, "overrides"),
+        ({}, {"overrides": [3]}, "overrides"),
+        ({}, {"env": dict}, "env"),
+    ],
+)
+def test_what_is_given_in_a_wrong_form_is_named(source, given, path):
+    [problem] = roll.check(source, **given).problems
+    assert problem.path == path and problem.remedy
 
 
 def test_a_result_that_no_pipe_holds_arrives(task):

@@ -48,6 +48,13 @@ def test_a_dropped_value_causes_no_further_problem(task):
     assert paths({**tiny_config(task), "pretrain": 7}) == ["pretrain"]
 
 
+def test_a_length_beyond_the_model_is_in_one_list_with_a_wrong_key_unless_it_may_be_what_the_key_meant(task):
+    tree = tiny_config(task, prompt_length=40, response_length=40, max_stepz=3)
+    assert paths(tree) == ["max_stepz", "response_length"]
+    tree["respnse_length"] = tree.pop("response_length")
+    assert paths(tree) == ["max_stepz", "respnse_length"]
+
+
 @pytest.mark.parametrize("key", ["sequence_length", "response_length"])
 def test_a_sequence_beyond_the_positions_of_the_model_is_found(task, key):
     """The tiny model has 64 positions."""

@@ -22,8 +22,6 @@ def test_the_defaults_make_a_run_that_passes_check(tmp_path, capsys):
 
 def test_flags_are_taken_and_the_rest_is_asked_for(tmp_path):
     make_task(tmp_path)
-    shape = tmp_path / "model" / "config.json"
-    shape.write_text(shape.read_text().replace('"max_position_embeddings": 64', '"max_position_embeddings": 4096'))
     asked = []
 
     def answer(text):
@@ -36,6 +34,7 @@ def test_flags_are_taken_and_the_rest_is_asked_for(tmp_path):
     assert len(asked) == len(QUESTIONS) - 5
     config = load_config(path)
     assert (config.actor_train.device_mapping, config.actor_infer.device_mapping) == ("0-1", "2-3")
+    assert (config.prompt_length, config.response_length) == (21, 43), "the model has 64 positions"
     assert config.async_generation_ratio == 1 and config.rewards["addition"].tag_included == ["addition"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll.configs.errors import MASK, ConfigError, ConfigProblem
 from roll.configs.fields import alternatives, range_of, walk
-from roll.configs.loader import PIPELINES, config_from_tree, dump_config, load_config, parse_yaml
+from roll.configs.loader import PIPELINES, config_from_tree, dump_config, load_config, parse_yaml, resolved_tree
 from roll.configs.rewards import RewardConfig
 from roll.configs.run import AgenticConfig, CustomEnvConfig, RLVRConfig
 from tests.tiers import examples
@@ -309,6 +309,21 @@ def test_a_dumped_configuration_loads_to_an_equal_one(write, tree):
 def test_any_text_survives_dump_and_load(text):
     config = RLVRConfig(rewards={"r": RewardConfig(verifier=text, verifier_args={"list": [text]})})
     assert config_from_tree(parse_yaml(dump_config(config), "dump")) == config
+
+
+names = st.sampled_from(["a", "b.c", "yes", "???", "1"])
+words = names | st.sampled_from(["", "\\???", "1e-3", "null", "$x", "{}", "\\${a}", "${oc.env:NOT_SET,x}"])
+scalars = words | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
+trees = st.dictionaries(
+    names, st.recursive(scalars, lambda below: st.lists(below) | st.dictionaries(names, below), max_leaves=8)
+)
+
+
+@settings(max_examples=examples(100))
+@given(trees)
+def test_a_tree_without_references_is_read_like_one_with_some(tree):
+    beside = resolved_tree({**tree, "one": 1, "other": "${one}"})
+    assert repr(beside) == repr({**resolved_tree(tree), "one": 1, "other": 1})
 
 
 def test_secrets_are_masked_in_dumps_and_messages(write):

@@ -31,7 +31,13 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """An installed package that has a plug-in `dummy` of every kind, and one that is broken."""
-    (tmp_path / "dummies.py").write_text("class Dummy:\n    pass\n\nNUMBER = 3\n")
+    members = {member for kind in KINDS for member in kind.members}
+    (tmp_path / "dummies.py").write_text(
+        "from roll.engines.base import InferStrategy\nfrom roll.trainers.trainer import TrainStrategy\n\n"
+        "class Dummy(InferStrategy, TrainStrategy):\n    "
+        + "; ".join(f"{each} = None" for each in sorted(members))
+        + "\n\nclass Nothing:\n    pass\n\nNUMBER = 3\n"
+    )
     info = tmp_path / "dummies-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dummies\nVersion: 1.0\n")
@@ -54,6 +60,19 @@ def test_a_plug_in_from_outside_is_found_by_entry_point_and_by_import_path(kind:
 
     assert kind.load("dummy", "here") is dummies.Dummy is kind.load("dummies:Dummy", "here")
     assert {"dummy", *kind.built_in} <= set(kind.names())
+
+
+def test_a_class_of_another_kind_is_refused(package):
+    words = [
+        (ENGINES, "`dummies:Nothing` is not a subclass of InferStrategy"),
+        (TRAINERS, "`dummies:Nothing` is not a subclass of TrainStrategy"),
+        (FORWARD_STRATEGIES, "`dummies:Nothing` is not a subclass of ForwardStrategy"),
+        (ENVIRONMENTS, "`dummies:Nothing` is no environment: it has no `reset` and no `step` and no `close`"),
+        (TRACKERS, "`dummies:Nothing` is no tracker: it has no `Options` and no `package`"),
+    ]
+    for kind, said in words:
+        found = problem_of(lambda kind=kind: kind.load("dummies:Nothing", "here"))
+        assert found.path == "here" and found.message.startswith(said)
 
 
 @every_kind

@@ -117,6 +117,7 @@ def roll_check(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.tier("all")
 def test_stages_workers_and_verifiers_beside_the_configuration_are_found_by_the_command(tmp_path):
     (tmp_path / "my_parts.py").write_text(PARTS)
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2", "domain": "sums"}) + "\n")

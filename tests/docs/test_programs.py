@@ -10,9 +10,16 @@ from tests.docs.programs import problems_of_programs
 WITH_PYTHON = [page for page in pages() if any(block.language == "python" for block in page.blocks)]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def _starts_runs(page: Page) -> bool:
+    return any("roll.train(" in block.text for block in page.blocks)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=[pytest.mark.tier("all")] * _starts_runs(page)) for page in WITH_PYTHON],
+)
 def test_the_python_of_a_page_runs(page, sit_down, request):
-    if any("roll.train(" in block.text for block in page.blocks):
+    if _starts_runs(page):
         request.getfixturevalue("warm_commands")
     assert problems_of_programs(page, sit_down(page)) == []
 

@@ -63,6 +63,7 @@ def assert_invariant(path: str, requests: list, seeds: range) -> None:
         assert_same_bits(completions | run_engine(engine), expected)
 
 
+@pytest.mark.tier("all")
 def test_neighbours_order_and_time_of_arrival_change_no_bit(model_path):
     assert_invariant(model_path, mixed_requests(seed=1), range(4))
 

@@ -60,6 +60,7 @@ def test_an_agent_that_plays_a_game_is_trained_like_the_game_itself(task):
         assert step["mismatch/abs_mean"] < 1e-5
 
 
+@tier("all")
 def test_each_sampled_token_is_trained_on_once_or_left_out_for_a_cause(task, monkeypatch):
     sampled, counted = Counter(), Counter()
     generate, run_episode = EngineGate.generate, AgentManager.run_episode
@@ -101,6 +102,7 @@ def test_a_command_is_an_agent(task):
     )
 
 
+@tier("all")
 def test_agents_that_raise_hang_lie_or_say_nothing_cost_their_group_and_nothing_else(task):
     envs = {"copy": agent("copy_agents:trouble", step_timeout_seconds=2.0)}
     config = agent_config(
@@ -116,6 +118,7 @@ def test_agents_that_raise_hang_lie_or_say_nothing_cost_their_group_and_nothing_
     assert "the agent is on fire" in log and "ended without a token of the policy" in log
 
 
+@tier("all")
 def test_an_agent_that_a_limit_stops_is_trained_on(task):
     """Whether it minds or not; else long episodes would be left out for being long."""
     for limits, end in (({"max_steps": 3}, 3), ({"max_steps": 50}, 6)):
@@ -125,6 +128,7 @@ def test_an_agent_that_a_limit_stops_is_trained_on(task):
         assert run.summary["ledger"]["dropped/failed"] == 0
 
 
+@tier("all")
 def test_a_run_of_agents_goes_on_as_if_nothing_had_been(task):
     """Interrupted and resumed, and with a trainer that dies while agents ask."""
     config = agent_config(task, max_steps=4, save_steps=2, async_generation_ratio=0)

@@ -83,6 +83,7 @@ def run_of_episodes(task, ray_cluster, steps, ratio, changes):
     return run
 
 
+@tier("all")
 def test_a_run_plays_an_environment_of_another_package(task, ray_cluster):
     """The run of `make test`."""
     run_of_episodes(task, ray_cluster, 4, 1, TRAJECTORIES)

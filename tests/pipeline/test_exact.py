@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import psutil
@@ -26,6 +27,7 @@ from roll.pipeline import stages
 from roll.pipeline.exact import NOTES, exact_config, first_difference
 from roll.pipeline.preflight import prepare
 from roll.tracking.run_directory import RunDirectory
+from tests.tiers import quick
 
 STEPS = 2
 
@@ -79,27 +81,19 @@ OWN_TEACHER = {
 }
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        tiny_config,
-        lambda task: tiny_config(task, **EVERYTHING),
-        lambda task: critic_config(task, critic_warmup=1),
-        lambda task: tiny_config(task, **OWN_TEACHER),
-        lambda task: agentic_config(task, async_generation_ratio=2, adv_estimator="gigpo"),
-        lambda task: tiny_config(task, **ADAPTERS_ALONE),
-    ],
-    ids=[
-        "plain",
-        "reference, teacher, correction, filter, two epochs",
-        "critic",
-        "a teacher of its own",
-        "agentic",
-        "adapters alone",
-    ],
-)
-def test_the_run_is_the_plain_loop_to_the_last_bit(task, run_of, make):
-    config, run = run_of(make(task))
+RUNS = {
+    "plain": tiny_config,
+    "reference, teacher, correction, filter, two epochs": partial(tiny_config, **EVERYTHING),
+    "critic": partial(critic_config, critic_warmup=1),
+    "a teacher of its own": partial(tiny_config, **OWN_TEACHER),
+    "agentic": partial(agentic_config, async_generation_ratio=2, adv_estimator="gigpo"),
+    "adapters alone": partial(tiny_config, **ADAPTERS_ALONE),
+}
+
+
+@pytest.mark.parametrize("name", quick(RUNS, "plain", "agentic"))
+def test_the_run_is_the_plain_loop_to_the_last_bit(task, run_of, name):
+    config, run = run_of(RUNS[name](task))
     assert config.async_generation_ratio == 0 and config.max_steps == STEPS
     assert difference_from_plain_loop(config, run) is None
     assert len(list((run.root / NOTES).glob("step-*.npz"))) == STEPS
@@ -118,6 +112,7 @@ def test_the_first_tensor_of_a_run_that_computes_something_else_is_named(task, r
     assert str(found) == f"step 2: `advantages` differs in 1 of {found.size:,} values, by at most 0.25"
 
 
+@pytest.mark.tier("all")
 def test_whatever_differs_is_found_where_it_is_computed_first(task, run_of):
     config, run = run_of(tiny_config(task))
     file = run.root / NOTES / "step-2.npz"

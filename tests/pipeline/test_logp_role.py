@@ -31,6 +31,7 @@ from roll.pipeline.streaming import least_groups
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.weights.transports import TRANSPORTS
 from tests.pipeline.test_advantage_stage import PROMPT, sample
+from tests.tiers import quick
 
 ROLE = {"cluster__num_devices_per_node": 3, "actor_logp": {"device_mapping": [2]}}
 SEVERAL = {
@@ -105,17 +106,10 @@ VARIANTS = {
 COMPARED = ("actor/", "advantage/", "critic/", "correction/", "reward/addition", "response/")
 
 
-QUICK = ("several optimizer steps", "decoupled, one optimizer step, groups of a batch as they finish")
 SOAKED = ("normalised weights", "the second moment of the whole batch", "whole models on each device", "adapters")
 
 
-def tiered(name):
-    if name in QUICK:
-        return name
-    return pytest.param(name, marks=pytest.mark.tier("soak" if name in SOAKED else "all"))
-
-
-@pytest.mark.parametrize("name", [tiered(name) for name in VARIANTS])
+@pytest.mark.parametrize("name", quick(VARIANTS, "several optimizer steps", soaked=SOAKED))
 def test_steps_are_those_of_a_run_without_the_role(task, name):
     assert_same_steps(task, IN_THIS_PROCESS, VARIANTS[name])
 
@@ -170,6 +164,7 @@ def test_so_they_are_on_two_ranks_in_processes_of_their_own(task, ray_cluster, t
     assert_same_steps(task, ray_cluster, {**DECOUPLED, **SEVERAL, "async_generation_ratio": 1, **devices})
 
 
+@pytest.mark.tier("all")
 def test_a_run_goes_on_with_the_role_or_without_it(task):
     config = tiny_config(task, **RECOMPUTED, **SEVERAL, max_steps=4, save_steps=2, max_ckpt_to_keep=0)
     plain = run_pipeline(task, IN_THIS_PROCESS, config)
@@ -184,6 +179,7 @@ def test_a_run_goes_on_with_the_role_or_without_it(task):
     assert {change.judgement for change in difference} == {"harmless"}
 
 
+@pytest.mark.tier("all")
 def test_a_role_that_dies_ends_the_run_with_its_name_and_a_restart_begins_it_anew(task):
     killed = {"chaos": {"enabled": True, "events": [{"kind": "kill", "role": "actor_logp", "at_step": 2}]}}
     config = tiny_config(task, **RECOMPUTED, **SEVERAL, **ROLE, **killed, max_steps=4, save_steps=1)
@@ -444,6 +440,7 @@ def test_a_role_that_nobody_asks_for_anything_is_refused(task):
     assert not build_algorithms(config_from_tree(waits)).streams
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("section", [{}, {"device_mapping": [0]}])
 def test_without_devices_of_its_own_it_is_the_trainer(task, section):
     config = check_config(config_from_tree(tiny_config(task, **RECOMPUTED, **SEVERAL, actor_logp=section)))

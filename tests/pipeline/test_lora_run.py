@@ -109,6 +109,7 @@ def test_a_run_with_adapters_alone_is_the_run_with_merged_weights_in_a_part_of_t
     assert all(torch.allclose(mine[name], other[name], atol=1e-5) for name in mine.keys() | other.keys())
 
 
+@pytest.mark.tier("all")
 def test_an_engine_that_dies_comes_back_with_the_adapter_and_a_resumed_run_goes_on_from_it(task):
     """In a precision in which merging them would lose most of what they add."""
     events = [{"kind": "kill", "at_step": 2, "role": "actor_infer", "rank": 0}]

@@ -58,17 +58,20 @@ COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": 
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {
-            **COLOCATED,
-            "ppo_epochs": 2,
-            "old_logprobs": "recompute",
-            "train_infer_correction": {"weight": {"level": "token", "upper": 2.0}},
-            "sampling__guidance_scale": 3.0,
-            "sampling__log_prob": "sum",
-        },
+        pytest.param({}, id="split"),
+        pytest.param(
+            {
+                **COLOCATED,
+                "ppo_epochs": 2,
+                "old_logprobs": "recompute",
+                "train_infer_correction": {"weight": {"level": "token", "upper": 2.0}},
+                "sampling__guidance_scale": 3.0,
+                "sampling__log_prob": "sum",
+            },
+            id="colocated, two epochs, corrected, guided, sums",
+            marks=pytest.mark.tier("all"),
+        ),
     ],
-    ids=["split", "colocated, two epochs, corrected, guided, sums"],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(pictures, tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
@@ -121,6 +124,7 @@ def test_groups_may_be_trained_on_as_they_finish(pictures):
     assert all(torch.allclose(one[name], other[name], atol=3e-5) for name in one)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.tier("soak"))])
 def test_a_killed_run_goes_on_and_ends_like_the_undisturbed_one(pictures, tmp_path, ratio):
     config = picture_config(

@@ -105,6 +105,7 @@ def test_finished_rollouts_are_not_made_again(task, tmp_path):
     assert len(segments(run.folder / "journal")) <= 5, "the journal keeps growing"
 
 
+@pytest.mark.tier("all")
 def test_rollouts_of_other_settings_are_made_again_and_nothing_is_skipped(task, tmp_path):
     """After the change of the reward all that is trained on has a line in the new file."""
     after = tmp_path / "after"
@@ -121,6 +122,7 @@ def test_rollouts_of_other_settings_are_made_again_and_nothing_is_skipped(task, 
     assert run.summary["lag/max"] <= 2
 
 
+@pytest.mark.tier("all")
 def test_episodes_go_on_to_the_bit_as_well(task, tmp_path):
     config = agentic_config(task, max_steps=STEPS, save_steps=3, group_filter="zero_variance")
     undisturbed = run_pipeline(task, IN_THIS_PROCESS, config)
@@ -182,6 +184,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_of_another_task_refused(tas
     assert (run.folder / "checkpoints" / "abandoned-step-6").is_dir()
 
 
+@pytest.mark.tier("all")
 def test_a_killed_run_whose_weights_travel_as_files_goes_on_and_leaves_none(task, tmp_path):
     """The same versions are published again; those of the killed process are deleted, wherever they were."""
     config = tiny_config(task, max_steps=STEPS, save_steps=2, weight_update__transport="checkpoint")
@@ -239,6 +242,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_last_checkpoint_stays(
         killed.put_back(start)
 
 
+@pytest.mark.tier("all")
 def test_a_run_killed_at_random_moments_again_and_again_ends_like_any_other(task, tmp_path):
     dice = random.Random(5)
     killed = KilledRun(tmp_path, tiny_config(task, max_steps=STEPS, save_steps=1, async_generation_ratio=1))

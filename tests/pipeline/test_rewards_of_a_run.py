@@ -58,6 +58,7 @@ def test_a_domain_is_judged_by_the_model_of_its_reward_which_counts(rewards, mac
                        {"samples": 4, "calls": 2, "restarts": 0, "truncated": 0}.items()}  # fmt: skip
 
 
+@pytest.mark.tier("all")
 def test_each_domain_is_judged_by_the_verifier_of_its_reward(local_ray):
     verifiers = {"exact": "exact", "length": "tests.rewards.sample_verifiers:length"}
     pools = {name: RewardPool(name, RewardConfig(verifier=verifier)) for name, verifier in verifiers.items()}

@@ -23,6 +23,7 @@ from roll.pipeline.resume import changes
 from roll.pipeline.stages import stage_chain
 from roll.pipeline.streaming import AdvantagesNeedBatch, PartsOfBatch, StreamedStep, by_group, in_order, least_groups
 from tests.pipeline.test_advantage_stage import PROMPT, batch_of, sample, settings
+from tests.tiers import quick
 
 THREE_DEVICES = {"cluster__num_devices_per_node": 3}
 VARIANTS = {
@@ -90,7 +91,7 @@ COMPARED = (
 )
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", quick(VARIANTS, "grpo"))
 def test_a_run_that_streams_takes_the_steps_of_one_that_does_not(task, name):
     assert_same_steps(task, IN_THIS_PROCESS, 3, VARIANTS[name])
 
@@ -105,6 +106,7 @@ def test_so_it_does_on_two_ranks_in_processes_of_their_own(task, ray_cluster):
     assert_same_steps(task, ray_cluster, 5, corrected, two_ranks)
 
 
+@pytest.mark.tier("all")
 def test_so_it_does_where_an_episode_is_several_samples(task):
     changes = {
         "custom_envs__copy__env_type": "copy_games:Late",

@@ -81,7 +81,7 @@ def by_hand(folder, prompt, response):
     "changes",
     [
         {"teacher": {"device_mapping": [0]}},
-        {"teacher": {"weights": "policy"}, "async_generation_ratio": 1},
+        pytest.param({"teacher": {"weights": "policy"}, "async_generation_ratio": 1}, marks=pytest.mark.tier("all")),
         pytest.param(
             {"teacher": {}, "actor_train__model_args": {"lora_target": "q_proj"}}, marks=pytest.mark.tier("all")
         ),

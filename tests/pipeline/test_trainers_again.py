@@ -10,7 +10,7 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from roll.pipeline.rollouts import Validator
 from roll.tracking.status import WRITE_SECONDS, read_status
 from roll.tracking.trackers import read_metrics
 from roll.trainers.worker import TrainerGroup
+from tests.tiers import quick
 
 STEPS, BATCH = 6, 8
 CRITIC = {
@@ -105,14 +106,7 @@ SOAKED = (
 """Alike others that `make test-all` runs."""
 
 
-def quick(names: Iterable[str], *chosen: str) -> list[Any]:
-    """The names as parameters: those that are chosen are for each change, the others for `make test-all` or `make
-    soak`."""
-    tiers = {name: pytest.mark.tier("soak" if name in SOAKED else "all") for name in names if name not in chosen}
-    return [pytest.param(name, marks=tiers.get(name, ())) for name in names]
-
-
-@pytest.mark.parametrize("settings", quick(SETTINGS, "split", "colocated"))
+@pytest.mark.parametrize("settings", quick(SETTINGS, "split", "colocated", soaked=SOAKED))
 def test_a_trainer_that_dies_is_replaced_while_engines_live_on(task, settings):
     config = again(task, save_steps=3, **killing("actor_train", 5), **SETTINGS[settings])
     run = run_pipeline(task, IN_THIS_PROCESS, config)
@@ -125,7 +119,8 @@ def test_a_trainer_that_dies_is_replaced_while_engines_live_on(task, settings):
         assert read_metrics(put_aside)[-1]["step"] >= 4, "steps that were on record are done again"
 
 
-@pytest.mark.parametrize("role", quick(["critic", "reference"], "critic"))
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("role", ["critic", "reference"])
 def test_so_is_a_critic_or_a_reference_and_all_go_back_together(task, role, capsys):
     config = again(task, **killing(role, 3), **CRITIC, **REFERENCE)
     run = run_pipeline(task, IN_THIS_PROCESS, config)
@@ -204,7 +199,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", quick(MOMENTS, "while it sends", "while it writes", "while engines fall asleep"))
+@pytest.mark.parametrize("moment", quick(MOMENTS, "while it sends", soaked=SOAKED))
 def test_a_trainer_may_die_at_any_moment(task, monkeypatch, moment):
     owner, method, number, settings = MOMENTS[moment]
     if "validation__mode" in settings:
@@ -216,6 +211,7 @@ def test_a_trainer_may_die_at_any_moment(task, monkeypatch, moment):
     assert_same_engines(run, settings)
 
 
+@pytest.mark.tier("all")
 def test_a_trainer_that_dies_before_the_first_checkpoint_begins_again_at_step_0_with_the_groups_that_are_there(task):
     run = run_pipeline(task, IN_THIS_PROCESS, again(task, **killing("actor_train", 1), save_steps=4))
     assert_nothing_lost_or_doubled(run)
@@ -243,6 +239,7 @@ def test_a_second_death_in_a_row_starts_everything_again_and_a_third_ends_the_ru
     assert started(run)["actor_infer/0"] == 2 and started(run)["actor_train/0"] == 3
 
 
+@pytest.mark.tier("all")
 def test_without_leave_to_restart_or_without_checkpoints_a_death_ends_the_run(task):
     for save_steps in (2, 0):
         config = again(task, allowed=0, save_steps=save_steps, **killing("actor_train", 2))
@@ -251,6 +248,7 @@ def test_without_leave_to_restart_or_without_checkpoints_a_death_ends_the_run(ta
         assert set(started(run).values()) == {1}
 
 
+@pytest.mark.tier("all")
 def test_trainers_that_cannot_begin_again_leave_it_to_a_restart_of_everything(task, monkeypatch, capsys):
     async def fail(roles, *_):
         raise OSError("no room for another trainer")
@@ -264,6 +262,7 @@ def test_trainers_that_cannot_begin_again_leave_it_to_a_restart_of_everything(ta
     assert started(run)["actor_infer/0"] == started(run)["actor_train/0"] == 2
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("when", ["forget_weights", "start_trainers"])
 def test_engines_that_fail_meanwhile_are_the_same_failure(task, monkeypatch, capsys, when):
     supervise, failing = InferencePool.run, []
@@ -327,6 +326,7 @@ def test_meanwhile_the_run_is_said_to_start(task, monkeypatch):
     assert status.phase == "starting" and {worker.name for worker in status.workers} == {"actor_infer/0"}
 
 
+@pytest.mark.tier("all")
 def test_a_stage_that_raises_once_is_tried_again_with_the_same_engines(task, capsys):
     run = run_pipeline(task, IN_THIS_PROCESS, again(task, stages={"advantage": "custom_parts:fails_once"}))
     assert_nothing_lost_or_doubled(run)

@@ -65,6 +65,7 @@ def test_a_right_program_gets_everything(program, truth):
     assert judge(program, truth) == wanted
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("truth", [SUMS, CALLS, ASSERTS], ids=["input", "calls", "asserts"])
 @pytest.mark.parametrize(
     "program",
@@ -123,6 +124,7 @@ add(0, 0)
 """
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("program", [EARLY, PATCHES, FRAMES], ids=["own file", "patched builtins", "frames"])
 @pytest.mark.parametrize("truth", [CALLS, ASSERTS], ids=["calls", "asserts"])
 def test_what_a_program_finds_in_its_process_is_not_enough(program, truth):
@@ -139,6 +141,7 @@ EQUAL = "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): re
 STOLEN = "import os\nfor fd in range(3, 64):\n try: os.write(1, os.read(fd, 9999))\n except OSError: pass"
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("program", [EQUAL, STOLEN], ids=["equal to everything", "reads the pipe"])
 def test_who_attacks_its_own_process_fools_assertions_only(program):
     """Documented: what is compared in the program's process is in its hands. Should this fail, correct the page."""
@@ -190,6 +193,7 @@ def test_a_long_output_has_room_and_a_flood_has_none():
     assert score("import sys\nwhile True: sys.stderr.write('x' * 1000)", {"inputs": [""], "outputs": [""]}) == 0.0
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(
     "returned",
     ["10 ** 4000", "-10 ** 400", "float('nan')", "float('inf')", "{1, 2}", "'3'", "None", "object()", "b'3'", "[3]"],

@@ -238,6 +238,7 @@ def test_retry_after_is_a_number_or_a_date(value, seconds):
     assert retry_after(value, 60.0) == seconds
 
 
+@pytest.mark.tier("all")
 def test_a_judge_in_its_process_keeps_to_its_limit_has_the_key_and_is_not_retried_by_the_pool(local_ray, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     running, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(3)

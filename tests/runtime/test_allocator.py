@@ -101,6 +101,7 @@ def pages_of_a_step(model):
     return said, int(pages)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are counted as glibc and Linux have them")
 def test_a_small_model_fetches_no_memory_anew_in_each_step():
     said, pages = pages_of_a_step("small")
@@ -109,6 +110,7 @@ def test_a_small_model_fetches_no_memory_anew_in_each_step():
     assert said == "False" and pages > TAKEN / 2
 
 
+@pytest.mark.tier("all")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are counted as glibc and Linux have them")
 def test_the_engine_of_a_small_model_fetches_no_memory_anew_in_each_step(tmp_path):
     said, pages = pages_of_a_step(write_model(tmp_path))

@@ -136,16 +136,19 @@ def test_event_loops_still_work(kind):
     assert result.stdout == "slept\n", result.stderr
 
 
+@pytest.mark.tier("all")
 def test_an_endless_loop_is_ended(kind, marker):
     result = kind.run(named(marker, "print('begun')\nwhile True: pass"), wall_seconds=4)
     assert (result.stdout, result.killed_because, result.timed_out) == ("begun\n", "time", True)
 
 
+@pytest.mark.tier("all")
 def test_processor_time_has_a_limit_of_its_own(kind, marker):
     result = kind.run(named(marker, "while True: pass"), cpu_seconds=1, wall_seconds=60)
     assert result.killed_because == "cpu_time" and result.timed_out
 
 
+@pytest.mark.tier("all")
 def test_a_program_that_ignores_the_first_warning_is_ended(kind, marker):
     code = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     assert kind.run(named(marker, code), cpu_seconds=1, wall_seconds=60).killed_because == "cpu_time"
@@ -156,6 +159,7 @@ def test_sleeping_for_ever_is_ended(kind, marker):
     assert result.killed_because == "time"
 
 
+@pytest.mark.tier("all")
 def test_closing_the_outputs_is_not_the_end(kind, marker):
     code = "import os, time\nos.close(0); os.close(1); os.close(2)\ntime.sleep(10 ** 6)"
     assert kind.run(named(marker, code), "x" * 300_000, wall_seconds=0.7).killed_because == "time"
@@ -182,16 +186,19 @@ while True:
 """
 
 
+@pytest.mark.tier("all")
 def test_a_fork_bomb_is_stopped(kind, marker):
     result = kind.run(named(marker, FORK_BOMB), wall_seconds=1.5, processes=8)
     assert result.killed_because in ("time", "processes")
 
 
+@pytest.mark.tier("all")
 def test_a_fork_bomb_in_new_sessions_is_stopped(kind, marker):
     code = FORK_BOMB.replace("os.fork()", "os.fork() or os.setsid()")
     assert kind.run(named(marker, code), wall_seconds=1, processes=8).killed_because in ("time", "processes")
 
 
+@pytest.mark.tier("all")
 def test_processes_have_a_limit(kind, marker):
     code = "import os, time\nfor i in range(50):\n if os.fork() == 0: time.sleep(1000)\nprint('all')\ntime.sleep(1000)"
     result = kind.run(named(marker, code), processes=10, wall_seconds=60)
@@ -215,6 +222,7 @@ print('left it behind')
 """
 
 
+@pytest.mark.tier("all")
 def test_a_daemon_does_not_stay(kind, marker):
     result = kind.run(named(marker, DAEMON))
     assert (result.stdout, result.returncode) == ("left it behind\n", 0)
@@ -226,12 +234,14 @@ def test_filling_the_memory_is_stopped(kind, marker):
     assert "MemoryError" in result.stderr and result.returncode == 1
 
 
+@pytest.mark.tier("all")
 def test_filling_the_memory_with_many_processes_is_stopped(kind, marker):
     code = "import os, time\nfor i in range(3): os.fork()\nblock = bytearray(70_000_000)\ntime.sleep(1000)"
     result = kind.run(named(marker, code), memory_bytes=150_000_000, wall_seconds=30)
     assert result.killed_because == "memory"
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(
     "code",
     [
@@ -252,6 +262,7 @@ def test_one_large_file_is_stopped(kind, marker):
     assert "File too large" in result.stderr
 
 
+@pytest.mark.tier("all")
 def test_many_files_are_stopped(kind, marker):
     code = "import itertools\nfor i in itertools.count(): open(f'f{i}', 'wb').write(bytes(500_000)); print(i)"
     result = kind.run(named(marker, code), disk_bytes=4_000_000, file_bytes=1_000_000)
@@ -261,6 +272,7 @@ def test_many_files_are_stopped(kind, marker):
         assert result.killed_because == "disk"
 
 
+@pytest.mark.tier("all")
 def test_many_empty_files_and_deep_folders_are_stopped(kind, marker):
     code = "import os\nwhile True:\n open('f', 'wb').close()\n os.mkdir('d'); os.chdir('d')"
     result = kind.run(named(marker, code), disk_bytes=1_000_000, wall_seconds=20)
@@ -316,12 +328,14 @@ def test_folders_made_inaccessible_are_removed(kind):
     assert kind.run(code).returncode in (0, -9)  # one that is watched may be ended for it
 
 
+@pytest.mark.tier("all")
 def test_killing_the_parent_only_harms_the_program(kind, marker):
     code = "import os\ntry: os.kill(os.getppid(), 9)\nexcept OSError: pass\nprint('alive')"
     result = kind.run(named(marker, code))
     assert result.stdout.endswith("alive\n") and result.returncode == 0
 
 
+@pytest.mark.tier("all")
 def test_killing_everybody_only_harms_the_program(kind, marker):
     proof = kind.run("import os; print(os.getuid(), os.getpid())")
     uid, pid = map(int, proof.stdout.split())
@@ -334,6 +348,7 @@ def test_killing_everybody_only_harms_the_program(kind, marker):
     assert result.stdout == "alone\n" and result.returncode == 0
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("number", [1, 2, 15, 19])
 def test_the_first_process_cannot_be_signalled_away(kind, marker, number):
     if kind.level != "namespaces":
@@ -343,6 +358,7 @@ def test_the_first_process_cannot_be_signalled_away(kind, marker, number):
     assert result.killed_because is None
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("call", ["unshare(0x10000000)", "ptrace(16, 1, 0, 0)", "mount(b'a', b'/tmp', b'tmpfs', 0, 0)"])
 def test_the_kernel_refuses_what_a_program_needs_not(kind, call):
     result = kind.run(f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint(c.{call}, ctypes.get_errno())")

@@ -157,6 +157,7 @@ def run_rank(rank, port, model_path, folder):
     return results
 
 
+@pytest.mark.tier("all")
 def test_two_ranks_train_like_one(model_path, reference_results, tmp_path):
     by_rank = on_ranks(run_rank, model_path, str(tmp_path), ranks=2)
     for results in by_rank:

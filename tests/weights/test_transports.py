@@ -196,6 +196,7 @@ def test_memory_of_a_process_that_is_gone_or_another_one_is_refused_with_the_rem
         os.close(other)
 
 
+@pytest.mark.tier("all")
 def test_the_memory_of_a_killed_trainer_is_freed_when_the_last_reader_has_left():
     """It has no name that could stay behind, and a reader is not hurt."""
     code = """

@@ -191,8 +191,12 @@ def shape_advantages(
     """Whiten advantages over the batch if ``whitened``, multiply them by ``weight``, add ``others``, and clip the sum
     to [-clip, clip]; all ``[batch, seq]``.
 
-    ``others`` are 0 outside the response mask. ``ValueError`` unless ``clip`` is above 0.
+    ``others`` are 0 outside the response mask. ``ValueError`` unless ``clip`` is above 0, and for a wrong shape.
     """
+    checked_mask(response_mask)
+    for name, tensor in (("advantages", advantages), ("others", others)):
+        if tensor is not None:
+            checked_shape(name, tensor, tuple(response_mask.shape), floating=True)
     if whitened:
         advantages = whiten(advantages, response_mask)
     if weight != 1:
@@ -210,8 +214,10 @@ def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tens
     """Give advantages ``[batch, seq]`` mean 0 and deviation 1 over the response tokens of the whole batch.
 
     The deviation is unbiased (n - 1). Equal values (or a single token, or none) give exactly 0. Returns the type of
-    ``advantages``.
+    ``advantages``. ``ValueError`` for a wrong shape or type.
     """
+    checked_mask(response_mask)
+    checked_shape("advantages", advantages, tuple(response_mask.shape), floating=True)
     tokens = advantages[response_mask].double()
     if not len(tokens):
         return torch.zeros_like(advantages)

@@ -60,7 +60,7 @@ class PolicyInputs:
         for name in ("logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                checked_shape(name, value, tuple(self.response_mask.shape))
+                checked_shape(name, value, tuple(self.response_mask.shape), floating=True)
                 object.__setattr__(self, name, keep(value, self.response_mask))
         if self.selected is not None:
             checked_shape("selected", self.selected, tuple(self.response_mask.shape))
@@ -141,7 +141,8 @@ class PolicyLoss:
             got = "none" if inputs.scores is None else f"shape {tuple(inputs.scores.shape)}"
             raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
         if self.requirements.select is not None and inputs.selected is None:
-            raise ValueError(f"{self.name} needs the tokens that it has selected from the whole batch")
+            remedy = f"give `selected`, from `make_policy_loss({self.name!r}).select(...)`"
+            raise ValueError(f"{self.name} needs the tokens that it has selected from the whole batch: {remedy}")
         losses, metrics = self.function(inputs, **self.arguments)
         mask = inputs.response_mask
         return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
