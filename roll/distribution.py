@@ -20,14 +20,17 @@ EXTRAS = {
     "mcp": "mcp",
     "megatron": "megatron",
     "onnxruntime": "ocr",
+    "openai": "agents",
     "peft": "lora",
     "rapidocr": "ocr",
     "sglang": "sglang",
     "swanlab": "swanlab",
     "textarena": "textarena",
     "trackio": "trackio",
+    "verifiers": "verifiers",
     "vllm": "vllm",
     "wandb": "wandb",
+    "websockets": "openenv",
 }
 """Module that is not installed with `roll` -> the extra that brings it."""
 PACKAGES = {"reasoning_gym": "reasoning-gym"}

@@ -19,7 +19,7 @@ BUDGETS = {"quick": 0.2, "all": 1.0, "soak": 20.0}
 """Share of the examples that a property test names."""
 PACKAGES = (
     *("vllm", "deepspeed", "megatron.core", "peft", "mcp", "textarena", "aiohttp", "datasets", "diffusers"),
-    *("wandb", "swanlab", "trackio", "openai", "anthropic"),
+    *("wandb", "swanlab", "trackio", "openai", "anthropic", "websockets"),
 )
 PROGRAMS = {"chromium": ("chromium", "chromium-browser", "google-chrome")}
 """The names that a program goes by."""

@@ -122,6 +122,10 @@ class BadOption(ValueError):
         self.remedy = remedy
 
 
+class Unavailable(RuntimeError):
+    """A program or a service that an environment needs beside it cannot be started or reached. The message says why."""
+
+
 class AnyText(spaces.Space[str]):
     """The space of all texts. (`gymnasium.spaces.Text` has a closed set of characters and a length limit.)"""
 

@@ -29,7 +29,7 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
 from roll.configs.loader import load_config
 from roll.configs.plugins import problem
-from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.configs.run import AGENTS, AgenticConfig, PipelineConfig
 from roll.tracking.logs import give_away_output
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
@@ -215,7 +215,7 @@ def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str,
     problems = check_env_type(name, env_type, env_config)
     if problems:
         raise ConfigError(problems)
-    if env_type == "agent":
+    if env_type in AGENTS:
         message = "an agent takes no actions that could be tried: it asks a model for them by HTTP"
         raise problem("env_type", message, "check the configuration with `roll check`, then train one step")
     return env_type, env_config

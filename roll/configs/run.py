@@ -514,6 +514,10 @@ class EnvManagerConfig:
     )
 
 
+AGENTS = ("agent", "verifiers")
+"""Environments that ask for the policy's turns by HTTP."""
+
+
 @dataclass
 class CustomEnvConfig:
     """One kind of environment; the key under `custom_envs` is its tag."""
@@ -531,10 +535,10 @@ class CustomEnvConfig:
         "sequence leaves.",
     )
     env_manager_cls: str = option(
-        "trajectory",
+        "",
         "`trajectory`: an episode is one sample; `step`: each turn is one, with a window of what came before; `agent`: "
-        "an agent asks for turns by HTTP (with `env_type: agent`, see `docs/agents.md`); or the import path of an "
-        "environment manager of one's own.",
+        "an agent asks for turns by HTTP (see `docs/agents.md`); or the import path of an environment manager of one's "
+        "own. Default: `agent` for the environments `agent` and `verifiers`, else `trajectory`.",
     )
     history_length: Natural = option(10, "Turns before the present one that the prompt of a turn shows (`step` only).")
     keep_first_observation: bool = option(
@@ -542,6 +546,10 @@ class CustomEnvConfig:
     )
     reset_timeout_seconds: Positive = option(60.0, "Longest time of a reset.")
     step_timeout_seconds: Positive = option(60.0, "Longest time of a step; of an agent, without a turn being sampled.")
+
+    def __post_init__(self) -> None:
+        if not self.env_manager_cls:
+            self.env_manager_cls = "agent" if self.env_type in AGENTS else "trajectory"
 
 
 @dataclass

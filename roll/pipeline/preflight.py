@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from roll.agentic.base import observation_from
+from roll.agentic.base import Unavailable, observation_from
 from roll.agentic.endpoint.tool_calls import PARSERS, Parser, parser_for
 from roll.agentic.episode import Observation
 from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
@@ -541,6 +541,8 @@ def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterato
             yield ConfigProblem(f"custom_envs.{tag}", str(refused), remedy)
         except ToolUnavailable as missing:
             yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that, or leave the tool out")
+        except Unavailable as missing:
+            yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that")
 
 
 def _first_observation(env: CustomEnvConfig) -> Observation:

@@ -67,7 +67,11 @@ def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
         ({"custom_envs.a/b": {"env_type": "x"}}, "custom_envs.a/b", "file names"),
         ({"custom_envs.lake.env_manager_cls": "trajectories"}, "custom_envs.lake.env_manager_cls", "neither"),
         ({"custom_envs.lake.env_manager_cls": "agent"}, "custom_envs.lake.env_type", "does not fit an agent"),
-        ({"custom_envs.lake.env_type": "agent"}, "custom_envs.lake.env_manager_cls", "does not fit an agent"),
+        (
+            {"custom_envs.lake": {"env_type": "verifiers", "env_manager_cls": "step"}},
+            "custom_envs.lake.env_manager_cls",
+            "does not fit an agent",
+        ),
         (
             {"custom_envs.lake": {"env_type": "agent", "env_manager_cls": "agent", "history_length": 3}},
             "custom_envs.lake.history_length",

@@ -13,8 +13,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,6 +23,7 @@ from urllib.parse import urlsplit
 
 from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
 from roll.agentic.endpoint.tool_calls import PARSERS
+from roll.agentic.library.programs import guarded
 from roll.configs.errors import nearest_name_hint
 from roll.configs.plugins import IMPORT_REMEDY, import_object
 
@@ -35,20 +34,6 @@ _TOLD_LINES, _TOLD_CHARACTERS = 5, 400
 """End of a command's output that an error repeats."""
 _LOGGED_CHARACTERS = 4000
 RESULT_KEYS = ("reward", "success", "metrics")
-_GUARD = """
-import os, signal, subprocess, sys, threading
-agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-def end():
-    try:
-        os.killpg(agent.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-threading.Thread(target=lambda: (sys.stdin.read(), end()), daemon=True).start()
-code = agent.wait()
-end()
-sys.exit(code if code >= 0 else 128 - code)
-"""
-"""Program between us and a command: it kills the command's group when its standard input ends, as it does if we die."""
 
 
 class AgentStopped(RuntimeError):
@@ -91,17 +76,15 @@ class AgentEnv(TextGame):
             raise BadOption("command", "it is empty", "name a program and its arguments")
         if folder is not None and command is None:
             raise BadOption("folder", "a function has no folder of its own", "set it together with `command`")
-        if tool_parser is not None and tool_parser not in PARSERS:
-            hint = nearest_name_hint(tool_parser, PARSERS)
-            raise BadOption("tool_parser", f"there is no parser {tool_parser!r}", hint)
+        require_parser(tool_parser)
         if folder is not None and not Path(folder).is_dir():
             raise BadOption("folder", f"there is no folder {folder!r}", "name the folder that the command starts in")
         if command and "/" not in command[0] and shutil.which(command[0]) is None:
             raise BadOption("command", f"there is no program {command[0]!r}", "name one of PATH, or its whole path")
-        self._function = None if run is None else _function("run", run, ("task", "base_url", "api_key"))
+        self._function = None if run is None else require_function("run", run, ("task", "base_url", "api_key"))
         self._command = command
         self._folder = folder
-        self._verifier = None if verifier is None else _function("verifier", verifier, ("task", "output"))
+        self._verifier = None if verifier is None else require_function("verifier", verifier, ("task", "output"))
         self._tasks = None if tasks is None else tasks_of(tasks)
         self._task: Task = {}
         self._frame = ""
@@ -163,11 +146,7 @@ class AgentEnv(TextGame):
         """Run the command and return its standard output. Raises `RuntimeError` with the end of what it wrote."""
         command = self._command or []
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            guard = [sys.executable, "-I", "-S", "-c", _GUARD, *command]
-            process = subprocess.Popen(
-                guard, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd=self._folder, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
+            process = guarded(command, stdout=out, stderr=err, cwd=self._folder, env=environment)
             with process.stdin as alive:  # type: ignore[union-attr]  # it is a pipe
                 self._can_be_stopped(alive.close)
                 try:
@@ -188,6 +167,12 @@ class AgentEnv(TextGame):
             self._stop = stop
             if self._stopped and stop is not None:
                 stop()
+
+
+def require_parser(name: str | None) -> None:
+    """Raise `BadOption` for a name that no parser of tool calls has."""
+    if name is not None and name not in PARSERS:
+        raise BadOption("tool_parser", f"there is no parser {name!r}", nearest_name_hint(name, PARSERS))
 
 
 def agent_environment(task: Task, base_url: str, api_key: str) -> dict[str, str]:
@@ -250,7 +235,7 @@ def tasks_of(path: str) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _function(option: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def require_function(option: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     """Return the function at an import path, which is called with so many arguments. Raises `BadOption`."""
     try:
         found = import_object(path)

@@ -1,0 +1,345 @@
+"""Environments that live in an OpenEnv server, at an address or in a program that is started for them.
+
+The server's protocol is a WebSocket at `/ws`: `{"type": "reset" | "step", "data": ...}` is answered by an observation
+or an error. A session is one connection. The policy's text becomes the fields of the server's action, and the
+observation's fields become text, by the server's own schema unless the options say otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from http.client import HTTPException
+from subprocess import PIPE, STDOUT, TimeoutExpired
+from typing import Any
+from urllib.parse import urlsplit
+
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import connect
+
+from roll.agentic.base import ActionFormat, BadOption, ResetAnswer, StepAnswer, TextGame, Unavailable, answer_in
+from roll.agentic.library.programs import LastWords, Shared, guarded
+
+PORT = "{port}"
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_POLL_SECONDS = 0.05
+_MOST_PORTS = 5
+_LARGEST_MESSAGE = 64 * 2**20
+_CLOSE_SECONDS = 1.0
+_UNTOLD = ("metadata", "done", "reward")
+"""Fields of observations that are not for the policy, and field of actions that is not from it."""
+
+
+class OpenEnvEnv(TextGame):
+    """A text environment in an OpenEnv server."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        command: list[str] | None = None,
+        reset: Mapping[str, Any] | None = None,
+        action_key: str | None = None,
+        observation_key: str | None = None,
+        action_format: ActionFormat = "plain",
+        system: str | None = None,
+        start_timeout_seconds: float = 50.0,
+        render_mode: str | None = "ansi",
+    ) -> None:
+        """Look at the options; nothing is started or connected to before the first reset.
+
+        ``url`` is the server's address, ``command`` a program that serves at the port in place of ``{port}``.
+        docs/environments.md explains the others. Raises `BadOption`.
+        """
+        super().__init__(render_mode)
+        if (url is None) == (command is None):
+            raise BadOption("url", "a server has an address or is started here", "set one of `url` and `command`")
+        if url is not None and urlsplit(url).scheme not in ("http", "https", "ws", "wss"):
+            raise BadOption("url", f"{url!r} is no address", "write `http://host:port`")
+        if command is not None and not any(PORT in word for word in command):
+            raise BadOption("command", "it does not say where the port goes", f"write `{PORT}` in its place")
+        if command is not None and "/" not in command[0] and shutil.which(command[0]) is None:
+            raise BadOption("command", f"there is no program {command[0]!r}", "name one of PATH, or its whole path")
+        self._url, self._command, self._start_seconds = url, command, start_timeout_seconds
+        self._reset_data = dict(reset or {})
+        self._action_key, self._observation_key, self._format = action_key, observation_key, action_format
+        self._system = system
+        self._fields: dict[str, Any] | None = None
+        """Schema of an action by field, as soon as it is known."""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._server: _Server | None = None
+        self._session: _Session | None = None
+        self._shown: list[str] = []
+
+    def render(self) -> str:
+        """Return what was said since the reset."""
+        return "\n".join(self._shown)
+
+    def close(self) -> None:
+        """Leave the server, whose running call raises, and end it if it was started here and nothing else uses it."""
+        with self._lock:
+            self._closed = True
+        self._leave()
+
+    def _begin(self, seed: int | None) -> ResetAnswer:
+        data = self._reset_data if seed is None else {"seed": seed, **self._reset_data}
+        observation, _, over = self._at_reset(data)
+        if over:
+            raise RuntimeError("the server says that the episode is over at its reset")
+        text = self._text_of(observation)
+        self._shown = [text]
+        return text, {"state": text, **self._instructions()}
+
+    def _act(self, text: str) -> StepAnswer:
+        answer = answer_in(text, self._format)
+        action = None if answer is None else self._action(answer)
+        if action is None:
+            return self._refused("no action was found in the answer")
+        assert self._session is not None
+        try:
+            observation, reward, over = self._session.ask("step", action)
+        except _Refused as refused:
+            return self._refused(str(refused))
+        told = self._text_of(observation)
+        self._shown += [text, told]
+        return told, reward, over, False, {"state": self.render()}
+
+    def _refused(self, why: str) -> StepAnswer:
+        told = f"That could not be carried out: {why}"
+        self._shown += [told]
+        return told, 0.0, False, False, {"action_is_valid": False, "state": self.render()}
+
+    def _at_reset(self, data: Mapping[str, Any]) -> _Told:
+        """Reset the session; a connection that was lost since the last episode is opened again."""
+        for is_last in (False, True):
+            kept = self._session
+            try:
+                return self._connected().ask("reset", data)
+            except _Lost:
+                self._leave()
+                if is_last or kept is None:
+                    raise
+        raise AssertionError
+
+    def _connected(self) -> _Session:
+        if self._session is not None:
+            return self._session
+        server = None if self._command is None else _SERVERS.take(self._start_seconds, *self._command)
+        with self._lock:
+            self._server = server
+        url = self._url if server is None else server.url
+        assert url is not None
+        if self._action_key is None and self._fields is None:
+            self._fields = _action_fields(url)
+            self._action_key = _only_text(self._fields)
+        session = _Session(url)
+        with self._lock:
+            self._session = session
+            if not self._closed:
+                return session
+        self._leave()
+        raise RuntimeError("the environment was closed")
+
+    def _leave(self) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+            server, self._server = self._server, None
+        if session is not None:
+            session.close()
+        if server is not None:
+            _SERVERS.give_back(server)
+
+    def _instructions(self) -> dict[str, str]:
+        if self._system is not None:
+            return {"system": self._system}
+        if self._action_key is not None:
+            return {}
+        schema = json.dumps(self._fields, ensure_ascii=False)
+        return {"system": f"Answer with an action: one JSON object with these fields. {schema}"}
+
+    def _action(self, answer: str) -> dict[str, Any] | None:
+        return {self._action_key: answer} if self._action_key is not None else _object_in(answer)
+
+    def _text_of(self, observation: Mapping[str, Any]) -> str:
+        if self._observation_key is not None:
+            if self._observation_key not in observation:
+                known = ", ".join(f"`{key}`" for key in observation)
+                raise ValueError(f"the observation has no `{self._observation_key}` (observation_key); it has {known}")
+            told = observation[self._observation_key]
+        else:
+            told = {key: value for key, value in observation.items() if key not in _UNTOLD}
+            if len(told) == 1:
+                (told,) = told.values()
+        return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+
+
+_Told = tuple[dict[str, Any], float, bool]
+"""Observation, reward, and True at the end."""
+
+
+class _Refused(Exception):
+    """The server could not read an action, which the policy wrote."""
+
+
+class _Lost(ConnectionError):
+    """The connection has ended."""
+
+
+class _Session:
+    """A connection to the server."""
+
+    def __init__(self, url: str) -> None:
+        """Connect. Raises `Unavailable`."""
+        parts = urlsplit(url)
+        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+        address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/ws").geturl()
+        self._url = url
+        # Calls have the run's limits, and a server may be busy for so long: no limit for its answers to pings.
+        options: dict[str, Any] = {"proxy": None} if parts.hostname in _LOCAL else {}
+        self._leaving = ExitStack()
+        try:
+            connecting = connect(
+                address, ping_interval=None, max_size=_LARGEST_MESSAGE, close_timeout=_CLOSE_SECONDS, **options
+            )
+            self._socket = self._leaving.enter_context(connecting)
+        except (OSError, WebSocketException) as cause:
+            raise Unavailable(f"no connection to the OpenEnv server at {url}: {_said(cause)}") from cause
+
+    def ask(self, kind: str, data: Mapping[str, Any]) -> _Told:
+        """Return the server's answer. Raises `_Refused`, `_Lost`, and `RuntimeError` for an error of the server."""
+        try:
+            with suppress(WebSocketException):  # a server that has closed the connection may have said why before
+                self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(self._socket.recv())
+        except (OSError, WebSocketException) as cause:
+            raise _Lost(f"the connection to the OpenEnv server at {self._url} ended: {_said(cause)}") from cause
+        told = answer.get("data", {})
+        if answer.get("type") == "observation":
+            return told["observation"], float(told.get("reward") or 0.0), bool(told.get("done"))
+        code, message = told.get("code"), told.get("message")
+        if code == "VALIDATION_ERROR" and kind == "step":
+            raise _Refused("; ".join(_misfit(each) for each in told.get("errors", ())) or str(message))
+        remedy = ""
+        if code == "CAPACITY_REACHED":
+            remedy = "; raise its `max_concurrent_envs`, or lower `env_workers.max_sessions`"
+        raise RuntimeError(f"the OpenEnv server at {self._url} failed in a {kind}: {message} ({code}){remedy}")
+
+    def close(self) -> None:
+        """Close the connection; a running call of another thread raises."""
+        self._leaving.close()
+
+
+class _Server:
+    """A server that was started here."""
+
+    def __init__(self, seconds: float, *command: str) -> None:
+        """Start it at a free port and wait until it answers, so many ``seconds`` at most. Raises `Unavailable`."""
+        deadline = time.monotonic() + seconds
+        for _ in range(_MOST_PORTS):
+            self._port = _free_port()
+            self.url = f"http://127.0.0.1:{self._port}"
+            words = [word.replace(PORT, str(self._port)) for word in command]
+            self._process = guarded(words, stdout=PIPE, stderr=STDOUT)
+            assert self._process.stdout is not None
+            self._words = LastWords(self._process.stdout, "OpenEnv server")
+            if self._answers(deadline):
+                return
+            if f"[Errno {errno.EADDRINUSE}]" not in str(self._words):  # else another process was faster
+                break
+        raise Unavailable(f"the OpenEnv server `{' '.join(command)}` does not start; {self._words}")
+
+    def is_alive(self) -> bool:
+        return self._runs() and not _is_free(self._port)
+
+    def end(self) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+        self._process.wait()
+
+    def _runs(self) -> bool:
+        return self._process.poll() is None
+
+    def _answers(self, deadline: float) -> bool:
+        while time.monotonic() < deadline:
+            if not self._runs():
+                return False
+            try:
+                _get(f"{self.url}/health")
+                return self._runs()
+            except urllib.error.HTTPError:
+                return self._runs()
+            except (OSError, HTTPException):
+                try:
+                    self._process.wait(_POLL_SECONDS)
+                except TimeoutExpired:
+                    pass
+        self.end()
+        return False
+
+
+_SERVERS: Shared[_Server] = Shared(_Server)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    """Return True if nothing listens at the port, as soon as a server has died."""
+    with socket.socket() as probe:
+        probe.settimeout(10.0)
+        return probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
+def _get(url: str) -> bytes:
+    handlers = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in _LOCAL else []
+    with urllib.request.build_opener(*handlers).open(url, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def _action_fields(url: str) -> dict[str, Any]:
+    """Return the schema of an action, by field, as the server tells it. Raises `Unavailable`."""
+    parts = urlsplit(url)
+    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/schema").geturl()
+    try:
+        fields = json.loads(_get(address))["action"].get("properties", {})
+    except (OSError, HTTPException, ValueError, LookupError, AttributeError) as cause:
+        remedy = "set `action_key`, or see that it is there"
+        raise Unavailable(
+            f"the OpenEnv server does not tell its actions at {address}: {_said(cause)}; {remedy}"
+        ) from cause
+    return {key: value for key, value in fields.items() if key not in _UNTOLD}
+
+
+def _only_text(fields: Mapping[str, Any]) -> str | None:
+    """Return the name of the field, if an action is one text."""
+    (key, *others) = fields or [None]
+    return key if key is not None and not others and fields[key].get("type") == "string" else None
+
+
+def _object_in(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that reaches from the first brace of a text to its last one; None if there is none."""
+    try:
+        found = json.loads(text[text.find("{") : text.rfind("}") + 1])
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _misfit(error: Mapping[str, Any]) -> str:
+    where: Sequence[Any] = error.get("loc", ())
+    return f"{'.'.join(map(str, where))}: {error.get('msg')}"
+
+
+def _said(cause: BaseException) -> str:
+    return " ".join(str(cause).split()) or type(cause).__name__

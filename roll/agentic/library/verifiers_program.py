@@ -1,0 +1,240 @@
+"""Program that holds one environment of the package `verifiers` and runs its rollouts, many at once.
+
+It runs in the interpreter that has that package and imports nothing of ours. Its first argument is a JSON object with
+``environment`` and ``args``. It reads one JSON object a line: a request has an ``id`` and a ``seed`` and asks for the
+seed's task, with ``base_url`` and ``api_key`` as well for a rollout of it; ``{"id": n, "cancel": true}`` ends one. It
+writes a line of JSON for each request, with ``id`` and ``result`` or ``error``, after a first one that says that the
+environment is loaded. The end of its input ends it, with its process group.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.getcwd()  # not this folder, whose modules are no packages of their own
+
+import asyncio
+import contextvars
+import importlib
+import itertools
+import json
+import logging
+import random
+import signal
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+END_SECONDS = 3.0
+"""Longest time that the environment has to release what it holds."""
+MOST_TASKS = 10_000
+"""Tasks that are taken of a task set without an end."""
+_ODD_ANSWERS = ("EmptyModelResponseError", "InvalidModelResponseError")
+"""Errors that an odd answer of the policy causes. Its episode counts: otherwise odd answers would cost nothing."""
+_failed_rewards: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failed_rewards")
+"""What a rollout's reward functions raised, which its rubric turns into zeros and a line in the log."""
+
+
+class _Noted(logging.Handler):
+    """Notes what reward functions raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        failed = _failed_rewards.get(None)
+        if failed is not None and record.levelno >= logging.ERROR:
+            failed.append(record.getMessage())
+
+
+class Environments:
+    """An environment of verifiers 0.1: `vf.Environment`."""
+
+    def __init__(self, environment: str, args: dict[str, Any]) -> None:
+        import verifiers as vf
+
+        self._env: Any = _made(environment, args) if ":" in environment else vf.load_environment(environment, **args)
+        if not isinstance(self._env, vf.Environment):
+            raise TypeError(f"{environment} is a {type(self._env).__name__}, which is no verifiers.Environment")
+        if getattr(self._env, "requires_group_rollouts", False):
+            raise ValueError("it has reward functions of a whole group, and episodes are judged one by one")
+        logging.getLogger("verifiers.rubrics").addHandler(_Noted())
+
+    def task(self, seed: int) -> dict[str, Any]:
+        """Return the row that a seed chooses: even ones from the training set, odd ones from that of evaluation."""
+        rows = self._env.get_eval_dataset() if seed % 2 else self._env.get_dataset()
+        return dict(rows[random.Random(seed).randrange(len(rows))])
+
+    def shown(self, seed: int) -> Any:
+        """Return what says which task it is."""
+        return self.task(seed)["prompt"]
+
+    async def rollout(self, seed: int, base_url: str, api_key: str) -> dict[str, Any]:
+        """Return the result of one rollout. Raises `RuntimeError` if it ended by an error."""
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        failed: list[str] = []
+        _failed_rewards.set(failed)
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None) as client:
+            asked = OpenAIChatCompletionsClient(client)
+            output = await self._env.run_rollout(self.task(seed), asked, "policy", {})
+        error = output.get("error")
+        chain = "" if error is None else str(error.get("error_chain_repr", error) if isinstance(error, dict) else error)
+        is_odd = any(name in chain for name in _ODD_ANSWERS)
+        if error is not None and not is_odd:
+            raise RuntimeError(f"the rollout ended by an error: {chain}")
+        reward = output["reward"]
+        metrics = _numbers(output.get("metrics")) | {"failed_rewards": len(failed), "odd_answers": float(is_odd)}
+        return {"reward": reward, "success": reward >= self._env.pass_threshold, "metrics": metrics}
+
+    async def close(self) -> None:
+        """Release what the environment holds."""
+        await self._env._teardown()
+
+
+class Tasksets:
+    """A task set of verifiers 0.4, played by an agent of that package.
+
+    ``agent`` among the arguments has fields of its `AgentConfig`; the others are those of the task set.
+    """
+
+    def __init__(self, environment: str, args: dict[str, Any]) -> None:
+        from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+        config = {key: value for key, value in args.items() if key != "agent"}
+        tasks = load_taskset(taskset_config_type(environment)(id=environment, **config))
+        self._tasks: Sequence[Any] = list(tasks if tasks.bounded else itertools.islice(tasks, MOST_TASKS))
+        self._agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} | dict(args.get("agent", {}))
+        self._numbers = itertools.count()
+
+    def task(self, seed: int) -> Any:
+        """Return the task that a seed chooses."""
+        return self._tasks[random.Random(seed).randrange(len(self._tasks))]
+
+    def shown(self, seed: int) -> Any:
+        """Return what says which task it is."""
+        return self.task(seed).data.model_dump(mode="json")
+
+    async def rollout(self, seed: int, base_url: str, api_key: str) -> dict[str, Any]:
+        """Return the result of one rollout. Raises `RuntimeError` if it ended by an error."""
+        import verifiers.v1 as vf
+
+        variable = f"ROLL_EPISODE_{next(self._numbers)}"  # the package takes keys from variables only
+        os.environ[variable] = api_key
+        try:
+            client = {"type": "eval", "base_url": base_url, "api_key_var": variable}
+            agent = vf.make_agent(vf.AgentConfig(**{"model": "policy", "client": client, **self._agent}))
+            trace = await agent.run(self.task(seed))
+        finally:
+            del os.environ[variable]
+        if not trace.ok:
+            last = trace.last_error
+            raise RuntimeError(f"the rollout ended by an error: {last.type}: {last.message}" if last else "it failed")
+        return {"reward": trace.reward, "metrics": _numbers(trace.metrics)}
+
+    async def close(self) -> None:
+        """Do nothing: rollouts have released what they held."""
+
+
+def _made(path: str, args: dict[str, Any]) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)(**args)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in dict(metrics or {}).items() if isinstance(value, int | float)}
+
+
+def _loaded(environment: str, args: dict[str, Any]) -> Environments | Tasksets:
+    import verifiers
+
+    return Environments(environment, args) if hasattr(verifiers, "load_environment") else Tasksets(environment, args)
+
+
+async def _serve(held: Environments | Tasksets, requests: IO[str], answers: IO[str]) -> None:
+    """Answer requests until there are no more."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: dict[str, Any]) -> None:
+        number, seed = request["id"], request["seed"]
+        try:
+            if "base_url" in request:
+                told: dict[str, Any] = {"result": await held.rollout(seed, request["base_url"], request["api_key"])}
+            else:
+                told = {"result": held.shown(seed)}
+        except Exception as error:
+            traceback.print_exc()
+            told = {"error": _described(error)}
+        finally:
+            running.pop(number, None)
+        _write(answers, id=number, **told)
+
+    def begin(request: dict[str, Any]) -> None:
+        if "cancel" in request:
+            if request["id"] in running:
+                running[request["id"]].cancel()
+            return
+        if "base_url" in request:
+            _ask_directly(request["base_url"])
+        running[request["id"]] = asyncio.ensure_future(answer(request))
+
+    def read() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(begin, json.loads(line))
+        threading.Timer(END_SECONDS, _kill_group).start()  # whatever the environment does now
+        loop.call_soon_threadsafe(over.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await over.wait()
+    await held.close()
+
+
+def _write(answers: IO[str], **told: Any) -> None:
+    print(json.dumps(told, default=str), file=answers, flush=True)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _ask_directly(base_url: str) -> None:
+    """Let no proxy stand before the policy."""
+    host = urlsplit(base_url).hostname or ""
+    for key in ("NO_PROXY", "no_proxy"):
+        hosts = os.environ.get(key, "").split(",")
+        if host not in hosts:
+            os.environ[key] = ",".join(filter(None, [*hosts, host]))
+
+
+def _kill_group() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Load the environment, say so, and serve."""
+    # What the environment prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    wanted = json.loads(sys.argv[1])
+    try:
+        held = _loaded(wanted["environment"], wanted["args"])
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}), file=answers, flush=True
+        )
+        return
+    print(json.dumps({"result": None}), file=answers, flush=True)
+    try:
+        asyncio.run(_serve(held, requests, answers))
+    finally:
+        _kill_group()
+
+
+if __name__ == "__main__":
+    main()

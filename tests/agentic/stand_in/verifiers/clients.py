@@ -1,0 +1,6 @@
+from __future__ import annotations
+
+
+class OpenAIChatCompletionsClient:
+    def __init__(self, client):
+        self.client = client
