@@ -760,7 +760,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", {"logit_bias": {"3": 1}}, "logit_bias", "trainer"),
         ("chat/completions", {"presence_penalty": 0.1}, "presence_penalty", "trainer"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "sampled"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "in the prompt"),
         ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
         ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "functions"),
         ("chat/completions", {"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "missing"),
@@ -812,7 +811,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("completions", {"prompt": [2**31]}, "prompt", "token ids"),
         ("responses", {"prompt": {"id": "p"}}, "prompt", "whole conversation"),
         ("responses", {"top_logprobs": 1}, "top_logprobs", "chat completions"),
-        ("messages", {"output_format": {"type": "json_schema"}}, "output_format", "in the prompt"),
         ("completions", {"prompt": ["a", "b"]}, "prompt", "several"),
         ("completions", {"prompt": [[1], [2]]}, "prompt", "several"),
         ("completions", {"prompt": [1, -2]}, "prompt", "token ids"),
@@ -827,7 +825,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "whole conversation"),
         ("responses", {"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
-        ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "in the prompt"),
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -843,12 +840,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             "ends with the assistant",
         ),
         ("messages", {"messages": []}, "messages", "missing"),
-        (
-            "messages",
-            {"output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format",
-            "in the prompt",
-        ),
     ],
 )
 def test_what_is_refused_names_the_field_and_a_remedy(path, fields, field, words):
@@ -862,12 +853,16 @@ def test_what_is_refused_names_the_field_and_a_remedy(path, fields, field, words
     [
         (Chat, {"response_format": {"type": "json_object"}}, "response_format"),
         (Responses, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (Completions, {"response_format": {"type": "json_object"}}, "response_format"),
         (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (Messages, {"output_format": {"type": "json_schema"}}, "output_format"),
     ],
 )
-def test_a_setting_lets_formats_of_answers_pass(kind, fields, name):
-    request = kind(decode, ignore_response_format=True).read({**LEAST[kind.path], **fields})
-    assert request.without_effect == (name,)
+def test_a_form_of_the_answer_is_told_with_its_field(kind, fields, name):
+    """Whether it is refused is for the session to say (`test_session.py`, `test_served.py`)."""
+    request = kind(decode).read({**LEAST[kind.path], **fields})
+    assert request.form == name and request.without_effect == (name,)
+    assert kind(decode).read(LEAST[kind.path]).form is None
 
 
 @pytest.mark.parametrize(
