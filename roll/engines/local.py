@@ -19,6 +19,7 @@ from roll.agentic.endpoint.served import ServedModel, ServedSampling
 from roll.agentic.endpoint.server import Endpoint
 from roll.agentic.endpoint.turns import TurnReader
 from roll.agentic.episode import SampledTurn
+from roll.configs.plugins import problem
 from roll.engines.base import EngineFailed, GenerateRequest, InferStrategy, SamplingParams, TokenChunk
 from roll.engines.worker import EngineSpec
 
@@ -29,11 +30,15 @@ LEAST_TEMPERATURE = 0.01
 
 
 @asynccontextmanager
-async def running_engine(spec: EngineSpec, device: Literal["cpu", "cuda"]) -> AsyncIterator[InferStrategy]:
-    """Run an engine in this process. Raises `ConfigError` for options that it does not take."""
+async def running_engine(spec: EngineSpec, device: Literal["cpu", "cuda"], path: str) -> AsyncIterator[InferStrategy]:
+    """Run an engine in this process. Raises `ConfigError` at ``path`` if it cannot be started."""
     engine = spec.build(device)
     try:
-        await engine.start()
+        try:
+            await engine.start()
+        except (OSError, ValueError, RuntimeError) as cause:
+            message = f"{spec.model_path} cannot be loaded: {cause}"
+            raise problem(path, message, "name a model in Hugging Face format, with safetensors") from cause
         yield engine
     finally:
         await engine.shutdown()
@@ -90,14 +95,14 @@ class Serving:
 def serving(what: ServedHere) -> Iterator[Serving]:
     """Serve a model from a thread until the block ends.
 
-    Raises what the start of the engine raises, and `RuntimeError` if the address cannot be listened at.
+    Raises `ConfigError` if the engine cannot be started, `RuntimeError` if the address cannot be listened at.
     """
     started: Future[Serving] = Future()
     failed: Future[EngineFailed] = Future()
     over = threading.Event()
 
     async def serve() -> None:
-        async with running_engine(what.engine, what.device) as engine:
+        async with running_engine(what.engine, what.device, "MODEL") as engine:
             dialects = [dialect(what.reader.decoder.decode, client_samples=True) for dialect in DIALECTS]
             endpoint = Endpoint(dialects, model=what.name, host=what.host, port=what.port)
             await asyncio.to_thread(endpoint.start)

@@ -194,8 +194,12 @@ def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) 
         rng = np.random.default_rng(derive_seed(config.seed, "tags", split, cycle))
         for position, index in enumerate(rng.permutation(len(turn))):
             number = cycle * len(turn) + position
-            seed = derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
-            yield EpisodeTask(turn[index], seed)
+            yield EpisodeTask(turn[index], environment_seed(config, split, number))
+
+
+def environment_seed(config: AgenticConfig, split: int, number: int) -> int:
+    """Return the environment seed of a group of training or validation (``split``) by its number."""
+    return derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
 
 
 class EpisodesFailed(RuntimeError):

@@ -485,6 +485,17 @@ class AgenticPlan:
         return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
 
 
+def agentic_plan(config: AgenticConfig) -> tuple[PreTrainedTokenizerBase, AgenticPlan]:
+    """Return the tokenizer of the policy and what the episodes need. Raises `ConfigError` with all problems."""
+    problems = Problems()
+    tokenizer = problems.attempt(_tokenizer, config)
+    plan = _plan_agentic(config, tokenizer, problems)
+    problems.raise_any()
+    if tokenizer is None or plan is None:
+        raise RuntimeError("the preflight has not found everything, and no problem either")
+    return tokenizer, plan
+
+
 def _plan_agentic(
     config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
 ) -> AgenticPlan | None:

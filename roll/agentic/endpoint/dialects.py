@@ -166,9 +166,10 @@ class Chat(Dialect):
         if told is None:
             first = {"role": "assistant", "content": None if ended and _content(answer) is None else ""}
             yield chunk(first, **_prompt_ids(request, answer))
-        if thoughts := rest(answer.reasoning, told and told.reasoning):
+        thoughts, text = _news(answer, told)
+        if thoughts:
             yield chunk({"reasoning_content": thoughts})
-        if text := rest(answer.text, told and told.text):
+        if text:
             yield chunk({"content": text})
         if not ended:
             return
@@ -223,7 +224,7 @@ class Completions(Dialect):
     ) -> Iterator[str]:
         head = _head("cmpl", "text_completion", request, answer)
         usage = {"usage": None} if request.include_usage else {}
-        text = rest(answer.text, told and told.text)
+        _, text = _news(answer, told)
         if not ended:
             choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
             yield event({**head, "choices": [choice], **usage})
@@ -268,6 +269,13 @@ def rest(text: str | None, told: str | None) -> str:
     """Return what is left of a text of which the beginning was told."""
     text, told = text or "", told or ""
     return text[len(told) :] if text.startswith(told) else text
+
+
+def _news(answer: ModelAnswer, told: ModelAnswer | None) -> tuple[str, str]:
+    """Return the thoughts and the text of an answer that were not told yet."""
+    if told is None:
+        return answer.reasoning or "", answer.text
+    return rest(answer.reasoning, told.reasoning), rest(answer.text, told.text)
 
 
 def model_name(request: ModelRequest) -> str:

@@ -149,7 +149,7 @@ def _deltas(block: Json, told: Json | None) -> Iterator[Json]:
     kind = block["type"]
     if kind == "tool_use":
         yield {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-    elif (more := rest(block[kind], told and told.get(kind))) or told is None:
+    elif (more := rest(block[kind], None if told is None else told.get(kind))) or told is None:
         yield {"type": f"{kind}_delta", kind: more}
 
 

@@ -339,11 +339,11 @@ class Endpoint:
 
         response: web.StreamResponse | None = None
         sent, patience, first = 0, self._keep_alive_seconds, asyncio.FIRST_COMPLETED
-        while True:
-            await asyncio.wait([call.task, call.stream.more], timeout=patience, return_when=first)
-            if call.task.done():
-                break
-            if not asked.stream:
+        while not call.task.done():
+            if not asked.stream or len(call.stream.body) == sent:
+                news: list[asyncio.Future[Any]] = [call.task, call.stream.more]
+                await asyncio.wait(news, timeout=patience, return_when=first)
+            if not asked.stream or call.task.done():
                 continue
             if response is None:
                 response = _stream()
