@@ -251,7 +251,9 @@ def _averages(episodes: Sequence[Episode], settings: SessionSettings) -> list[st
     if len(set(rewards)) == 1 and len(episodes) > 1:
         lines.append("  - all rewards are equal: if that stays so, nothing is learned")
     if cut := mean("capped_turns"):
-        lines.append(f"  - {cut:.0%} of the answers were cut by their length (`max_tokens_per_step`, `response_length`)")
+        lines.append(
+            f"  - {cut:.0%} of the answers were cut by their length (`max_tokens_per_step`, `response_length`)"
+        )
     ends = Counter[str](episode.end for episode in episodes)
     for end, key in (("max_steps", "max_steps"), ("sequence_length", "response_length")):
         if ends[end]:
@@ -300,7 +302,9 @@ def _explanation(each: Asked, earlier: Sequence[Asked]) -> str:
 
     def shared(other: Asked) -> int:
         theirs = normal_forms(_history(other))
-        return next((n for n, (a, b) in enumerate(zip(forms, theirs, strict=False)) if a != b), min(len(forms), len(theirs)))
+        return next(
+            (n for n, (a, b) in enumerate(zip(forms, theirs, strict=False)) if a != b), min(len(forms), len(theirs))
+        )
 
     nearest = max(earlier, key=shared)
     place, history = shared(nearest), _history(nearest)

@@ -59,10 +59,10 @@ COMMANDS = {
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
     "convert": Command("FILE", "another system's configuration as one of ours", "roll.cli.convert:main"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
-    "check-agent": Command(
-        "FILE", "what would go wrong if these agents were trained", "roll.cli.check_agent:main"
+    "check-agent": Command("FILE", "what would go wrong if these agents were trained", "roll.cli.check_agent:main"),
+    "serve": Command(
+        "MODEL", "a finished model, at an address for OpenAI's and Anthropic's clients", "roll.cli.serve:main"
     ),
-    "serve": Command("MODEL", "a finished model, at an address for OpenAI's and Anthropic's clients", "roll.cli.serve:main"),
     "chat": Command("MODEL", "talk to a finished model", "roll.cli.chat:main"),
     "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis:main"),
     "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page:main"),

@@ -1,4 +1,7 @@
-"""`roll serve MODEL`: a finished model at an address, for the clients that agents use. `roll chat` loads it the same way."""
+"""`roll serve MODEL`: a finished model at an address, for the clients that agents use.
+
+`roll chat` loads a model in the same way.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,6 +34,10 @@ LEAST_TEMPERATURE = 0.01
 @asynccontextmanager
 async def running_engine(spec: EngineSpec, device: Literal["cpu", "cuda"], path: str) -> AsyncIterator[InferStrategy]:
     """Run an engine in this process. Raises `ConfigError` at ``path`` if it cannot be started."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    atexit.unregister(gc.freeze)  # Triton would name each object that is left
     engine = spec.build(device)
     try:
         try:

@@ -15,7 +15,14 @@ from roll.agentic.endpoint.records import RequestRefused
 from roll.agentic.episode import Message
 
 _MOST_NAMES = 64
-_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
+_KINDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class Body:
@@ -39,7 +46,7 @@ class Body:
         raise RequestRefused(f"`{path}` {why}", field=path)
 
     def take(self, name: str, *kinds: type) -> Any:
-        """Return a field of one of the kinds `str`, `int`, `float`, `bool`, `list` and `dict`; None if it was left out."""
+        """Return a field of one of the ``kinds``, which `_KINDS` has; None if it was left out."""
         self._taken.add(name)
         value = self._values.get(name)
         if value is not None and type(value) not in kinds:

@@ -65,9 +65,7 @@ class ServedModel:
         self.failure: BaseException | None = None
         """What was raised first instead of an answer."""
 
-    async def respond(
-        self, request: ModelRequest, tell: Callable[[ModelAnswer], None] | None = None
-    ) -> ModelAnswer:
+    async def respond(self, request: ModelRequest, tell: Callable[[ModelAnswer], None] | None = None) -> ModelAnswer:
         """Return the answer. ``tell`` is called with what is certain of it while it is sampled.
 
         Raises `RequestRefused`.
@@ -114,9 +112,7 @@ class ServedModel:
             raise RequestRefused(f"the model failed: {error}", status=503, code="model_failed") from error
         if turn.finish_reason == "abort":
             raise RequestRefused("the answer was stopped before its end; ask again", status=503, code="aborted")
-        return self._reader.answer(
-            request, prompt, turn, answer_id=answer_id, created=created, calls_id=answer_id
-        )
+        return self._reader.answer(request, prompt, turn, answer_id=answer_id, created=created, calls_id=answer_id)
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises `RequestRefused`."""

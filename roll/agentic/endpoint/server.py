@@ -1,9 +1,12 @@
 """The HTTP server at which agents reach the policy, in a thread and an event loop of its own.
 
-A finished model may stand behind it (`serve`), or episodes. Each episode has a path and a key; either names it, and both must agree. An answer is recorded before its last byte is
+Each episode has a path and a key; either names it, and both must agree. An answer is recorded before its last byte is
 sent. It is one answer for each request, however often a client repeats it: a repeated request joins the call that is
 running, or gets its answer again. A client that goes away stops nothing; it may come back for the answer. What nobody
 came for is left out of training.
+
+A finished model may stand in the place of episodes (`serve`). It needs neither path nor record, and an answer ends when
+its client goes away.
 """
 
 from __future__ import annotations
