@@ -126,7 +126,7 @@ class Rehearsal:
                 reader = self.reader
                 manager = AgentManager(self.settings, reader.template, reader.decoder, endpoint, silence, watched)
                 chosen = policy or StandIn(self.reader, each)
-                with _logged(each.output):
+                with _Logged(each.output):
                     try:
                         local = LocalSession(host, self.tag)
                         each.episode = await manager.run_episode(local, chosen, tag=self.tag, seed=seed)
@@ -334,7 +334,7 @@ def _shown(message: Message) -> str:
     return f"{message['role']} {short!r}"
 
 
-class _logged(logging.Handler):
+class _Logged(logging.Handler):
     """While open, collects what the environments log, which goes nowhere else."""
 
     def __init__(self, lines: list[str]) -> None:

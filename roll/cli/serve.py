@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from roll.check.data import has_model, is_local, positions_of
 from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
-from roll.configs.plugins import problem
+from roll.configs.plugins import problem, require
 from roll.configs.strategies import ENGINES, option_problems
 from roll.tracking.files import say
 
@@ -116,6 +116,7 @@ def served_here(options: argparse.Namespace, **where: Any) -> ServedHere:
     if name not in ENGINES.names() and ":" not in name:
         raise problem("--engine", f"there is no engine `{options.engine}`", nearest_name_hint(name, ENGINES.names()))
     ENGINES.load(name, "--engine")
+    require(("aiohttp",), "an endpoint", "MODEL", "agents")
     config = _engine_options(name, options.options)
     say("loading ...")
     model = model_at(options.model)
