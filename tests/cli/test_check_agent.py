@@ -97,7 +97,7 @@ def check(model, tmp_path, monkeypatch, capsys):
             "env_type": "agent",
             "env_manager_cls": "agent",
             "env_config": options,
-            "max_tokens_per_step": 60,
+            "max_tokens_per_step": 120,
             **env,
         }
         lengths = {"prompt_length": 200, "response_length": 300, "eval_steps": 0}

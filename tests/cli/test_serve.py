@@ -16,6 +16,7 @@ import pytest
 from roll.cli.main import main
 from roll.cli.serve import model_at
 from roll.configs.errors import ConfigError
+from tests.agentic.endpoint.test_served import Sampler, served
 from tests.cli.served_models import make_model
 
 pytestmark = pytest.mark.needs("aiohttp")
@@ -80,13 +81,23 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(model, tmp_path,
     assert "no model answers" in capsys.readouterr().err
 
 
-def test_a_conversation_has_a_memory_and_can_begin_again(model, monkeypatch, capsys):
-    """The first and the last question of three are asked in the same conversation, so they have the same answer."""
+def test_a_conversation_has_a_memory_and_can_begin_again(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n/reset\none\n/quit\nnever\n"))
-    options = ["--temperature", "0", "--max-tokens", "12", "--system", "be short"]
-    assert main(["chat", str(model), *options]) == 0
-    _, _, first, second, again, third = capsys.readouterr().out.splitlines()[:6]
-    assert again == "begun again" and first == third != second
+    sampler = Sampler("<think>hm</think>You go left.")
+    with served(sampler) as address:
+        assert main(["chat", "--url", address.removesuffix("/v1"), "--system", "be short"]) == 0
+    first, second, third = (each["prompt"] for each in sampler.asked)
+    assert first == third and second[: len(first)] == first and len(second) > len(first)
+    assert capsys.readouterr().out.count("hm\n---\nYou go left.\n") == 3
+
+
+def test_a_model_is_talked_to_from_its_folder_and_what_it_refuses_is_said(model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert main(["chat", str(model), "--temperature", "0", "--max-tokens", "12"]) == 0
+    assert f"talking to {model}" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("one " * 1000))
+    assert main(["chat", str(model)]) == 1
+    assert "context length" in capsys.readouterr().err
 
 
 @pytest.mark.tier("all")

@@ -1,5 +1,4 @@
-"""Which published chat templates an agent's conversation can be continued in, turn by turn: a table, so that a change is
-seen.
+"""Which published chat templates a conversation of an agent can be continued in: a table, so that a change is seen.
 
 The templates are those in trl's package, which is read as data where it is installed.
 """
