@@ -148,16 +148,20 @@ class LocalSession:
         self._given_up: str | None = None
 
     async def reset(self, seed: int) -> Observation:
+        """See `EnvSession`."""
         return self._raised(await self._session.reset(seed))
 
     async def step(self, text: str) -> Observation:
+        """See `EnvSession`."""
         return self._raised(await self._session.step(text))
 
     def give_up(self, cause: str) -> None:
+        """See `EnvSession`."""
         self._given_up = cause
         self._session.release()
 
     async def close(self) -> None:
+        """See `EnvSession`."""
         self._session.release()
 
     def _raised(self, outcome: Observation | SessionFailed) -> Observation:
