@@ -523,8 +523,8 @@ def _plan_agentic(
 
 
 def _agents_fit(env: CustomEnvConfig, path: str) -> None:
-    """Require the manager of agents for a class of agents, also one at an import path, and for no other class."""
-    kind = class_of(env.env_type)
+    """Require the manager of agents for an agent at an import path, and for no other class there."""
+    kind = class_of(env.env_type) if ":" in env.env_type else None
     if kind is None:
         return
     if issubclass(kind, AgentEnv) and env.env_manager_cls != "agent":
