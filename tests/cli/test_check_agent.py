@@ -8,7 +8,7 @@ from roll.cli.main import main
 from tests.cli.served_models import make_model
 from tests.pipeline.tiny import tiny_config, write_config
 
-pytestmark = pytest.mark.needs("aiohttp")
+pytestmark = [pytest.mark.needs("aiohttp"), pytest.mark.tier("all")]
 
 AGENTS = """
 import json, sys, urllib.error, urllib.request

@@ -19,7 +19,7 @@ from roll.configs.errors import ConfigError
 from tests.agentic.endpoint.test_served import Sampler, served
 from tests.cli.served_models import make_model
 
-pytestmark = pytest.mark.needs("aiohttp")
+pytestmark = [pytest.mark.needs("aiohttp"), pytest.mark.tier("all")]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,6 @@ def test_a_model_is_talked_to_from_its_folder_and_what_it_refuses_is_said(model,
     assert "context length" in capsys.readouterr().err
 
 
-@pytest.mark.tier("all")
 def test_a_served_run_answers_until_it_is_interrupted(model, tmp_path, monkeypatch, capsys):
     run = a_run(tmp_path / "run", model, 1)
     command = [sys.executable, "-m", "roll.cli.main", "serve", str(run), "--port", "0", "--max-tokens", "5"]

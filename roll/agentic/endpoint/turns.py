@@ -10,7 +10,15 @@ import numpy as np
 
 from roll.agentic.endpoint.json_text import loaded
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused, ToolCall
-from roll.agentic.endpoint.tool_calls import PARSERS, THOUGHT_BEGIN, THOUGHT_END, Parser, call_id, split_thoughts
+from roll.agentic.endpoint.tool_calls import (
+    HERMES_BEGIN,
+    PARSERS,
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    Parser,
+    call_id,
+    split_thoughts,
+)
 from roll.agentic.episode import Message, SampledTurn
 from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
 
@@ -99,16 +107,17 @@ class TurnReader:
     ) -> ModelAnswer:
         """Return what is certain of an answer that is still sampled: the beginnings of its thoughts and of its text.
 
-        Text is certain only if no tool can be called, since it may still turn out to be a call.
+        Where a tool can be called, text may still turn out to be a call; only of Hermes' form it is known where.
         """
         ids = np.array(token_ids, dtype=np.int32)
         nothing = np.zeros(len(ids), dtype=np.float32)
         sampled = SampledTurn(ids, nothing, ids, "length")
         words = replace(request, may_call=False)
         found = self.answer(words, prompt, sampled, answer_id=answer_id, created=created, calls_id="")
-        is_open = bool(request.tools) and request.may_call and self.parser is not PARSERS["none"]
-        marks = (*request.stop, THOUGHT_BEGIN, THOUGHT_END, *self.template.special_tokens)
-        text = "" if is_open else _certain(found.text, request.stop, marks)
+        marks = (*request.stop, THOUGHT_BEGIN, THOUGHT_END, HERMES_BEGIN, *self.template.special_tokens)
+        text = _certain(found.text, request.stop, marks)
+        if request.tools and request.may_call and self.parser is not PARSERS["none"]:
+            text = text.partition(HERMES_BEGIN)[0] if self.parser is PARSERS["hermes"] else ""
         return replace(found, text=text, reasoning=_certain(found.reasoning or "", request.stop, marks) or None)
 
 

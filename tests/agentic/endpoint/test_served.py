@@ -261,39 +261,31 @@ def test_many_are_answered_at_once():
     assert answers == ["left"] * 8
 
 
+CALL = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
 PIECES = st.sampled_from(
     [
-        "You ",
-        "go",
-        " left",
-        "<think>",
-        "</think>",
-        "<",
-        "</th",
-        "é",
-        "😀",
-        "\n",
-        " ",
-        "STOP",
-        "ST",
-        "OP",
-        "<|im_end|>",
-        "<|im_",
+        *("You ", "go", " left", "<think>", "</think>", "<", "</th", "é", "😀", "\n", " ", "STOP", "ST", "OP"),
+        *("<|im_end|>", "<|im_", CALL, "<tool_call>", "<tool_", "{"),
     ]
 )
 
 
 @settings(max_examples=examples(300))
-@given(pieces=st.lists(PIECES, max_size=12), stops=st.lists(st.sampled_from(["STOP", "OP", "left"]), max_size=2))
-def test_what_is_told_of_an_answer_stays(pieces, stops):
+@given(
+    pieces=st.lists(PIECES, max_size=12),
+    stops=st.lists(st.sampled_from(["STOP", "OP", "left"]), max_size=2),
+    parser=st.sampled_from(sorted(PARSERS)),
+    tools=st.sampled_from([(), (LOOK_UP,)]),
+)
+def test_what_is_told_of_an_answer_stays(pieces, stops, parser, tools):
     """Thoughts that end without a beginning are the one exception: what came before is taken for text till then."""
     text = "".join(pieces)
     if "</think>" in text.partition("<think>")[0] or text.partition("<think>")[0].strip():
         text = text.replace("</think>", "")
     ids = encode(text)
-    request = ModelRequest((user("go"),), stop=tuple(stops))
+    request = ModelRequest((user("go"),), tools=tools, stop=tuple(stops))
     prompt, nothing = np.array([1], np.int32), np.zeros(len(ids), np.float32)
-    made = reader()
+    made = reader(parser)
     # The engine ends at the first token after which a stop string is there.
     decode = tokenizer_of(NAME).decode
     end = next((n for n in range(len(ids) + 1) if any(stop in decode(ids[:n]) for stop in stops)), len(ids))
