@@ -16,13 +16,12 @@ from typing import Protocol
 import numpy as np
 
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.session import LONG_PROMPT
 from roll.agentic.endpoint.turns import TurnReader
 from roll.agentic.episode import SampledTurn
 
 TELL_SECONDS = 0.05
 """Shortest time between two parts of an answer that is told while it is sampled."""
-LONG_PROMPT = 2**18
-"""Characters, or token ids. What is longer is made into tokens in a thread."""
 
 
 @dataclass(frozen=True)
