@@ -73,13 +73,7 @@ class ServedModel:
             unforced = f"`{request.form}` is not served: no form is forced on the model, so ask for it in the prompt"
             raise RequestRefused(unforced, field=request.form)
         prompt = await self._prompt(request)
-        left = self.room - len(prompt)
-        if left < 1 or not len(prompt):
-            long = f"the prompt has {len(prompt)} tokens, and the model has room for {self.room - 1}: send less"
-            raise RequestRefused(
-                long if len(prompt) else "the prompt is empty; write something",
-                code="context_length_exceeded" if len(prompt) else None,
-            )
+        left = self._room_behind(len(prompt))
         answer_id, created = uuid.uuid4().hex, int(time.time())
         here, sampled, last = asyncio.get_running_loop(), list[int](), 0.0
 
@@ -131,6 +125,15 @@ class ServedModel:
         if request.prompt is not None:
             return self._reader.encoded(request.prompt)
         return self._reader.begun(request.messages, request).prompt_token_ids
+
+    def _room_behind(self, tokens: int) -> int:
+        """Return the length of the longest answer to a prompt of so many tokens. Raises `RequestRefused`."""
+        if tokens == 0:
+            raise RequestRefused("the prompt is empty; write something", field="prompt")
+        if tokens >= self.room:
+            long = f"the prompt has {tokens} tokens, and the model has room for {self.room - 1}: send less"
+            raise RequestRefused(long, code="context_length_exceeded")
+        return self.room - tokens
 
     def _asked(self, request: ModelRequest) -> ServedSampling:
         usual = self._sampling
