@@ -242,8 +242,8 @@ class Endpoint:
 
     async def _close(self, session: EpisodeSession) -> None:
         session.close()
-        # A list, since other threads open episodes meanwhile.
-        for name in [name for name, episode in list(self._episodes.items()) if episode.session is session]:
+        # Other threads open episodes meanwhile. A list of pairs is not made at once: memory for them may be collected.
+        for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
             episode = self._episodes.pop(name)
             self._names.pop(episode.key)
             self._ended[name] = episode.key
