@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.agentic.endpoint.dialects import Chat, Completions
+from roll.agentic.endpoint.dialects import Chat, Completions, Dialect
 from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
 from roll.agentic.endpoint.responses import Responses
 from roll.agentic.endpoint.server import Endpoint
 from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
-from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.episode import (
     EnvironmentFailed,
     EnvSession,
     Episode,
     EpisodeEnd,
     EpisodeRefused,
-    ManagerSettings,
     Observation,
     Policy,
     SampledTurn,
@@ -48,23 +46,27 @@ LIMITS: dict[str | None, EpisodeEnd] = {
 """Ends of episodes by the code with which the endpoint refuses a request."""
 
 
-def agent_endpoint(tokenizer: PreTrainedTokenizerBase, host: str) -> Endpoint:
-    """Return an endpoint of all languages, which has not been started. ``host``: the address to listen at."""
-    return Endpoint([dialect(tokenizer.decode) for dialect in (Chat, Completions, Responses, Messages)], host=host)
+DIALECTS: tuple[type[Dialect], ...] = (Chat, Completions, Responses, Messages)
+
+
+def agent_endpoint(tokenizer: PreTrainedTokenizerBase, host: str, **settings: Any) -> Endpoint:
+    """Return an endpoint of all languages, which has not been started. ``host``: the address to listen at;
+    ``settings``: more of `Endpoint`."""
+    return Endpoint([dialect(tokenizer.decode) for dialect in DIALECTS], host=host, **settings)
 
 
 @dataclass(frozen=True)
 class AgentManager:
     """The course of an episode that an agent plays."""
 
-    settings: ManagerSettings
+    settings: SessionSettings
     template: TurnTemplate
     decoder: PreTrainedTokenizerBase
     endpoint: Endpoint
-    parser: Parser
-    """Reader of the tool calls that the policy writes."""
     silence_seconds: float
     """Longest time that an agent may take without a running call of the policy."""
+    make_session: Callable[..., RecordedSession] = lambda *parts: RecordedSession(*parts)
+    """Maker of the record of an episode, from template, tokenizer, policy and settings."""
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
         """Run an agent to its end and close the session, whatever happens.
@@ -73,7 +75,7 @@ class AgentManager:
         raises.
         """
         calls = _PolicyCalls(policy)
-        recorded = _Recorded(self.template, self.decoder, calls, SessionSettings(self.settings, self.parser))
+        recorded = self.make_session(self.template, self.decoder, calls, self.settings)
         try:
             task = await session.reset(seed)
             base_url, api_key = self.endpoint.open(recorded)
@@ -94,7 +96,7 @@ class AgentManager:
         session.give_up(f"its agent asked for nothing for {self.silence_seconds:g} s (step_timeout_seconds)")
 
 
-class _Recorded(EpisodeSession):
+class RecordedSession(EpisodeSession):
     """A session that remembers why the endpoint refused a request."""
 
     refused: RequestRefused | None = None
@@ -181,7 +183,7 @@ def _aborted() -> SampledTurn:
     return SampledTurn(nothing, np.zeros(0, dtype=np.float32), nothing, "abort")
 
 
-async def _played(session: EnvSession, address: str, recorded: _Recorded) -> Observation:
+async def _played(session: EnvSession, address: str, recorded: RecordedSession) -> Observation:
     """Return what the environment says of the agent's result.
 
     An agent that fails because it was refused a turn has come to the end of its episode.
@@ -196,7 +198,7 @@ async def _played(session: EnvSession, address: str, recorded: _Recorded) -> Obs
         return Observation((), truncated=True)
 
 
-def _episode_of(recorded: _Recorded, task: Observation, last: Observation, tag: str, seed: int) -> Episode:
+def _episode_of(recorded: RecordedSession, task: Observation, last: Observation, tag: str, seed: int) -> Episode:
     samples = recorded.samples(last.reward, last.reward)
     if not samples:
         where = f"environment {tag!r}, seed {seed}"

@@ -258,6 +258,15 @@ def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> li
     return problems_of(check)
 
 
+def class_of(env_type: str) -> type | None:
+    """Return the class of an environment; None if it is not found, or made by a function."""
+    try:
+        found = _find(env_type, "").create
+    except ConfigError:
+        return None
+    return found if isinstance(found, type) else None
+
+
 @dataclass(frozen=True)
 class _Source:
     """Origin of an environment."""

@@ -327,7 +327,8 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
         if env.env_manager_cls not in ENV_MANAGERS and not _leads_to_an_object(env.env_manager_cls):
             message = f"{shown(env.env_manager_cls)} is neither a built-in environment manager nor an import path"
             yield ConfigProblem(f"{path}.env_manager_cls", message, choose_among(env.env_manager_cls, ENV_MANAGERS))
-        if (env.env_type in AGENTS) != (env.env_manager_cls == "agent"):
+        of_its_own = ":" in env.env_type  # a class that is looked up later
+        if not of_its_own and (env.env_type in AGENTS) != (env.env_manager_cls == "agent"):
             other = "env_manager_cls" if env.env_type in AGENTS else "env_type"
             message = f"{shown(getattr(env, other))} does not fit an agent, which needs both of them to be `agent`"
             yield ConfigProblem(f"{path}.{other}", message, f"set `{path}.{other}: agent`, or change the other one")

@@ -217,5 +217,5 @@ def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str,
         raise ConfigError(problems)
     if env_type in AGENTS:
         message = "an agent takes no actions that could be tried: it asks a model for them by HTTP"
-        raise problem("env_type", message, "check the configuration with `roll check`, then train one step")
+        raise problem("env_type", message, "play it with `roll check-agent FILE`")
     return env_type, env_config

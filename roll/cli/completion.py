@@ -23,6 +23,9 @@ _roll() {{
         COMPREPLY=($(compgen -W "{commands} --config --help" -- "$word"))
     elif [ "$COMP_CWORD" -eq 2 ] && [ "${{COMP_WORDS[1]}}" = completion ]; then
         COMPREPLY=($(compgen -W "{shells}" -- "$word"))
+    elif [ "$COMP_CWORD" -eq 2 ] && [[ " serve chat doctor report " == *" ${{COMP_WORDS[1]}} "* ]]; then
+        COMPREPLY=($(compgen -d -S / -- "$word"))
+        compopt -o nospace
     elif [ "$COMP_CWORD" -eq 2 ]; then
         COMPREPLY=($(compgen -f -X '!*.y*ml' -- "$word") $(compgen -d -S / -- "$word"))
         compopt -o nospace
@@ -43,6 +46,8 @@ _roll() {{
         compadd -- {commands} --config --help
     elif (( CURRENT == 3 )) && [[ ${{words[2]}} == completion ]]; then
         compadd -- {shells}
+    elif (( CURRENT == 3 )) && [[ ${{words[2]}} == (serve|chat|doctor|report) ]]; then
+        _files -/
     elif (( CURRENT == 3 )); then
         _files -g '*.y*ml'
     else
@@ -86,7 +91,10 @@ def _fish() -> str:
     first = "__fish_use_subcommand"
     lines = [f"complete -c roll -n {first} -a {name} -d '{command.help}'" for name, command in COMMANDS.items()]
     lines.append(f"complete -c roll -n '__fish_seen_subcommand_from completion' -a '{' '.join(SHELLS)}'")
-    configured = "__fish_seen_subcommand_from train check"
+    lines.append(
+        "complete -c roll -n '__fish_seen_subcommand_from serve chat doctor report' -a '(__fish_complete_directories)'"
+    )
+    configured = "__fish_seen_subcommand_from train check check-agent"
     lines.append(f"complete -c roll -n '{configured}' -k -a '(__fish_complete_suffix .yaml)'")
     lines.append(f"complete -c roll -n '{configured}' -a '{' '.join(completed_keys())}'")
     return _FISH_HEAD + "\n".join(lines) + "\n"

@@ -59,6 +59,11 @@ COMMANDS = {
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
     "convert": Command("FILE", "another system's configuration as one of ours", "roll.cli.convert:main"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
+    "check-agent": Command("FILE", "what would go wrong if these agents were trained", "roll.cli.check_agent:main"),
+    "serve": Command(
+        "MODEL", "a finished model, at an address for OpenAI's and Anthropic's clients", "roll.cli.serve:main"
+    ),
+    "chat": Command("MODEL", "talk to a finished model", "roll.cli.chat:main"),
     "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis:main"),
     "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page:main"),
     "completion": Command("SHELL", "completion of commands, files and keys", "roll.cli.completion:main"),
@@ -82,6 +87,9 @@ examples:
   roll simulate examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --sweep ratio=0,1,2
   roll convert run_qwen3-8b.sh --from verl -o run.yaml
   roll check-env frozen_lake size=8
+  roll check-agent examples/agent-tool-cpu/agent.yaml
+  roll serve output/quickstart/latest
+  roll chat output/quickstart/latest
   roll doctor output/quickstart/latest
   roll report output/quickstart/latest
   roll train run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'

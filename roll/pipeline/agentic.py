@@ -74,7 +74,7 @@ class AgenticSide(RolloutSide):
         )
         # Environment workers may be on any node.
         host = "127.0.0.1" if config.cluster.address is None else ray.util.get_node_ip_address()
-        endpoint = agent_endpoint(prepared.tokenizer, host) if plan.parsers else None
+        endpoint = agent_endpoint(prepared.tokenizer, host) if plan.agents else None
         self.workers = EpisodeProcesses(EnvPool(config.custom_envs, settings), endpoint)
 
     def canary_prompts(self) -> list[np.ndarray]:
@@ -125,21 +125,12 @@ class AgenticSide(RolloutSide):
         )
 
     def _manager(self, tag: str, manager: EnvManagerConfig, arguments: GeneratingArguments) -> EnvManager:
-        env = self._config.custom_envs[tag]
-        limits = (env.max_tokens_per_step, arguments.max_new_tokens)
-        settings = ManagerSettings(
-            max_steps=env.max_steps,
-            prompt_length=self._config.prompt_length,
-            sequence_length=derived.sequence_length(self._config),
-            max_tokens_per_step=min((limit for limit in limits if limit is not None), default=None),
-            format_penalty=manager.format_penalty,
-            history_length=env.history_length,
-            keep_first_observation=env.keep_first_observation,
-        )
+        settings = manager_settings(self._config, tag, manager, arguments)
         template, tokenizer = self._plan.template, self._prepared.tokenizer
-        endpoint, parser = self.workers.endpoint, self._plan.parsers.get(tag)
-        if endpoint is not None and parser is not None:
-            return AgentManager(settings, template, tokenizer, endpoint, parser, env.step_timeout_seconds)
+        endpoint, sessions = self.workers.endpoint, self._plan.agents.get(tag)
+        if endpoint is not None and sessions is not None:
+            silence = self._config.custom_envs[tag].step_timeout_seconds
+            return AgentManager(sessions(settings), template, tokenizer, endpoint, silence)
         return self._plan.managers[tag](settings, template, tokenizer)
 
 
@@ -166,6 +157,23 @@ class EpisodeProcesses(WorkerProcesses):
         return self.pool.busy_spans()
 
 
+def manager_settings(
+    config: AgenticConfig, tag: str, manager: EnvManagerConfig, arguments: GeneratingArguments
+) -> ManagerSettings:
+    """Return the limits of the episodes of an environment."""
+    env = config.custom_envs[tag]
+    limits = (env.max_tokens_per_step, arguments.max_new_tokens)
+    return ManagerSettings(
+        max_steps=env.max_steps,
+        prompt_length=config.prompt_length,
+        sequence_length=derived.sequence_length(config),
+        max_tokens_per_step=min((limit for limit in limits if limit is not None), default=None),
+        format_penalty=manager.format_penalty,
+        history_length=env.history_length,
+        keep_first_observation=env.keep_first_observation,
+    )
+
+
 @dataclass(frozen=True)
 class EpisodeTask:
     """The environment tag and seed that the episodes of a group share."""
@@ -186,8 +194,12 @@ def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) 
         rng = np.random.default_rng(derive_seed(config.seed, "tags", split, cycle))
         for position, index in enumerate(rng.permutation(len(turn))):
             number = cycle * len(turn) + position
-            seed = derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
-            yield EpisodeTask(turn[index], seed)
+            yield EpisodeTask(turn[index], environment_seed(config, split, number))
+
+
+def environment_seed(config: AgenticConfig, split: int, number: int) -> int:
+    """Return the environment seed of a group of training or validation (``split``) by its number."""
+    return derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
 
 
 class EpisodesFailed(RuntimeError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,10 +24,12 @@ import numpy as np
 import xxhash
 
 from roll.agentic.base import Unavailable, observation_from
-from roll.agentic.endpoint.tool_calls import PARSERS, Parser, parser_for
-from roll.agentic.episode import Observation
+from roll.agentic.endpoint.session import SessionSettings
+from roll.agentic.endpoint.tool_calls import PARSERS, parser_for
+from roll.agentic.episode import ManagerSettings, Observation
+from roll.agentic.library.agent import AgentEnv
 from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
-from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
+from roll.agentic.registry import ENVIRONMENTS, check_env_type, class_of, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
@@ -462,6 +464,9 @@ def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[Config
             return
 
 
+AgentSessions = Callable[[ManagerSettings], SessionSettings]
+
+
 @dataclass(frozen=True)
 class AgenticPlan:
     """The environment managers of an agentic run, and the template with which they write turns."""
@@ -470,14 +475,25 @@ class AgenticPlan:
     template: TurnTemplate
     managers: dict[str, EnvManagerFactory]
     """Factory of the environment manager, by tag."""
-    parsers: dict[str, Parser] = field(default_factory=dict)
-    """Reader of the tool calls that the policy writes to an agent, by tag."""
+    agents: dict[str, AgentSessions] = field(default_factory=dict)
+    """Settings of the sessions of agents, by tag, once their limits are known."""
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the environments and their shares; see `Prepared.source`."""
         shares = derived.used_tags(self.config, self.config.train_env_manager)
         envs = {tag: [self.config.custom_envs[tag].env_type, self.config.custom_envs[tag].env_config] for tag in shares}
         return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
+
+
+def agentic_plan(config: AgenticConfig) -> tuple[PreTrainedTokenizerBase, AgenticPlan]:
+    """Return the tokenizer of the policy and what the episodes need. Raises `ConfigError` with all problems."""
+    problems = Problems()
+    tokenizer = problems.attempt(_tokenizer, config)
+    plan = _plan_agentic(config, tokenizer, problems)
+    problems.raise_any()
+    if tokenizer is None or plan is None:
+        raise RuntimeError("the preflight has not found everything, and no problem either")
+    return tokenizer, plan
 
 
 def _plan_agentic(
@@ -488,6 +504,7 @@ def _plan_agentic(
     for tag, env in config.custom_envs.items():
         problems.found += check_env_type(tag, env.env_type, env.env_config)
         path = f"custom_envs.{tag}.env_manager_cls"
+        problems.attempt(_agents_fit, env, path)
         factory = problems.attempt(ENVIRONMENT_MANAGERS.load, env.env_manager_cls, path)
         if factory is not None:
             managers[tag] = factory
@@ -497,21 +514,47 @@ def _plan_agentic(
     if template is None or problems.found:
         return None
     problems.found += _template_problems(config, template)
-    agents = {tag: env for tag, env in config.custom_envs.items() if env.env_manager_cls == "agent"}
-    found = {tag: problems.attempt(_tool_parser, tag, env, config, tokenizer) for tag, env in agents.items()}
-    return AgenticPlan(config, template, managers, {tag: each for tag, each in found.items() if each is not None})
+    agents = {
+        tag: problems.attempt(_agent_sessions, tag, env, config, tokenizer)
+        for tag, env in config.custom_envs.items()
+        if env.env_manager_cls == "agent"
+    }
+    return AgenticPlan(config, template, managers, {tag: each for tag, each in agents.items() if each is not None})
 
 
-def _tool_parser(tag: str, env: CustomEnvConfig, config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> Parser:
-    """Return the reader of tool calls that an agent's environment names, or else that of the chat template."""
-    named = env.env_config.get("tool_parser")
+def _agents_fit(env: CustomEnvConfig, path: str) -> None:
+    """Require the manager of agents for an agent at an import path, and for no other class there."""
+    kind = class_of(env.env_type) if ":" in env.env_type else None
+    if kind is None:
+        return
+    if issubclass(kind, AgentEnv) and env.env_manager_cls != "agent":
+        message = f"`{env.env_type}` is an agent, and `{env.env_manager_cls}` conducts no agents"
+        raise problem(path, message, f"set `{path}: agent`")
+    if env.env_manager_cls == "agent" and not issubclass(kind, AgentEnv):
+        message = f"`agent` conducts agents, and `{env.env_type}` is none"
+        raise problem(path, message, f"derive it from {AgentEnv.__module__}.{AgentEnv.__name__}, or change the manager")
+
+
+def _agent_sessions(
+    tag: str, env: CustomEnvConfig, config: AgenticConfig, tokenizer: PreTrainedTokenizerBase
+) -> AgentSessions:
+    """Return what an agent's environment says of its sessions. The reader of tool calls is the one that it names, or
+    else that of the chat template."""
+    options = env.env_config
+    named = options.get("tool_parser")
     if named is None:
         named = parser_for(tokenizer.get_chat_template()) if config.template == "chat" else "none"
     if named is None:
         message = "it is not known how the chat template writes tool calls"
         remedy = f"name the parser of its calls: {', '.join(PARSERS)} (`none`: calls stay text)"
         raise problem(f"custom_envs.{tag}.env_config.tool_parser", message, remedy)
-    return PARSERS[named]
+    return partial(
+        SessionSettings,
+        parser=PARSERS[named],
+        earlier_reasoning=options.get("earlier_reasoning", "keep"),
+        untrained_models=frozenset(options.get("untrained_models") or ()),
+        ignore_response_format=options.get("ignore_response_format", False),
+    )
 
 
 def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:

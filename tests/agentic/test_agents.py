@@ -15,7 +15,7 @@ import pytest
 
 from roll.agentic.agents import AgentManager, agent_endpoint
 from roll.agentic.endpoint.records import ModelRequest
-from roll.agentic.endpoint.session import EpisodeSession
+from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
 from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.episode import EnvironmentFailed, EpisodeRefused, Observation, SampledTurn
 from roll.agentic.worker import SessionFailed
@@ -100,7 +100,8 @@ class Replies:
 
 
 def manager_at(endpoint: Any, **changes: Any) -> AgentManager:
-    return AgentManager(limits(**changes), ChatTurns(TOKENIZER), TOKENIZER, endpoint, PARSERS["hermes"], 60.0)
+    settings = SessionSettings(limits(**changes), PARSERS["hermes"])
+    return AgentManager(settings, ChatTurns(TOKENIZER), TOKENIZER, endpoint, 60.0)
 
 
 @pytest.fixture

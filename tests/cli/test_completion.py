@@ -24,8 +24,9 @@ def test_bash_offers_commands_files_and_keys(tmp_path):
     (tmp_path / "run.yaml").touch()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "runs").mkdir()
-    assert offered(["roll", "ch"], tmp_path) == ["check", "check-env"]
+    assert sorted(offered(["roll", "ch"], tmp_path)) == ["chat", "check", "check-agent", "check-env"]
     assert sorted(offered(["roll", "train", "r"], tmp_path)) == ["run.yaml", "runs/"]
+    assert offered(["roll", "serve", "r"], tmp_path) == ["runs/"]
     assert offered(["roll", "check", "run.yaml", "--gpu"], tmp_path) == ["--gpu-memory"]
     assert offered(["roll", "train", "run.yaml", "actor_train.pg_variant="], tmp_path) == ["actor_train.pg_variant="]
     assert offered(["roll", "completion", "f"], tmp_path) == ["fish"]

@@ -24,6 +24,8 @@ from tests.docs.pages import ROOT, Page
 PROGRAMS = ("roll", "python", "make", "pip", "ray", "eval", "pytest", "tensorboard", "export", "source", "kill")
 INSTEAD = {
     "roll train": "`roll check` looks up all that a run looks up before it starts; whole runs are in tests/pipeline",
+    "roll check-agent": "the file exists; its model is made first, and tests/cli/test_check_agent.py plays agents",
+    "roll serve": "it serves until it is ended, and chats by itself: tests/cli/test_serve.py",
     "make": "the target and its variables exist; a target installs packages or takes minutes to hours",
     "python script": "the file and its flags exist; tests/examples and tests/benchmarks run what they do",
     "pip": "the extra or the list of packages exists; tests install nothing",
@@ -124,7 +126,7 @@ def _roll(command: Command, folder: Path, made: set[str]) -> str | None:
         return f"there is no command {words[0]}"
     if words[0] == "init" and len(words) > 1:
         made.add(words[1])
-    if words[0] in ("train", "check", "--config") and len(words) > 1:
+    if words[0] in ("train", "check", "check-agent", "--config") and len(words) > 1:
         return _missing(words[1], command, folder, made)
     return None
 

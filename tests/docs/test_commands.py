@@ -65,7 +65,7 @@ def own_words(command: Command) -> list[str] | None:
         return list(instead)
     if command.program == "eval":
         return re.search(r"\$\(roll ([^()]+)\)", command.words[1])[1].split()
-    if command.program != "roll":
+    if command.program != "roll" or kind(command) in INSTEAD:
         return None
     words = list(command.words[1:])
     if words[:1] == ["simulate"]:
@@ -80,7 +80,9 @@ def kind(command: Command) -> str:
     if command.program == "python":
         module = command.words[2] if command.words[1:2] == ("-m",) else None
         return module if module in INSTEAD else "python script"
-    return command.program
+    if command.words[:2] in (("roll", "serve"), ("roll", "chat")):
+        return "roll serve"
+    return "roll check-agent" if command.words[:2] == ("roll", "check-agent") else command.program
 
 
 def exit_code(words: list[str]) -> int:

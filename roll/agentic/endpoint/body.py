@@ -15,7 +15,14 @@ from roll.agentic.endpoint.records import RequestRefused
 from roll.agentic.episode import Message
 
 _MOST_NAMES = 64
-_KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
+_KINDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class Body:
@@ -35,11 +42,11 @@ class Body:
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Refuse the request because of a field."""
-        path = self._where(name)
+        path = self.where(name)
         raise RequestRefused(f"`{path}` {why}", field=path)
 
     def take(self, name: str, *kinds: type) -> Any:
-        """Return a field of one of the kinds `str`, `int`, `bool`, `list` and `dict`; None if it was left out."""
+        """Return a field of one of the ``kinds``, which `_KINDS` has; None if it was left out."""
         self._taken.add(name)
         value = self._values.get(name)
         if value is not None and type(value) not in kinds:
@@ -63,6 +70,13 @@ class Body:
         value = self.take(name, int)
         if value is not None and value < 1:
             self.refuse(name, "must be at least 1")
+        return value
+
+    def number(self, name: str, least: float, most: float) -> float | None:
+        """Return a number within these bounds."""
+        value = self.take(name, float, int)
+        if value is not None and not least <= value <= most:
+            self.refuse(name, f"must be from {least:g} to {most:g}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -94,7 +108,7 @@ class Body:
     def has_no_effect(self, name: str) -> None:
         """Collect the name of a field that was read and changes nothing."""
         if len(self._without_effect) < _MOST_NAMES:
-            shown = re.sub(r"\[\d+\]", "", self._where(name))[:100]
+            shown = re.sub(r"\[\d+\]", "", self.where(name))[:100]
             self._without_effect["".join(filter(str.isprintable, shown))] = None  # it goes into a log
 
     def done(self) -> None:
@@ -157,11 +171,12 @@ class Body:
         self.has_no_effect("tool_choice")
         return True
 
-    def _where(self, name: str) -> str:
+    def where(self, name: str) -> str:
+        """Return the path of a field in the request."""
         return f"{self._path}.{name}" if self._path else name
 
     def _inside(self, value: Any, name: str) -> Body:
-        return Body(value, self._where(name), self._without_effect)
+        return Body(value, self.where(name), self._without_effect)
 
 
 def call(identifier: str, name: str, arguments: str | dict[str, Any] | None) -> Message:

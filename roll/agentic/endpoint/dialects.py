@@ -2,7 +2,7 @@
 
 `read` turns a request into a `ModelRequest`; what it cannot serve is refused with the field and what to do. `answer`
 and `events` write the policy's answer as the service of that language does, whole or as a stream, so that its clients
-take it for one. Sampling belongs to the run: a temperature is taken and changes nothing.
+take it for one. In training sampling belongs to the run: a temperature is taken and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Json = dict[str, Any]
 _USE_TOOLS = "describe functions under `tools`"
 _USE_PROMPT = "no form is forced on the policy, so ask for it in the prompt"
 _NOT_TRAINED = "leave it out, for the trainer would not know of it"
+_NOT_KNOWN = "leave it out, for sampling has a temperature, top_p and top_k only"
 _ONLY_SAMPLED = "leave it out, for only the sampled tokens have log-probabilities"
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which is no JSON."""
@@ -37,15 +38,16 @@ class Dialect(ABC):
     too_long: ClassVar[str] = "This model's maximum context length is exceeded"
     """The words of the service at which agents shorten their conversation."""
 
-    def __init__(self, decode: Decode, *, ignore_response_format: bool = False) -> None:
-        """``ignore_response_format``: take requests that ask for an answer of a given form, and do not force it."""
+    def __init__(self, decode: Decode, *, client_samples: bool = False) -> None:
+        """``client_samples``: true for a model that is served, where the client says how to sample."""
         self.decode = decode
-        self.ignore_response_format = ignore_response_format
+        self.client_samples = client_samples
 
     def read(self, value: Any) -> ModelRequest:
         """Return the request that the decoded JSON of a body makes. Raises `RequestRefused`, and nothing else."""
         body = Body(value)
-        fields = {"model": body.text("model"), "stream": body.flag("stream"), **self._read(body)}
+        sampling = _sampling(body) if self.client_samples else {}
+        fields = {"model": body.text("model"), "stream": body.flag("stream"), **sampling, **self._read(body)}
         body.done()
         return ModelRequest(**fields, without_effect=body.without_effect)
 
@@ -58,8 +60,13 @@ class Dialect(ABC):
         """Return the body of the answer."""
 
     @abstractmethod
-    def events(self, request: ModelRequest, answer: ModelAnswer) -> Iterator[str]:
-        """Yield the server-sent events that carry the answer; put together by a client, they are `answer`."""
+    def events(
+        self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
+    ) -> Iterator[str]:
+        """Yield the server-sent events that carry the answer; put together by a client, they are `answer`.
+
+        ``told``: what earlier events have carried of it; ``ended``: false if more thoughts or text will follow.
+        """
 
     def error(self, refused: RequestRefused) -> Json:
         """Return the body of an answer with the status of ``refused``."""
@@ -76,23 +83,24 @@ class Dialect(ABC):
         begin = f"{self.too_long}: " if refused.code == "context_length_exceeded" else ""
         return f"{begin}{refused}"
 
-    def _refuse_form(self, body: Body, name: str) -> None:
-        """Refuse an answer of a given form: it would have to be forced by masking the distribution."""
+    def _form(self, body: Body, name: str) -> str | None:
+        """Return the name of a field that asks for an answer of a given form; None if it does not. The form would have
+        to be forced by masking the distribution."""
         form = body.part(name)
         if form is None or form.take("type", str) == "text":
-            return
-        if not self.ignore_response_format:
-            body.refuse(name, f"is not served: {_USE_PROMPT}")
+            return None
         body.has_no_effect(name)
+        return body.where(name)
 
     def _refuse_other_sampling(self, body: Body) -> None:
         """Refuse what the trainer knows nothing of, and what would need several answers."""
         body.forbid("n", "ask once for each answer", 1)
-        body.forbid("logit_bias", _NOT_TRAINED, {})
+        remedy = _NOT_KNOWN if self.client_samples else _NOT_TRAINED
+        body.forbid("logit_bias", remedy, {})
         for name in ("frequency_penalty", "presence_penalty"):
-            body.forbid(name, _NOT_TRAINED, 0)
-        body.forbid("repetition_penalty", _NOT_TRAINED, 1)
-        body.forbid("allowed_token_ids", _NOT_TRAINED, [])
+            body.forbid(name, remedy, 0)
+        body.forbid("repetition_penalty", remedy, 1)
+        body.forbid("allowed_token_ids", remedy, [])
         for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
             body.forbid(name, _USE_PROMPT)
 
@@ -109,7 +117,6 @@ class Chat(Dialect):
 
     def _read(self, body: Body) -> dict[str, Any]:
         self._refuse_other_sampling(body)
-        self._refuse_form(body, "response_format")
         body.forbid("top_logprobs", _ONLY_SAMPLED, 0)
         body.forbid("functions", _USE_TOOLS, [])
         body.forbid("function_call", _USE_TOOLS, "none")
@@ -125,6 +132,7 @@ class Chat(Dialect):
         longest = [body.count(name) for name in ("max_completion_tokens", "max_tokens")]
         return {
             "messages": messages,
+            "form": self._form(body, "response_format"),
             "tools": tuple(map(_chat_tool, body.parts("tools"))),
             "may_call": body.may_call(),
             "max_tokens": longest[0] or longest[1],
@@ -144,7 +152,9 @@ class Chat(Dialect):
         whole = {**_head("chatcmpl", "chat.completion", request, answer), "choices": [choice], "usage": _usage(answer)}
         return {**whole, **_prompt_ids(request, answer)}
 
-    def events(self, request: ModelRequest, answer: ModelAnswer) -> Iterator[str]:
+    def events(
+        self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
+    ) -> Iterator[str]:
         head = _head("chatcmpl", "chat.completion.chunk", request, answer)
         if request.include_usage:
             head["usage"] = None
@@ -153,12 +163,16 @@ class Chat(Dialect):
             choice = {"delta": delta, **(end or {"index": 0, "logprobs": None, "finish_reason": None})}
             return event({**head, "choices": [choice], **more})
 
-        first = {"role": "assistant", "content": None if _content(answer) is None else ""}
-        yield chunk(first, **_prompt_ids(request, answer))
-        if answer.reasoning is not None:
-            yield chunk({"reasoning_content": answer.reasoning})
-        if answer.text:
-            yield chunk({"content": answer.text})
+        if told is None:
+            first = {"role": "assistant", "content": None if ended and _content(answer) is None else ""}
+            yield chunk(first, **_prompt_ids(request, answer))
+        thoughts, text = _news(answer, told)
+        if thoughts:
+            yield chunk({"reasoning_content": thoughts})
+        if text:
+            yield chunk({"content": text})
+        if not ended:
+            return
         for index, call in enumerate(answer.tool_calls):
             yield chunk({"tool_calls": [{"index": index, **_chat_call(call.id, call.name, "")}]})
             yield chunk({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
@@ -186,13 +200,13 @@ class Completions(Dialect):
 
     def _read(self, body: Body) -> dict[str, Any]:
         self._refuse_other_sampling(body)
-        self._refuse_form(body, "response_format")
         body.forbid("best_of", "ask once for each answer", 1)
         body.forbid("echo", "leave it out, and put the prompt before the answer", False)
         body.forbid("suffix", "leave it out, for the policy only continues a text", "")
         body.forbid("logprobs", "only the sampled tokens have log-probabilities, which 0 asks for", 0)
         return {
             "messages": (),
+            "form": self._form(body, "response_format"),
             "prompt": _prompt(body),
             "max_tokens": body.count("max_tokens") or 16,  # the default of the service
             "stop": body.texts("stop"),
@@ -205,10 +219,17 @@ class Completions(Dialect):
         head = _head("cmpl", "text_completion", request, answer)
         return {**head, "choices": [self._choice(request, answer)], "usage": _usage(answer)}
 
-    def events(self, request: ModelRequest, answer: ModelAnswer) -> Iterator[str]:
+    def events(
+        self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
+    ) -> Iterator[str]:
         head = _head("cmpl", "text_completion", request, answer)
         usage = {"usage": None} if request.include_usage else {}
-        yield event({**head, "choices": [self._choice(request, answer)], **usage})
+        _, text = _news(answer, told)
+        if not ended:
+            choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+            yield event({**head, "choices": [choice], **usage})
+            return
+        yield event({**head, "choices": [{**self._choice(request, answer), "text": text}], **usage})
         if request.include_usage:
             yield event({**head, "choices": [], "usage": _usage(answer)})
         yield event("[DONE]")
@@ -244,9 +265,32 @@ def event(data: Json | str, name: str | None = None) -> str:
     return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
 
 
+def rest(text: str | None, told: str | None) -> str:
+    """Return what is left of a text of which the beginning was told."""
+    text, told = text or "", told or ""
+    return text[len(told) :] if text.startswith(told) else text
+
+
+def _news(answer: ModelAnswer, told: ModelAnswer | None) -> tuple[str, str]:
+    """Return the thoughts and the text of an answer that were not told yet."""
+    if told is None:
+        return answer.reasoning or "", answer.text
+    return rest(answer.reasoning, told.reasoning), rest(answer.text, told.text)
+
+
 def model_name(request: ModelRequest) -> str:
     """Return the name of the model as the client knows it."""
     return request.model or "policy"
+
+
+def _sampling(body: Body) -> dict[str, Any]:
+    """Read how a client wants its answer sampled."""
+    top_k = body.number("top_k", -1, 2**31)  # -1 and 0: all
+    return {
+        "temperature": body.number("temperature", 0.0, 100.0),
+        "top_p": body.number("top_p", 1e-6, 1.0),
+        "top_k": None if top_k is None else max(0, int(top_k)),
+    }
 
 
 def _chat_message(item: Body) -> Message:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll.agentic.endpoint.body import Body, call
-from roll.agentic.endpoint.dialects import Dialect, Json, event, model_name
+from roll.agentic.endpoint.dialects import Dialect, Json, event, model_name, rest
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
 from roll.agentic.episode import Message
 
@@ -31,9 +31,9 @@ class Messages(Dialect):
 
     def _read(self, body: Body) -> dict[str, Any]:
         body.forbid("mcp_servers", "connect to the servers in the agent", [])
-        self._refuse_form(body, "output_format")
+        form = self._form(body, "output_format")
         if (output := body.part("output_config")) is not None:
-            self._refuse_form(output, "format")
+            form = self._form(output, "format") or form
             output.done()
         thoughts = False
         if (thinking := body.part("thinking")) is not None:
@@ -51,6 +51,7 @@ class Messages(Dialect):
             body.refuse("messages", "ends with the assistant, whose text cannot be given: end with the user")
         return {
             "messages": tuple(messages),
+            "form": form,
             "tools": tuple(map(_tool, body.parts("tools"))),
             "may_call": body.may_call(("auto",), ("any", "tool")),
             "max_tokens": body.count("max_tokens"),
@@ -62,29 +63,32 @@ class Messages(Dialect):
         reason, stop = self._stop(request, answer)
         return {**self._begun(request, answer), "content": _blocks(request, answer), **reason, **stop, **_usage(answer)}
 
-    def events(self, request: ModelRequest, answer: ModelAnswer) -> Iterator[str]:
-        def told(kind: str, **fields: Any) -> str:
+    def events(
+        self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
+    ) -> Iterator[str]:
+        def wrote(kind: str, **fields: Any) -> str:
             return event({"type": kind, **fields}, kind)
 
-        yield told("message_start", message=self._begun(request, answer))
-        for index, block in enumerate(_blocks(request, answer)):
-            if block["type"] == "text":
-                empty: Json = {"text": ""}
-                deltas: list[Json] = [{"type": "text_delta", "text": block["text"]}]
-            elif block["type"] == "thinking":
-                empty = {"thinking": "", "signature": ""}
-                deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
-                deltas.append({"type": "signature_delta", "signature": block["signature"]})
-            else:
-                empty = {"input": {}}
-                deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
-            yield told("content_block_start", index=index, content_block={**block, **empty})
-            for delta in deltas:
-                yield told("content_block_delta", index=index, delta=delta)
-            yield told("content_block_stop", index=index)
+        if told is None:
+            yield wrote("message_start", message=self._begun(request, answer))
+        before = [] if told is None else _blocks(request, told, ended=False)
+        blocks = _blocks(request, answer, ended=ended)
+        for index, block in enumerate(blocks):
+            known = before[index] if index < len(before) else None
+            if known is None:
+                yield wrote("content_block_start", index=index, content_block=_empty(block))
+            for delta in _deltas(block, known):
+                yield wrote("content_block_delta", index=index, delta=delta)
+            if index >= len(before) - 1 and (ended or index < len(blocks) - 1):  # an earlier one was ended before
+                if block["type"] == "thinking":
+                    signature = {"type": "signature_delta", "signature": block["signature"]}
+                    yield wrote("content_block_delta", index=index, delta=signature)
+                yield wrote("content_block_stop", index=index)
+        if not ended:
+            return
         reason, stop = self._stop(request, answer)
-        yield told("message_delta", delta={**reason, **stop}, **_usage(answer))
-        yield told("message_stop")
+        yield wrote("message_delta", delta={**reason, **stop}, **_usage(answer))
+        yield wrote("message_stop")
 
     def error(self, refused: RequestRefused) -> Json:
         kind = _ERRORS.get(refused.status, "invalid_request_error")
@@ -122,15 +126,31 @@ def _usage(answer: ModelAnswer) -> Json:
     return {"usage": {"input_tokens": len(answer.prompt_token_ids), "output_tokens": len(answer.token_ids)}}
 
 
-def _blocks(request: ModelRequest, answer: ModelAnswer) -> list[Json]:
+def _blocks(request: ModelRequest, answer: ModelAnswer, *, ended: bool = True) -> list[Json]:
     blocks: list[Json] = []
     if answer.reasoning is not None and request.thoughts:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-    if answer.text or not answer.tool_calls:
+    if answer.text or ended and not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.text})
     for each in answer.tool_calls:
         blocks.append({"type": "tool_use", "id": each.id, "name": each.name, "input": json.loads(each.arguments)})
     return blocks
+
+
+def _empty(block: Json) -> Json:
+    """Return a block as its stream begins."""
+    if block["type"] == "tool_use":
+        return {**block, "input": {}}
+    return {**block, "thinking": "", "signature": ""} if block["type"] == "thinking" else {**block, "text": ""}
+
+
+def _deltas(block: Json, told: Json | None) -> Iterator[Json]:
+    """Yield what a stream still has to tell of a block; a new one tells at least something."""
+    kind = block["type"]
+    if kind == "tool_use":
+        yield {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    elif (more := rest(block[kind], None if told is None else told.get(kind))) or told is None:
+        yield {"type": f"{kind}_delta", kind: more}
 
 
 def _system_texts(holder: Body, name: str) -> list[str]:

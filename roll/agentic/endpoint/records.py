@@ -49,6 +49,12 @@ class ModelRequest:
     """True if a stream ends with the numbers of tokens."""
     thoughts: bool = True
     """False if the client wants no thoughts in the answer."""
+    form: str | None = None
+    """Name of the field that asks for an answer of a given form; None if none does."""
+    temperature: float | None = None
+    """Of a model that is served; in training sampling belongs to the run, and this and the next two are None."""
+    top_p: float | None = None
+    top_k: int | None = None
     logprobs: bool = False
     return_token_ids: bool = False
     without_effect: tuple[str, ...] = ()

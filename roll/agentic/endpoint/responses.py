@@ -25,9 +25,9 @@ class Responses(Dialect):
             body.forbid(name, _WHOLE)
         body.forbid("background", "wait for the answer", False)
         body.forbid("top_logprobs", "use chat completions, which tell those of the sampled tokens", 0)
-        text = body.part("text")
-        if text is not None:
-            self._refuse_form(text, "format")
+        form = None
+        if (text := body.part("text")) is not None:
+            form = self._form(text, "format")
             text.done()
         if not body.flag("parallel_tool_calls", default=True):
             body.has_no_effect("parallel_tool_calls")
@@ -45,6 +45,7 @@ class Responses(Dialect):
                 item.done()
         return {
             "messages": tuple(messages),
+            "form": form,
             "tools": tuple(map(_tool, body.parts("tools"))),
             "may_call": body.may_call(),
             "max_tokens": body.count("max_output_tokens"),
@@ -67,36 +68,41 @@ class Responses(Dialect):
             },
         }
 
-    def events(self, request: ModelRequest, answer: ModelAnswer) -> Iterator[str]:
+    def events(
+        self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
+    ) -> Iterator[str]:
+        """Yield the events of the whole answer when it has ended, and nothing before: they are numbered."""
+        if not ended:
+            return
         numbers = count()
 
-        def told(kind: str, **fields: Any) -> str:
+        def wrote(kind: str, **fields: Any) -> str:
             return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
 
-        yield told("response.created", response=self._begun(request, answer))
-        yield told("response.in_progress", response=self._begun(request, answer))
+        yield wrote("response.created", response=self._begun(request, answer))
+        yield wrote("response.in_progress", response=self._begun(request, answer))
         whole = self.answer(request, answer)
         for index, item in enumerate(whole["output"]):
             at = {"output_index": index, "item_id": item["id"]}
             if item["type"] == "function_call":
                 begun = {**item, "arguments": "", "status": "in_progress"}
-                yield told("response.output_item.added", output_index=index, item=begun)
-                yield told("response.function_call_arguments.delta", **at, delta=item["arguments"])
+                yield wrote("response.output_item.added", output_index=index, item=begun)
+                yield wrote("response.function_call_arguments.delta", **at, delta=item["arguments"])
                 done = {"name": item["name"], "arguments": item["arguments"]}
-                yield told("response.function_call_arguments.done", **at, **done)
+                yield wrote("response.function_call_arguments.done", **at, **done)
             else:
                 (part,) = item["content"]
                 at["content_index"] = 0
                 kind = f"response.{part['type']}"
                 more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
                 begun = {**item, "content": [], "status": "in_progress"}
-                yield told("response.output_item.added", output_index=index, item=begun)
-                yield told("response.content_part.added", **at, part={**part, "text": ""})
-                yield told(f"{kind}.delta", **at, delta=part["text"], **more)
-                yield told(f"{kind}.done", **at, text=part["text"], **more)
-                yield told("response.content_part.done", **at, part=part)
-            yield told("response.output_item.done", output_index=index, item=item)
-        yield told(f"response.{whole['status']}", response=whole)
+                yield wrote("response.output_item.added", output_index=index, item=begun)
+                yield wrote("response.content_part.added", **at, part={**part, "text": ""})
+                yield wrote(f"{kind}.delta", **at, delta=part["text"], **more)
+                yield wrote(f"{kind}.done", **at, text=part["text"], **more)
+                yield wrote("response.content_part.done", **at, part=part)
+            yield wrote("response.output_item.done", output_index=index, item=item)
+        yield wrote(f"response.{whole['status']}", response=whole)
 
     def error_event(self, refused: RequestRefused) -> str:
         inside = self.error(refused)["error"]

@@ -4,6 +4,9 @@ Each episode has a path and a key; either names it, and both must agree. An answ
 sent. It is one answer for each request, however often a client repeats it: a repeated request joins the call that is
 running, or gets its answer again. A client that goes away stops nothing; it may come back for the answer. What nobody
 came for is left out of training.
+
+A finished model may stand in the place of episodes (`serve`). It needs neither path nor record, and an answer ends when
+its client goes away.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll.agentic.endpoint.dialects import Dialect, model_list
 from roll.agentic.endpoint.json_text import loaded
 from roll.agentic.endpoint.messages import Messages
-from roll.agentic.endpoint.records import ModelRequest, RequestRefused
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.served import ServedModel
 from roll.agentic.endpoint.session import EpisodeSession
 
 if TYPE_CHECKING:
@@ -56,6 +60,7 @@ class _Call:
     asked: str
     """Digest of what was asked."""
     task: asyncio.Task[_Answered]
+    stream: _Stream
     attempt: int = 0
     """The client's count of its repetitions, of the last one that joined."""
     readers: int = 0
@@ -69,6 +74,32 @@ class _Call:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
+class _Stream:
+    """The part of a stream that is written before its answer has ended."""
+
+    def __init__(self, dialect: Dialect, asked: ModelRequest) -> None:
+        self._dialect, self._asked = dialect, asked
+        self.body = b""
+        self._told: ModelAnswer | None = None
+        self.more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Is done when there is more, and then another one."""
+
+    def tell(self, answer: ModelAnswer) -> None:
+        """Write what is new of an answer that goes on."""
+        self._write(answer, ended=False)
+        self.more.set_result(None)
+        self.more = asyncio.get_running_loop().create_future()
+
+    def whole(self, answer: ModelAnswer) -> bytes:
+        """Return the whole stream."""
+        self._write(answer, ended=True)
+        return self.body
+
+    def _write(self, answer: ModelAnswer, *, ended: bool) -> None:
+        self.body += "".join(self._dialect.events(self._asked, answer, self._told, ended=ended)).encode()
+        self._told = answer
+
+
 @dataclass(frozen=True)
 class _Answered:
     answer_id: str
@@ -77,10 +108,11 @@ class _Answered:
 
 @dataclass(eq=False)
 class _Episode:
-    """An episode that may ask."""
+    """An episode that may ask, or a model that is served."""
 
-    session: EpisodeSession
+    session: EpisodeSession | ServedModel
     key: str
+    """Empty: none is needed."""
     calls: list[_Call] = field(default_factory=list)
     """In the order in which they came."""
 
@@ -122,11 +154,14 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
+        on_refusal: Callable[[RequestRefused], None] = lambda refused: None,
     ) -> None:
-        """``model``: the name in the list of models; requests may use any. ``port`` 0: any that is free."""
+        """``model``: the name in the list of models; requests may use any. ``port`` 0: any that is free.
+        ``on_refusal`` is called in the endpoint's thread with each request that is refused before it is answered."""
         self._dialects: Mapping[str, Dialect] = {dialect.path: dialect for dialect in dialects}
         self._model, self._host, self._port = model, host, port
         self._keep_alive_seconds = keep_alive_seconds
+        self._on_refusal = on_refusal
         self._created = int(time.time())
         self._episodes: dict[str, _Episode] = {}
         self._names: dict[str, str] = {}
@@ -173,6 +208,12 @@ class Endpoint:
         self._names[key] = name
         return f"{self.address}/e/{name}/v1", key
 
+    def serve(self, model: ServedModel, key: str = "") -> str:
+        """Let a model answer all requests that name no episode, and return its address, which ends with `/v1`. With a
+        ``key`` they must send it."""
+        self._episodes[""] = _Episode(model, key)
+        return f"{self.address}/v1"
+
     async def close(self, session: EpisodeSession) -> None:
         """End an episode: later requests get 409, and calls that are running are cancelled. The session does not change
         any more. Calling it twice is harmless."""
@@ -201,8 +242,8 @@ class Endpoint:
 
     async def _close(self, session: EpisodeSession) -> None:
         session.close()
-        # A list, since other threads open episodes meanwhile.
-        for name in [name for name, episode in list(self._episodes.items()) if episode.session is session]:
+        # Other threads open episodes meanwhile. A list of pairs is not made at once: memory for them may be collected.
+        for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
             episode = self._episodes.pop(name)
             self._names.pop(episode.key)
             self._ended[name] = episode.key
@@ -265,12 +306,15 @@ class Endpoint:
                 return _json(dialect.token_count(await episode.session.count_tokens(asked)))
             call = self._call(episode, dialect, asked, request, path, body)
         except RequestRefused as refused:
+            self._on_refusal(refused)
             return _refusal(refused, dialect)
         call.readers += 1
         try:
             response = await self._deliver(request, call, dialect, asked)
         finally:
             call.readers -= 1
+            if isinstance(episode.session, ServedModel) and not call.readers:
+                call.task.cancel()  # the client has gone away; of no effect on an answer that has ended
         return response
 
     def _call(
@@ -283,7 +327,8 @@ class Endpoint:
         key = hashlib.blake2b(f"{path}\n{given}\n".encode() + body, digest_size=16).hexdigest()
         call = episode.joined(key, attempt, bool(given))
         if call is None:
-            call = _Call(key, asyncio.ensure_future(_answered(episode.session, dialect, asked)))
+            stream = _Stream(dialect, asked)
+            call = _Call(key, asyncio.ensure_future(_answered(episode.session, dialect, asked, stream)), stream)
             call.task.add_done_callback(_seen)
             episode.keep(call)
         call.attempt = max(call.attempt, attempt)
@@ -292,21 +337,27 @@ class Endpoint:
     async def _deliver(
         self, request: web.Request, call: _Call, dialect: Dialect, asked: ModelRequest
     ) -> web.StreamResponse:
-        """Wait for the answer and send it. A stream is told now and then that there will be one."""
+        """Wait for the answer and send it. A stream gets what there is of it, and now and then a sign of life."""
         from aiohttp import web
 
         response: web.StreamResponse | None = None
-        while not (await asyncio.wait([call.task], timeout=self._keep_alive_seconds))[0]:
-            if not asked.stream:
+        sent, patience, first = 0, self._keep_alive_seconds, asyncio.FIRST_COMPLETED
+        while not call.task.done():
+            if not asked.stream or len(call.stream.body) == sent:
+                news: list[asyncio.Future[Any]] = [call.task, call.stream.more]
+                await asyncio.wait(news, timeout=patience, return_when=first)
+            if not asked.stream or call.task.done():
                 continue
             if response is None:
                 response = _stream()
                 await response.prepare(request)
-            await response.write(b": wait\n\n")
+            more = call.stream.body[sent:]
+            sent += len(more)
+            await response.write(more or b": wait\n\n")
         try:
             if call.task.cancelled():
                 raise self._cancelled()
-            body = call.task.result().body
+            body = call.task.result().body[sent:]
         except RequestRefused as refused:
             if response is None:
                 return _refusal(refused, dialect)
@@ -341,9 +392,10 @@ class Endpoint:
             name = self._names.get(keys[0], ended)
         episode = self._episodes.get(name or "")
         right = episode.key if episode is not None else self._ended.get(name or "")
-        if right is None or not keys or not all(hmac.compare_digest(key.encode(), right.encode()) for key in keys):
+        fits = keys and right and all(hmac.compare_digest(key.encode(), right.encode()) for key in keys)
+        if right != "" and not fits:
             raise RequestRefused(
-                "this is no key of this address: send the episode's key as `Authorization: Bearer` or `x-api-key`",
+                "this is no key of this address: send the right one as `Authorization: Bearer` or `x-api-key`",
                 status=401,
                 code="invalid_api_key",
             )
@@ -372,17 +424,22 @@ class Endpoint:
                 logger.info("agents send `%s`, which has no effect: sampling belongs to the run", name)
 
 
-async def _answered(session: EpisodeSession, dialect: Dialect, asked: ModelRequest) -> _Answered:
+async def _answered(
+    session: EpisodeSession | ServedModel, dialect: Dialect, asked: ModelRequest, stream: _Stream
+) -> _Answered:
     """Have a request answered and write the answer. It is recorded when this ends."""
     try:
-        answer = await session.respond(asked)
-        text = "".join(dialect.events(asked, answer)) if asked.stream else json.dumps(dialect.answer(asked, answer))
+        if isinstance(session, ServedModel):
+            answer = await session.respond(asked, stream.tell if asked.stream else None)
+        else:
+            answer = await session.respond(asked)
+        body = stream.whole(answer) if asked.stream else json.dumps(dialect.answer(asked, answer)).encode()
     except RequestRefused:
         raise
     except Exception as error:
         session.failure = session.failure or error
         raise RequestRefused(f"the endpoint failed: {error}", status=500, code="endpoint_failed") from error
-    return _Answered(answer.id, text.encode())
+    return _Answered(answer.id, body)
 
 
 async def _ended(episode: _Episode) -> None:

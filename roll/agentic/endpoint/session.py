@@ -19,12 +19,13 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused, ToolCall
-from roll.agentic.endpoint.tool_calls import Parser, call_id, split_thoughts
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.tool_calls import Parser
+from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_folded
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
 from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
 from roll.data.encoding import tokenise
@@ -33,7 +34,6 @@ from roll.data.records import Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Rendered = TypeVar("Rendered")
 COUNTS = (
     "cancelled",
     "new_samples/history",
@@ -46,6 +46,7 @@ COUNTS = (
 """What each episode reports, so that means over episodes count those in which it did not happen."""
 LONG_PROMPT = 2**18
 """Characters, or token ids. What is longer is made into tokens in a thread, since others wait meanwhile."""
+EarlierReasoning = Literal["keep", "template"]
 THOUGHT = "KeptThought{number}Qz"
 """A stand-in for a thought, to see if the chat template keeps it."""
 
@@ -58,11 +59,13 @@ class SessionSettings:
     """`max_steps` is the largest number of answers; `prompt_length` the longest prompt that begins a conversation."""
     parser: Parser
     """How tool calls are read, from `tool_calls.py`."""
-    reasoning: Literal["keep", "template"] = "keep"
+    earlier_reasoning: EarlierReasoning = "keep"
     """`keep`: what the policy thought in earlier turns stays in its context; `template`: as the template has it, which
     may begin a new sample with each turn of the user."""
     untrained_models: frozenset[str] = frozenset()
     """Names of models under which the policy answers without being trained on it."""
+    ignore_response_format: bool = False
+    """True if requests for an answer of a given form are answered, in whatever form the policy likes."""
 
 
 @dataclass(eq=False)
@@ -91,6 +94,8 @@ class _Turn:
     """The text of a prompt that was no conversation."""
     untrained: str | None = None
     """Cause for which the turn is not trained on."""
+    begun_for: str | None = None
+    """Cause for which it begins a sample, though an answer came before it in its messages."""
     out_of_room: bool = False
     """True if it was cut, or could not be continued, for the length of its context."""
     children: list[_Turn] = field(default_factory=list)
@@ -145,6 +150,7 @@ class EpisodeSession:
         self._decoder = decoder
         self._policy = policy
         self._settings = settings
+        self._reader = TurnReader(template, decoder, settings.parser)
         self._clock = clock
         self._home = asyncio.get_running_loop()
         self._turns: list[_Turn] = []
@@ -164,6 +170,9 @@ class EpisodeSession:
         """Sample the answer to a request and record it. Raises `RequestRefused`."""
         limits = self._settings.limits
         self._require_open()
+        if request.form is not None and not self._settings.ignore_response_format:
+            unforced = f"`{request.form}` is not served: no form is forced on the policy, so ask for it in the prompt"
+            raise RequestRefused(f"{unforced}, or set `ignore_response_format`", field=request.form)
         place = await self._found(request)
         self._require_open()
         prompt = place.token_ids
@@ -176,7 +185,15 @@ class EpisodeSession:
         number, self._sampled = self._sampled, self._sampled + 1
         prompt.flags.writeable = False
         sampled = await self._sample(prompt, number, longest, request.stop)
-        answer, message = self._read(request, number, prompt, sampled)
+        answer = self._reader.answer(
+            request,
+            prompt,
+            sampled,
+            answer_id=uuid.uuid4().hex,
+            created=int(self._clock()),
+            calls_id=str(number),  # a template may write the ids: they are the same whenever the episode is played
+        )
+        message = message_of(answer)
         turn = _Turn(
             number=number,
             parent=place.parent,
@@ -190,6 +207,7 @@ class EpisodeSession:
             answer_id=answer.id,
             text=answer.text,
             prompt=request.prompt if isinstance(request.prompt, str) else None,
+            begun_for=place.cause,
             untrained="other_model" if request.model in self._settings.untrained_models else None,
             out_of_room=sampled.finish_reason == "length"
             and len(prompt) + len(sampled.token_ids) >= limits.sequence_length,
@@ -294,11 +312,11 @@ class EpisodeSession:
         turn, place = found
         following = request.messages[place:]
         if not self._keeps_thoughts(turn, request):
-            return self._begin(_recorded(turn, request.messages), request, forms, "reasoning")
+            return self._begin(_recorded(turn, request.messages), request, forms, "template")
         assert turn.conversation is not None  # it is found by messages
         conversation, calls = turn.conversation.branch(), turn.message.get("tool_calls", ())
         try:
-            read = _with_system_folded(
+            read = with_system_folded(
                 lambda messages: conversation.glue(turn.sampled.token_ids, messages, calls), following, begins=False
             )
         except TemplateRefused:
@@ -308,12 +326,7 @@ class EpisodeSession:
     def _begin(
         self, messages: Sequence[Message], request: ModelRequest, forms: tuple[str, ...], cause: str | None
     ) -> _Place:
-        try:
-            conversation = _with_system_folded(
-                lambda messages: self._template.begin(messages, request.tools), messages, begins=True
-            )
-        except TemplateRefused as refused:
-            raise RequestRefused(str(refused), field="messages", code="template_refused") from refused
+        conversation = self._reader.begun(messages, request)
         return _Place(None, forms, conversation.prompt_token_ids, conversation, cause)
 
     def _deepest(self, request: ModelRequest, forms: tuple[str, ...], tools: str | None) -> tuple[_Turn, int] | None:
@@ -338,7 +351,7 @@ class EpisodeSession:
     def _keeps_thoughts(self, turn: _Turn, request: ModelRequest) -> bool:
         """Return False if the template leaves out an earlier thought that the policy's context has."""
         template = self._template
-        if self._settings.reasoning == "keep" or not isinstance(template, ChatTurns):
+        if self._settings.earlier_reasoning == "keep" or not isinstance(template, ChatTurns):
             return True
         words: list[str] = []
 
@@ -369,14 +382,11 @@ class EpisodeSession:
             is_begun = prompt.startswith(before) if isinstance(prompt, str) else list(prompt[:size]) == before
             if is_begun and len(prompt) > size and (found is None or size >= found[0]):
                 found = size, turn
-        new = prompt if found is None else prompt[found[0] :]
-        if not isinstance(new, str) and max(new) >= len(self._decoder):
-            beyond = f"the prompt holds token {max(new)}, and the vocabulary ends before {len(self._decoder)}"
-            raise RequestRefused(beyond, field="prompt")
         if found is None:
-            ids = self._decoder(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            return _Place(None, (), np.asarray(ids, dtype=np.int32), None, None)
-        turn, rest = found[1], new
+            return _Place(None, (), self._reader.encoded(prompt), None, None)
+        turn, rest = found[1], prompt[found[0] :]
+        if not isinstance(rest, str):
+            self._reader.require_known(rest)
         read = tokenise([rest], self._decoder)[0] if isinstance(rest, str) else np.array(rest, dtype=np.int32)
         sampled = turn.sampled.token_ids
         if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
@@ -429,44 +439,6 @@ class EpisodeSession:
             status = 409 if self.closed else 503
             raise RequestRefused("the answer was stopped before its end; ask again", status=status, code=cause)
         return sampled
-
-    def _read(
-        self, request: ModelRequest, number: int, prompt: np.ndarray, sampled: SampledTurn
-    ) -> tuple[ModelAnswer, Message]:
-        """Return the answer for the client, and for the chat template."""
-        special = self._template.special_ids
-        ids = sampled.token_ids.tolist()
-        if ids and sampled.finish_reason == "stop" and ids[-1] in special:
-            ids.pop()
-        text = self._decoder.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
-        if ends and sampled.finish_reason == "stop":
-            text = text[: min(ends)]
-        reasoning: str | None = None
-        calls: tuple[tuple[str, str], ...] = ()
-        if request.prompt is None:
-            begun = isinstance(self._template, ChatTurns) and bool(self._template.opening)
-            reasoning, text = split_thoughts(text, begun=begun)
-            if request.may_call:
-                text, calls = self._settings.parser(text, request.tools)
-        for token in self._template.special_tokens:
-            text = text.replace(token, "")
-        # A template may write the ids: they are the same whenever the episode is played again.
-        tool_calls = tuple(
-            ToolCall(name, arguments, call_id(str(number), index)) for index, (name, arguments) in enumerate(calls)
-        )
-        answer = ModelAnswer(
-            id=uuid.uuid4().hex,
-            created=int(self._clock()),
-            text=text,
-            finish_reason="tool_calls" if tool_calls else "length" if sampled.finish_reason == "length" else "stop",
-            prompt_token_ids=prompt,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            reasoning=reasoning,
-            tool_calls=tool_calls,
-        )
-        return answer, _message(answer)
 
     # Samples.
 
@@ -553,19 +525,6 @@ def _answer_forms(message: Message, stop: Sequence[str]) -> frozenset[str]:
     return frozenset(_form({**message, "content": text + end}) for end in ("", *stop))
 
 
-def _message(answer: ModelAnswer) -> Message:
-    """Return an answer as a chat template takes it."""
-    message: Message = {"role": "assistant", "content": answer.text}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call.arguments)}}
-            for call in answer.tool_calls
-        ]
-    return message
-
-
 def _recorded(turn: _Turn, messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the answers up to this turn as they were given, with thoughts that clients leave out."""
     restored, place = list(messages), -1
@@ -573,25 +532,3 @@ def _recorded(turn: _Turn, messages: Sequence[Message]) -> list[Message]:
         place += len(each.asked) + 1
         restored[place] = each.message
     return restored
-
-
-def _with_system_folded(
-    render: Callable[[Sequence[Message]], Rendered], messages: Sequence[Message], *, begins: bool
-) -> Rendered:
-    """Render messages; where the template refuses, once more with later system messages as words of the user.
-
-    ``begins``: true if a conversation begins with these messages.
-    """
-    try:
-        return render(messages)
-    except TemplateRefused:
-        first = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
-        head = first if begins else 0
-        folded = [*messages[:head], *(_as_user(message) for message in messages[head:])]
-        if folded == list(messages):
-            raise
-        return render(folded)
-
-
-def _as_user(message: Message) -> Message:
-    return {**message, "role": "user"} if message["role"] == "system" else message

@@ -91,6 +91,7 @@ def _none(text: str, tools: Tools) -> _Found:
     return text, ()
 
 
+HERMES_BEGIN = "<tool_call>"
 _HERMES_CALL = re.compile(r"<tool_call>(?:(.*?)</tool_call>|(.*))", re.DOTALL)
 
 
@@ -98,7 +99,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(?:(.*?)</tool_call>|(.*))", re.DOTALL)
 def _hermes(text: str, tools: Tools) -> _Found:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last end may be missing."""
     calls = [json.loads(match[1] or match[2] or "") for match in _HERMES_CALL.finditer(text)]
-    return text.partition("<tool_call>")[0], [(call["name"], _dumped(call["arguments"])) for call in calls]
+    return text.partition(HERMES_BEGIN)[0], [(call["name"], _dumped(call["arguments"])) for call in calls]
 
 
 _DECODER = json.JSONDecoder()

@@ -22,6 +22,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
+from roll.agentic.endpoint.session import EarlierReasoning
 from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.library.programs import guarded
 from roll.configs.errors import nearest_name_hint
@@ -61,13 +62,18 @@ class AgentEnv(TextGame):
         folder: str | None = None,
         verifier: str | None = None,
         tool_parser: str | None = None,
+        earlier_reasoning: EarlierReasoning = "keep",
+        untrained_models: list[str] | None = None,
+        ignore_response_format: bool = False,
         render_mode: str | None = "ansi",
     ) -> None:
         """Look up what the options name.
 
         ``tasks`` is a file of JSON objects, one a line, of which the seed chooses one; without it the task is
-        ``{"seed": seed}``. ``folder``: the command's working folder. ``tool_parser``: the form in which the model
-        writes tool calls, for the endpoint; by default that of the chat template. Raises `BadOption`.
+        ``{"seed": seed}``. ``folder``: the command's working folder. The other options are those of the endpoint.
+        ``tool_parser``: the form in which the model writes tool calls; by default that of the chat template.
+        ``earlier_reasoning``, ``untrained_models``, ``ignore_response_format``: see `SessionSettings`. Raises
+        `BadOption`.
         """
         super().__init__(render_mode)
         if (run is None) == (command is None):

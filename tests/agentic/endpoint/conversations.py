@@ -195,7 +195,8 @@ def limits(**changes: Any) -> ManagerSettings:
 
 def session_of(policy, name: str = "hermes", *, parser: str = "hermes", **settings: Any) -> EpisodeSession:
     """A session; must be made in a loop. ``settings``: limits, or fields of the session's own settings."""
-    own = {key: settings.pop(key) for key in ("reasoning", "untrained_models") if key in settings}
+    names = ("earlier_reasoning", "untrained_models", "ignore_response_format")
+    own = {key: settings.pop(key) for key in names if key in settings}
     tokenizer = tokenizer_of(name)
     made = SessionSettings(limits(**settings), PARSERS[parser], **own)
     return EpisodeSession(ChatTurns(tokenizer), tokenizer, policy, made)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -86,11 +87,29 @@ def answers(draw: Any) -> ModelAnswer:
     )
 
 
+CUTS = st.lists(st.floats(0, 1), max_size=4).map(sorted)
+"""Shares of an answer at which a stream tells it in pieces."""
+
+
+def told(dialect: Dialect, request: ModelRequest, answer: ModelAnswer, cuts: Sequence[float] = ()) -> Iterator[str]:
+    """The events of an answer that is told in pieces, as those of a served model are."""
+    thoughts = answer.reasoning or ""
+    before = None
+    for cut in cuts:
+        size = round(cut * len(thoughts + answer.text))
+        text = answer.text[: max(0, size - len(thoughts))]
+        part = replace(answer, reasoning=thoughts[:size] or None, text=text, finish_reason="stop", tool_calls=())
+        yield from dialect.events(request, part, before, ended=False)
+        before = part
+    yield from dialect.events(request, answer, before)
+
+
 class Service:
     """The transport of real clients, in place of the network: reads each request and gives the same answer."""
 
     def __init__(self, answer: ModelAnswer) -> None:
         self.answer = answer
+        self.cuts: Sequence[float] = ()
         self.requests: list[ModelRequest] = []
         self.openai = openai_client(self.respond)
         self.anthropic = anthropic_client(self.respond)
@@ -102,7 +121,7 @@ class Service:
         except RequestRefused as refused:
             return refused.status, "application/json", json.dumps(dialect.error(refused))
         if self.requests[-1].stream:
-            events = "".join(dialect.events(self.requests[-1], self.answer))
+            events = "".join(told(dialect, self.requests[-1], self.answer, self.cuts))
             return 200, "text/event-stream", ": wait\n\n" + events
         return 200, "application/json", json.dumps(dialect.answer(self.requests[-1], self.answer))
 
@@ -159,12 +178,12 @@ FLAGS = st.fixed_dictionaries(
 )
 
 
-@given(answer=answers(), flags=FLAGS)
-def test_a_stream_of_chat_completions_adds_up_to_the_whole(answer, flags):
+@given(answer=answers(), flags=FLAGS, cuts=CUTS)
+def test_a_stream_of_chat_completions_adds_up_to_the_whole(answer, flags, cuts):
     request = ModelRequest(messages=(USER,), model="m", **flags)
     whole = ChatCompletion.model_validate(DIALECTS["chat/completions"].answer(request, answer))
     state = ChatCompletionStreamState()
-    for data in payloads(DIALECTS["chat/completions"].events(request, answer)):
+    for data in payloads(told(DIALECTS["chat/completions"], request, answer, cuts)):
         state.handle_chunk(ChatCompletionChunk.model_validate(data))
     built = ChatCompletion.model_validate(state.current_completion_snapshot.model_dump(warnings=False))
     if not flags["include_usage"]:
@@ -175,13 +194,14 @@ def test_a_stream_of_chat_completions_adds_up_to_the_whole(answer, flags):
             call.pop("index", None)
             call["function"].pop("parsed_arguments", None)
         made["choices"][0]["message"].pop("parsed", None)
+        made["choices"][0]["message"].setdefault("content", "")  # a stream that has begun cannot say that there is none
         made.pop("prompt_token_ids", None)
         made["choices"][0].pop("token_ids", None)
     assert left == right | {"object": left["object"]}
 
 
-@given(answer=answers(), flags=FLAGS)
-def test_a_stream_of_completions_adds_up_to_the_whole(answer, flags):
+@given(answer=answers(), flags=FLAGS, cuts=CUTS)
+def test_a_stream_of_completions_adds_up_to_the_whole(answer, flags, cuts):
     if answer.finish_reason == "tool_calls":
         return
     request = ModelRequest(messages=(), prompt="hi", model="m", **flags)
@@ -192,6 +212,9 @@ def test_a_stream_of_completions_adds_up_to_the_whole(answer, flags):
     assert len(chunks) == 1 + flags["include_usage"]
     if flags["include_usage"]:
         assert chunks[1].usage == whole.usage and not chunks[1].choices
+    choices = [data["choices"][0] for data in payloads(told(dialect, request, answer, cuts)) if data["choices"]]
+    assert "".join(choice["text"] for choice in choices) == answer.text
+    assert [choice["finish_reason"] for choice in choices] == [*([None] * len(cuts)), answer.finish_reason]
 
 
 @given(answer=answers())
@@ -215,13 +238,13 @@ def test_a_stream_of_responses_adds_up_to_the_whole(answer):
         assert stream.get_final_response().output_text == (answer.text if whole.output_text else "")
 
 
-@given(answer=answers(), thoughts=st.booleans())
-def test_a_stream_of_messages_adds_up_to_the_whole(answer, thoughts):
-    SERVICE.answer = answer
+@given(answer=answers(), thoughts=st.booleans(), cuts=CUTS)
+def test_a_stream_of_messages_adds_up_to_the_whole(answer, thoughts, cuts):
+    SERVICE.answer, SERVICE.cuts = answer, cuts
     request = ModelRequest(messages=(USER,), model="m", thoughts=thoughts)
     dialect = DIALECTS["messages"]
     whole = AnthropicMessage.model_validate(dialect.answer(request, answer))
-    for data in payloads(dialect.events(request, answer)):
+    for data in payloads(told(dialect, request, answer, cuts)):
         MESSAGE_EVENT.validate_python(data)
     thinking: Any = {"type": "enabled", "budget_tokens": 1024} if thoughts else {"type": "disabled"}
     asked = {"model": "m", "max_tokens": 9, "messages": [USER], "thinking": thinking}
@@ -760,7 +783,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", {"logit_bias": {"3": 1}}, "logit_bias", "trainer"),
         ("chat/completions", {"presence_penalty": 0.1}, "presence_penalty", "trainer"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "sampled"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "in the prompt"),
         ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
         ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "functions"),
         ("chat/completions", {"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "missing"),
@@ -812,7 +834,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("completions", {"prompt": [2**31]}, "prompt", "token ids"),
         ("responses", {"prompt": {"id": "p"}}, "prompt", "whole conversation"),
         ("responses", {"top_logprobs": 1}, "top_logprobs", "chat completions"),
-        ("messages", {"output_format": {"type": "json_schema"}}, "output_format", "in the prompt"),
         ("completions", {"prompt": ["a", "b"]}, "prompt", "several"),
         ("completions", {"prompt": [[1], [2]]}, "prompt", "several"),
         ("completions", {"prompt": [1, -2]}, "prompt", "token ids"),
@@ -827,7 +848,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "whole conversation"),
         ("responses", {"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
-        ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "in the prompt"),
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -843,12 +863,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             "ends with the assistant",
         ),
         ("messages", {"messages": []}, "messages", "missing"),
-        (
-            "messages",
-            {"output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format",
-            "in the prompt",
-        ),
     ],
 )
 def test_what_is_refused_names_the_field_and_a_remedy(path, fields, field, words):
@@ -862,12 +876,16 @@ def test_what_is_refused_names_the_field_and_a_remedy(path, fields, field, words
     [
         (Chat, {"response_format": {"type": "json_object"}}, "response_format"),
         (Responses, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (Completions, {"response_format": {"type": "json_object"}}, "response_format"),
         (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (Messages, {"output_format": {"type": "json_schema"}}, "output_format"),
     ],
 )
-def test_a_setting_lets_formats_of_answers_pass(kind, fields, name):
-    request = kind(decode, ignore_response_format=True).read({**LEAST[kind.path], **fields})
-    assert request.without_effect == (name,)
+def test_a_form_of_the_answer_is_told_with_its_field(kind, fields, name):
+    """Whether it is refused is for the session to say (`test_session.py`, `test_served.py`)."""
+    request = kind(decode).read({**LEAST[kind.path], **fields})
+    assert request.form == name and request.without_effect == (name,)
+    assert kind(decode).read(LEAST[kind.path]).form is None
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_thoughts_of_earlier_turns_are_kept_or_left_to_the_template(reasoning):
     async def main():
         name = "drops_thoughts"
         policy = scripted("<think>deep</think>one", "two", name=name)
-        session = session_of(policy, name, reasoning=reasoning)
+        session = session_of(policy, name, earlier_reasoning=reasoning)
         client = Client(session, name)
         answer = await client.ask([user("count")])
         assert answer["content"] == "one" and answer["reasoning_content"] == "deep"
@@ -228,7 +228,7 @@ def test_thoughts_of_earlier_turns_are_kept_or_left_to_the_template(reasoning):
         samples = check_samples(session, policy)
         assert ("deep" in decode(policy.calls[1].prompt)) is (reasoning == "keep")
         assert len(samples) == (1 if reasoning == "keep" else 2)
-        assert session.metrics().get("new_samples/reasoning", 0) == (reasoning == "template")
+        assert session.metrics()["new_samples/template"] == (reasoning == "template")
 
     asyncio.run(main())
 
@@ -239,7 +239,7 @@ def test_thoughts_that_the_template_keeps_do_not_cut():
     async def main():
         name = "drops_thoughts"
         policy = scripted("<think>deep</think>one", "two", name=name)
-        session = session_of(policy, name, reasoning="template")
+        session = session_of(policy, name, earlier_reasoning="template")
         client = Client(session, name)
         await client.ask([user("count")])
         await client.ask([user("count"), {"role": "assistant", "content": "one"}, {"role": "tool", "content": "3"}])
@@ -291,6 +291,21 @@ def test_a_prompt_beyond_the_room_is_refused_and_an_answer_is_cut_to_it():
             assert refused.value.status == 400 and refused.value.code == "context_length_exceeded"
         (sample,) = check_samples(session, policy)
         assert len(sample.token_ids) == 60 and sample.finish_reason == "length"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_form_of_the_answer_is_refused_unless_it_may_be_ignored(ignored):
+    async def main():
+        session = session_of(scripted("one"), ignore_response_format=ignored)
+        form = {"response_format": {"type": "json_object"}}
+        if ignored:
+            assert (await Client(session).ask([user("count")], **form))["content"] == "one"
+            return
+        with pytest.raises(RequestRefused, match="in the prompt.*`ignore_response_format`") as refused:
+            await Client(session).ask([user("count")], **form)
+        assert (refused.value.field, refused.value.status) == ("response_format", 400)
 
     asyncio.run(main())
 
@@ -412,7 +427,7 @@ def test_whatever_an_agent_asks_no_sampled_token_is_lost_or_trained_on_twice(pla
 
     async def main():
         policy = RecordingPolicy(lambda turn, _: answers[turn], aborted=frozenset(aborted))
-        session = session_of(policy, name, reasoning=reasoning, untrained_models=frozenset({"other"}))
+        session = session_of(policy, name, earlier_reasoning=reasoning, untrained_models=frozenset({"other"}))
         client = Client(session, name)
         asked: list[tuple[list, dict]] = []
 

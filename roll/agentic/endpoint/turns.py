@@ -1,0 +1,169 @@
+"""The way of one turn: from what a client asks to the tokens of a prompt, and from sampled tokens to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from roll.agentic.endpoint.json_text import loaded
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused, ToolCall
+from roll.agentic.endpoint.tool_calls import (
+    HERMES_BEGIN,
+    PARSERS,
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    Parser,
+    call_id,
+    split_thoughts,
+)
+from roll.agentic.episode import Message, SampledTurn
+from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Rendered = TypeVar("Rendered")
+_UNFINISHED = "\ufffd"
+"""What a decoder writes for a character of which tokens are missing."""
+
+
+@dataclass(frozen=True)
+class TurnReader:
+    """A model's template, tokenizer and form of tool calls."""
+
+    template: TurnTemplate
+    decoder: PreTrainedTokenizerBase
+    parser: Parser
+
+    def begun(self, messages: Sequence[Message], request: ModelRequest) -> Conversation:
+        """Return a conversation that begins with these messages. Raises `RequestRefused`."""
+        try:
+            return with_system_folded(
+                lambda messages: self.template.begin(messages, request.tools), messages, begins=True
+            )
+        except TemplateRefused as refused:
+            raise RequestRefused(str(refused), field="messages", code="template_refused") from refused
+
+    def require_known(self, token_ids: Sequence[int]) -> None:
+        """Refuse token ids beyond the vocabulary."""
+        if max(token_ids) >= len(self.decoder):
+            beyond = f"the prompt holds token {max(token_ids)}, and the vocabulary ends before {len(self.decoder)}"
+            raise RequestRefused(beyond, field="prompt")
+
+    def encoded(self, prompt: str | tuple[int, ...]) -> np.ndarray:
+        """Return the token ids, int32, of a prompt that is no conversation. Raises `RequestRefused`."""
+        if not isinstance(prompt, str):
+            self.require_known(prompt)
+        return np.asarray(self.decoder(prompt)["input_ids"] if isinstance(prompt, str) else prompt, dtype=np.int32)
+
+    def answer(
+        self,
+        request: ModelRequest,
+        prompt: np.ndarray,
+        sampled: SampledTurn,
+        *,
+        answer_id: str,
+        created: int,
+        calls_id: str,
+    ) -> ModelAnswer:
+        """Return the answer that the sampled tokens are. ``calls_id``: what the ids of its tool calls are made of."""
+        special = self.template.special_ids
+        ids = sampled.token_ids.tolist()
+        if ids and sampled.finish_reason == "stop" and ids[-1] in special:
+            ids.pop()
+        text = self.decoder.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
+        if ends and sampled.finish_reason == "stop":
+            text = text[: min(ends)]
+        reasoning: str | None = None
+        calls: tuple[tuple[str, str], ...] = ()
+        if request.prompt is None:
+            begun = isinstance(self.template, ChatTurns) and bool(self.template.opening)
+            reasoning, text = split_thoughts(text, begun=begun)
+            if request.may_call:
+                text, calls = self.parser(text, request.tools)
+        for token in self.template.special_tokens:
+            text = text.replace(token, "")
+        tool_calls = tuple(
+            ToolCall(name, arguments, call_id(calls_id, index)) for index, (name, arguments) in enumerate(calls)
+        )
+        return ModelAnswer(
+            id=answer_id,
+            created=created,
+            text=text,
+            finish_reason="tool_calls" if tool_calls else "length" if sampled.finish_reason == "length" else "stop",
+            prompt_token_ids=prompt,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+        )
+
+    def begun_answer(
+        self, request: ModelRequest, prompt: np.ndarray, token_ids: Sequence[int], *, answer_id: str, created: int
+    ) -> ModelAnswer:
+        """Return what is certain of an answer that is still sampled: the beginnings of its thoughts and of its text.
+
+        Where a tool can be called, text may still turn out to be a call; only of Hermes' form it is known where.
+        """
+        ids = np.array(token_ids, dtype=np.int32)
+        nothing = np.zeros(len(ids), dtype=np.float32)
+        sampled = SampledTurn(ids, nothing, ids, "length")
+        words = replace(request, may_call=False)
+        found = self.answer(words, prompt, sampled, answer_id=answer_id, created=created, calls_id="")
+        marks = (*request.stop, THOUGHT_BEGIN, THOUGHT_END, HERMES_BEGIN, *self.template.special_tokens)
+        text = _certain(found.text, request.stop, marks)
+        if request.tools and request.may_call and self.parser is not PARSERS["none"]:
+            text = text.partition(HERMES_BEGIN)[0] if self.parser is PARSERS["hermes"] else ""
+        return replace(found, text=text, reasoning=_certain(found.reasoning or "", request.stop, marks) or None)
+
+
+def _certain(text: str, stops: Sequence[str], marks: Sequence[str]) -> str:
+    """Return the part of a text that stays, whatever follows: without its end if that may be half of a character, or
+    the beginning of a mark."""
+    text = text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    text = text.rstrip(_UNFINISHED)
+    longest = max(map(len, marks))
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            text = text[:-size]
+            break
+    return text if text.strip() else ""
+
+
+def message_of(answer: ModelAnswer) -> Message:
+    """Return an answer as a chat template takes it."""
+    message: Message = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": loaded(call.arguments)}}
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def with_system_folded(
+    render: Callable[[Sequence[Message]], Rendered], messages: Sequence[Message], *, begins: bool
+) -> Rendered:
+    """Render messages; where the template refuses, once more with later system messages as words of the user.
+
+    ``begins``: true if a conversation begins with these messages.
+    """
+    try:
+        return render(messages)
+    except TemplateRefused:
+        first = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        head = first if begins else 0
+        folded = [*messages[:head], *(_as_user(message) for message in messages[head:])]
+        if folded == list(messages):
+            raise
+        return render(folded)
+
+
+def _as_user(message: Message) -> dict[str, Any]:
+    return {**message, "role": "user"} if message["role"] == "system" else message

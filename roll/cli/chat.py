@@ -1,0 +1,164 @@
+"""`roll chat MODEL`: a conversation with a finished model, or with one that is served elsewhere, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from roll.cli.serve import BAD_OPTIONS, ENDED, FAILED, add_model_options, served_here, started
+from roll.configs.errors import ConfigError
+from roll.configs.plugins import problem
+from roll.tracking.files import say
+
+_EPILOG = """\
+examples:
+  roll chat output/quickstart/latest --temperature 0
+  roll chat output/agent/latest --system "Answer in one word."
+  roll chat --url http://127.0.0.1:8000
+  echo "What is 2 + 2?" | roll chat output/quickstart/latest
+
+/reset begins again, /quit ends, and so does the end of the input. Ctrl-C stops an answer.
+exit codes: 0 it was ended; 2 there is no such model, or it cannot be loaded; 1 the model did not answer.
+"""
+
+
+class NoAnswer(Exception):
+    """The server refused a request, or cannot be reached. Its text says why."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Lead a conversation; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="roll chat",
+        description="Talk to a finished model in a terminal.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="as for `roll serve`; without it give `--url`")
+    parser.add_argument("--url", help="address of a model that is served, which then needs no other option than a key")
+    parser.add_argument("--api-key", default="none", help="key of the model at `--url`")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_model_options(parser)
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        with _address(options) as url:
+            return _converse(Client(url, options.api_key), options.system)
+    except ConfigError as error:
+        say("\n\n".join(map(str, error.problems)), error=True)
+        return BAD_OPTIONS
+    except NoAnswer as error:
+        say(str(error), error=True)
+        return FAILED
+    except KeyboardInterrupt:
+        return ENDED
+
+
+class Client:
+    """A client of chat completions."""
+
+    def __init__(self, url: str, key: str) -> None:
+        """``url`` ends with `/v1`. Raises `NoAnswer` if no model is served there."""
+        self._url, self._key = url, key
+        # Nothing between here and a server on this machine.
+        proxies: dict[str, str] | None = {} if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else None
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+        with self._opened("models") as response:
+            self.model = str(json.load(response)["data"][0]["id"])
+
+    def answer(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+        """Yield the pieces of an answer with their kind, `reasoning_content` or `content`, as they come. Raises
+        `NoAnswer`."""
+        with self._opened("chat/completions", {"model": self.model, "messages": messages, "stream": True}) as lines:
+            for line in lines:
+                name, _, data = line.decode().strip().partition(": ")
+                if name != "data" or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise NoAnswer(event["error"]["message"])
+                for choice in event["choices"]:
+                    for kind in ("reasoning_content", "content"):
+                        if piece := choice["delta"].get(kind):
+                            yield kind, piece
+
+    @contextmanager
+    def _opened(self, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self._opener.open(urllib.request.Request(f"{self._url}/{path}", data, headers)) as response:
+                yield response
+        except urllib.error.HTTPError as refused:
+            text = refused.read().decode(errors="replace")
+            try:
+                message = json.loads(text)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = f"{refused.code} {refused.reason}: {text[:200]}"
+            raise NoAnswer(str(message)) from refused
+        except (OSError, ValueError) as error:
+            raise NoAnswer(f"no model answers at {self._url}: {error}") from error
+
+
+@contextmanager
+def _address(options: argparse.Namespace) -> Iterator[str]:
+    """Give the address of the model; one that is loaded here is served to nobody else."""
+    if (options.url is None) == (options.model is None):
+        raise problem("MODEL", "a conversation is with one model", "name its folder, or where it is served (`--url`)")
+    if options.url is not None:
+        yield f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
+        return
+    with started(served_here(options)) as served:
+        yield served.address
+
+
+def _converse(client: Client, system: str | None) -> int:
+    """Talk until the end of the input; return the exit code."""
+    begun = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[dict[str, Any]] = [*begun]
+    is_terminal = sys.stdin.isatty()
+    say(f"talking to {client.model}; /reset begins again, /quit ends")
+    while True:
+        try:
+            text = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return ENDED
+        if text == "/quit":
+            return ENDED
+        if text == "/reset":
+            messages = [*begun]
+            say("begun again")
+        elif text:
+            said = _said(client, [*messages, {"role": "user", "content": text}], is_terminal)
+            if said is not None:
+                messages += [{"role": "user", "content": text}, said]
+
+
+def _said(client: Client, messages: list[dict[str, Any]], is_terminal: bool) -> dict[str, Any] | None:
+    """Print an answer as it comes, and return its message; None if there is none, which has no place in the history.
+
+    Raises `NoAnswer` where nobody is there to be told.
+    """
+    parts = {"reasoning_content": "", "content": ""}
+    try:
+        for kind, piece in client.answer(messages):
+            if kind == "content" and parts["reasoning_content"] and not parts["content"]:
+                print("\n---", flush=True)
+            parts[kind] += piece
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        say("\nstopped")
+        return None
+    except NoAnswer as error:
+        if not is_terminal:
+            raise
+        say(f"{error}\n/reset begins again", error=True)
+        return None
+    print(flush=True)
+    return {"role": "assistant", **{kind: text for kind, text in parts.items() if text or kind == "content"}}

@@ -1,0 +1,168 @@
+"""A model in this process, without a cluster: an engine, its tokenizer, and the endpoint at which it is served."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gc
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+from uuid import uuid4
+
+import numpy as np
+
+from roll.agentic.agents import DIALECTS
+from roll.agentic.endpoint.served import ServedModel, ServedSampling
+from roll.agentic.endpoint.server import Endpoint
+from roll.agentic.endpoint.turns import TurnReader
+from roll.agentic.episode import SampledTurn
+from roll.configs.plugins import problem
+from roll.engines.base import EngineFailed, GenerateRequest, InferStrategy, SamplingParams, TokenChunk
+from roll.engines.worker import EngineSpec
+
+STOP_SECONDS = 60.0
+"""Longest wait for an engine to end."""
+LEAST_TEMPERATURE = 0.01
+"""Below it the most likely token is taken; engines refuse to divide by less."""
+
+
+@asynccontextmanager
+async def running_engine(spec: EngineSpec, device: Literal["cpu", "cuda"], path: str) -> AsyncIterator[InferStrategy]:
+    """Run an engine in this process. Raises `ConfigError` at ``path`` if it cannot be started."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    atexit.unregister(gc.freeze)  # Triton would name each object that is left
+    engine = spec.build(device)
+    try:
+        try:
+            await engine.start()
+        except (OSError, ValueError, RuntimeError) as cause:
+            message = f"{spec.model_path} cannot be loaded: {cause}"
+            raise problem(path, message, "name a model in Hugging Face format, with safetensors") from cause
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+async def sampled_turn(
+    engine: InferStrategy,
+    prompt_token_ids: np.ndarray,
+    sampling: SamplingParams,
+    on_tokens: Callable[[np.ndarray], None] = lambda token_ids: None,
+) -> SampledTurn:
+    """Continue ``prompt_token_ids`` (int32). ``on_tokens`` is called with new ones as they come. A cancelled call ends
+    the request."""
+    request = GenerateRequest(uuid4().hex, prompt_token_ids, sampling)
+    chunks: list[TokenChunk] = []
+    async for chunk in engine.stream(request):
+        chunks.append(chunk)
+        on_tokens(chunk.token_ids)
+    return SampledTurn(
+        np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
+        np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
+        np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
+        chunks[-1].finish_reason or "stop",
+    )
+
+
+@dataclass(frozen=True)
+class ServedHere:
+    """What is served, how and where."""
+
+    engine: EngineSpec
+    device: Literal["cpu", "cuda"]
+    reader: TurnReader
+    sampling: ServedSampling
+    name: str = "policy"
+    """Name in the list of models."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str = ""
+    """Empty: requests need none."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A model that is served."""
+
+    address: str
+    """Ends with `/v1`."""
+    failed: Future[EngineFailed]
+    """Has a result once the engine has failed for good."""
+
+
+@contextmanager
+def serving(what: ServedHere) -> Iterator[Serving]:
+    """Serve a model from a thread until the block ends.
+
+    Raises `ConfigError` if the engine cannot be started, `RuntimeError` if the address cannot be listened at.
+    """
+    started: Future[Serving] = Future()
+    failed: Future[EngineFailed] = Future()
+    over = threading.Event()
+
+    async def serve() -> None:
+        async with running_engine(what.engine, what.device, "MODEL") as engine:
+            dialects = [dialect(what.reader.decoder.decode, client_samples=True) for dialect in DIALECTS]
+            endpoint = Endpoint(dialects, model=what.name, host=what.host, port=what.port)
+            await asyncio.to_thread(endpoint.start)
+            try:
+                model = ServedModel(what.reader, _Policy(engine, failed), what.sampling, what.engine.max_length)
+                started.set_result(Serving(endpoint.serve(model, what.key), failed))
+                await asyncio.to_thread(over.wait)
+            finally:
+                await asyncio.to_thread(endpoint.stop)
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, name="serving", daemon=True)
+    thread.start()
+    try:
+        yield started.result()
+    finally:
+        over.set()
+        thread.join(STOP_SECONDS if started.done() else 0)
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The sampler of a served model."""
+
+    engine: InferStrategy
+    failed: Future[EngineFailed]
+
+    async def __call__(
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_new_tokens: int,
+        stop_strings: tuple[str, ...],
+        sampling: ServedSampling,
+        on_tokens: Callable[[np.ndarray], None],
+    ) -> SampledTurn:
+        params = SamplingParams(
+            max_new_tokens,
+            temperature=sampling.temperature if sampling.temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=random.getrandbits(31),
+            stop_strings=stop_strings,
+        )
+        try:
+            return await sampled_turn(self.engine, prompt_token_ids, params, on_tokens)
+        except EngineFailed as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise

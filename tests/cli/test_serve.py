@@ -1,0 +1,122 @@
+"""`roll serve` and `roll chat`: a run's last model answers at an address and in a terminal; what cannot be, is said."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from roll.cli.main import main
+from roll.cli.serve import model_at
+from roll.configs.errors import ConfigError
+from tests.agentic.endpoint.test_served import Sampler, served
+from tests.cli.served_models import make_model
+
+pytestmark = [pytest.mark.needs("aiohttp"), pytest.mark.tier("all")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def a_run(folder, model, *steps):
+    for step in steps:
+        shutil.copytree(model, folder / "checkpoints" / f"step-{step}")
+    return folder
+
+
+def test_a_run_means_its_last_whole_model(model, tmp_path, capsys):
+    run = a_run(tmp_path / "run", model, 2, 10)
+    newest = run / "checkpoints" / "step-10"
+    assert model_at(str(run)) == model_at(str(run / "checkpoints")) == model_at(str(newest)) == str(newest)
+    (newest / "model.safetensors").write_bytes(b"half")
+    assert model_at(str(run)) == str(run / "checkpoints" / "step-2")
+    assert "passed over" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="not written to its end"):
+        model_at(str(newest))
+    assert model_at("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+def test_what_cannot_be_served_is_said_before_a_model_is_loaded(model, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    (bare / "chat_template.jinja").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, words in (
+            ([str(tmp_path / "absent")], "there is no folder"),
+            ([str(tmp_path)], "neither a model nor a run"),
+            ([str(run)], "without a checkpoint"),
+            ([str(bare)], "no chat template"),
+            ([str(model), "--port", port], "cannot listen"),
+            ([str(model), "--engine", "hff"], "hf_infer"),
+            ([str(model), "max_running_request=2"], "max_running_requests"),
+            ([str(model), "fast"], "key=value"),
+            ([str(model), "--tool-parser", "herms"], "hermes"),
+            ([str(model), "--top-p", "0"], "out of range"),
+        ):
+            where = [] if "--port" in arguments else ["--port", "0"]
+            assert main(["serve", *arguments, *where]) == 2, arguments
+            assert words in capsys.readouterr().err, arguments
+    assert main(["chat"]) == 2 and "--url" in capsys.readouterr().err
+    assert main(["chat", "--url", f"http://127.0.0.1:{port}"]) == 1
+    assert "no model answers" in capsys.readouterr().err
+
+
+def test_a_conversation_has_a_memory_and_can_begin_again(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n/reset\none\n/quit\nnever\n"))
+    sampler = Sampler("<think>hm</think>You go left.")
+    with served(sampler) as address:
+        assert main(["chat", "--url", address.removesuffix("/v1"), "--system", "be short"]) == 0
+    first, second, third = (each["prompt"] for each in sampler.asked)
+    assert first == third and second[: len(first)] == first and len(second) > len(first)
+    assert capsys.readouterr().out.count("hm\n---\nYou go left.\n") == 3
+
+
+def test_a_model_is_talked_to_from_its_folder_and_what_it_refuses_is_said(model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert main(["chat", str(model), "--temperature", "0", "--max-tokens", "12"]) == 0
+    assert f"talking to {model}" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("one " * 1000))
+    assert main(["chat", str(model)]) == 1
+    assert "context length" in capsys.readouterr().err
+
+
+def test_a_served_run_answers_until_it_is_interrupted(model, tmp_path, monkeypatch, capsys):
+    run = a_run(tmp_path / "run", model, 1)
+    command = [sys.executable, "-m", "roll.cli.main", "serve", str(run), "--port", "0", "--max-tokens", "5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = next(line for line in process.stdout if "is served at" in line)
+            address = line.split()[-1]
+            body = {"model": "m", "messages": [{"role": "user", "content": "one"}]}
+            headers = {"Content-Type": "application/json"}
+            asked = urllib.request.Request(f"{address}/chat/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(asked, timeout=60) as response:
+                assert json.load(response)["usage"]["completion_tokens"] <= 5
+            monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+            assert main(["chat", "--url", address]) == 0
+            assert str(run) in capsys.readouterr().out
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0 and "ended" in out and "Traceback" not in err
+        finally:
+            process.kill()
