@@ -19,11 +19,11 @@ from roll.configs.dialects import prime_rl, roll, slime, trl, verl
 from roll.configs.dialects.rules import Path as Key
 from roll.configs.dialects.rules import Translation, nested, rule_of
 from roll.configs.dialects.sources import STRAY, is_computed, read_keys
-from roll.configs.errors import ConfigError
+from roll.configs.errors import ConfigError, problems_of
 from roll.configs.fields import kind_at
 from roll.configs.loader import config_from_tree, dump_yaml
 from roll.configs.plugins import problem
-from roll.configs.run import AgenticConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, RLVRConfig, RunConfig
 from roll.tracking.files import say
 
 CONVERTED, FAILED, BAD_INPUT = 0, 1, 2
@@ -50,7 +50,8 @@ examples:
 FILE is YAML, TOML, a Python script (its literal arguments), or anything else: a shell script, or a command in a file.
 It is read, never run. Then: roll check ours.yaml
 
-exit codes: 0 written; 2 FILE cannot be read, or nothing in it is a key of that system; 1 OUT cannot be written.
+exit codes: 0 written; 2 FILE cannot be read, nothing in it is a key of that system, or its trainer is none of those
+that are read; 1 OUT cannot be written.
 """
 
 
@@ -118,15 +119,18 @@ def converted(text: str, source: str, origin: str) -> Translation:
     for each in done.problems:
         done.lack(each.path, each.message)
     inert: dict[str, str] = {}
+    config: RunConfig | None = None
     try:
         config = config_from_tree(done.tree())
         inert = leave_out_without_effect(config)
-        check_elsewhere(config)
-    except ConfigError as error:  # `roll check` names what else is wrong
-        named = {line.partition(":")[0] for line in done.missing}
-        for each in error.problems:
-            if each.path in LACKING and each.path not in named:
-                done.lack(each.path, each.message)
+    except ConfigError as error:
+        config = error.rest
+        for each in error.problems if origin == "roll" else ():  # unknown keys of ROLL are still in the file
+            done.lack(each.path, each.message)
+    named = {line.partition(":")[0] for line in done.missing}
+    for each in problems_of(lambda: check_elsewhere(config)) if config is not None else ():
+        if each.path in LACKING and each.path not in named:
+            done.lack(each.path, each.message)  # `roll check` names what else is wrong
     for path, sentence in inert.items():
         for key in [key for key in done.values if ".".join(key) == path or ".".join(key).startswith(f"{path}.")]:
             del done.values[key]

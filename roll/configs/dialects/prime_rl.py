@@ -143,7 +143,9 @@ def _devices(done: Translation) -> None:
     done.put("actor_train.device_mapping", mappings[0])
     done.put("actor_infer.device_mapping", mappings[1])
     if not said:
-        done.lack("cluster", f"prime-rl's default is written: one GPU for the trainer, {count(infer, 'GPU')} for engines")
+        done.lack(
+            "cluster", f"prime-rl's default is written: one GPU for the trainer, {count(infer, 'GPU')} for engines"
+        )
 
 
 def _trainer(done: Translation) -> None:

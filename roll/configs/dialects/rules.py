@@ -259,7 +259,7 @@ def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Map
 
 
 def _outcome(done: Translation) -> tuple[Any, ...]:
-    return done.values, done.notes, [*done.lines], done.lost, done.missing, done.problems
+    return done.values, done.notes, [*done.lines], [*done.lost], done.missing, done.problems
 
 
 def _other_values(value: Any) -> list[Any]:

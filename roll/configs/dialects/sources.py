@@ -282,7 +282,8 @@ def _arguments(call: ast.Call, names: Mapping[str, ast.expr], found: Mapping[Pat
 
 
 def _named(name: str, value: Any, of_adapter: bool) -> dict[Path, Any]:
-    return {(*(("peft_config",) if of_adapter else ()), name): value}
+    key = (*(("peft_config",) if of_adapter else ()), name)
+    return dict(leaves(value, key)) if isinstance(value, dict) and value else {key: value}
 
 
 def _bodies(module: ast.Module) -> Iterator[list[ast.stmt]]:
@@ -317,7 +318,7 @@ def _value(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
     if isinstance(node, ast.Name) and node.id in names:
         return _value(names[node.id], names)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-        return {word.arg or "**": _literal(word.value, names) for word in node.keywords}
+        return {word.arg or f"**{ast.unparse(word.value)}": _literal(word.value, names) for word in node.keywords}
     if isinstance(node, ast.BinOp) and not any(isinstance(each, ast.Div) for each in ast.walk(node)):
         return _whole_number(node, {})
     return ast.literal_eval(node)

@@ -33,6 +33,7 @@ _TRAIN = "actor_train.training_args"
 _HUB = "nothing is pushed to the hub"
 _LOG = "metrics are in `metrics.jsonl`, rollouts in `samples.jsonl`"
 _DATA = "prompts are read once, in the driver"
+_SAMPLING = "sampling has temperature, top-p, top-k and stop strings"
 _LIGER = "the loss is computed in chunks in any case"
 
 RULES: dict[str, Rule] = {
@@ -41,6 +42,8 @@ RULES: dict[str, Rule] = {
     "model": later("write `pretrain`"),
     "model_name_or_path": to("pretrain"),
     "model_init_kwargs": later("write `actor_train.model_args`"),
+    "model_init_kwargs.attn_implementation": to("actor_train.model_args.attn_implementation"),
+    "model_init_kwargs.trust_remote_code": to("actor_train.model_args.trust_remote_code"),
     "model_init_kwargs.*": later("write `actor_train.model_args`"),
     "dtype": later("write `actor_train.model_args.dtype`"),
     "torch_dtype": later("write `actor_train.model_args.dtype`"),
@@ -114,7 +117,8 @@ RULES: dict[str, Rule] = {
     "top_k": to("actor_infer.generating_args.top_k", {None: 0, -1: 0}),
     "min_p": lost("sampling has top-p and top-k"),
     "repetition_penalty": later("remove it: what is sampled is the policy's distribution"),
-    "generation_kwargs": lost("sampling has temperature, top-p, top-k and stop strings"),
+    "generation_kwargs": lost(_SAMPLING),
+    "generation_kwargs.*": lost(_SAMPLING),
     "use_vllm": later("write `actor_infer.strategy_args.strategy_name`"),
     "vllm_mode": later("write `actor_infer.device_mapping`"),
     "vllm_gpu_memory_utilization": later("write `strategy_config: {gpu_memory_utilization}`"),
@@ -234,6 +238,7 @@ def _model(done: Translation) -> None:
         str(done.get("dtype", "")),
         str(done.get("torch_dtype", "")),
         str(done.get("model_init_kwargs.dtype")),
+        str(done.get("model_init_kwargs.torch_dtype")),
     ]
     half = done.flag("fp16") or any("float16" in word and "bfloat16" not in word for word in words)
     plain = any("float32" in word for word in words) or not done.flag("bf16", True)

@@ -741,5 +741,8 @@ def _running(done: Translation) -> None:
     epochs = done.get("trainer.total_epochs")
     if done.ours("max_steps") is None:
         done.lack("max_steps", in_epochs(ORIGIN, epochs))
-    if done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto") and done.ours("output_dir") is not None:
+    if (
+        done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto")
+        and done.ours("output_dir") is not None
+    ):
         done.put("resume_from_checkpoint", True)
