@@ -106,7 +106,7 @@ def _of_shell(text: str) -> dict[Path, Any]:
 
 
 def _entry(words: list[str]) -> str | None:
-    """Return the module or script that a command starts with Python, or ``trl`` with its command, if it has arguments."""
+    """Return the module or script that a command starts with Python, or ``trl`` and its command, if there is more."""
     if words[0] == "trl" and len(words) > 2:
         return " ".join(words[:2])
     for index, word in enumerate(words[:-1]):

@@ -493,7 +493,7 @@ def _running(done: Translation) -> None:
     elif warmup:
         done.put(f"{_TRAIN}.warmup_steps", int(warmup))
     steps, epochs = whole(done.get("max_steps")), done.get("num_train_epochs", 3.0)
-    prompts, updates = done.ours("rollout_batch_size"), _updates(done)
+    updates = _updates(done)
     if steps is not None:
         note = f"{steps} optimizer steps, {updates} in a training step" if updates > 1 else ""
         done.put("max_steps", -(-steps // updates), note)
