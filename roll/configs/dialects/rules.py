@@ -231,8 +231,8 @@ def translated(
 
 
 def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Mapping[Path, Any]) -> Translation:
-    """Return a translation in which each key that changes nothing is named: as unknown if no function reads it, as lost
-    if only another kind of value would change something, and else as without effect beside others."""
+    """Return a translation in which each key that changes nothing is named: as unknown if no function knows it, as lost
+    if only a whole number would change something, and else as without effect beside others."""
 
     def complete(keys: Mapping[Path, Any]) -> Translation:
         done = translate(keys)
@@ -250,8 +250,7 @@ def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Map
         if any(_outcome(complete(each)) != outcome for each in others):
             continue
         readable = isinstance(value, str) or (isinstance(value, float) and not value.is_integer())
-        kinds = (1, True) if readable and value not in OFF else ()
-        if any(_outcome(complete({**given, parts: each})) != outcome for each in kinds):
+        if readable and value not in OFF and _outcome(complete({**given, parts: 1})) != outcome:
             done.lose(".".join(parts), value, "this is no value that the key has; without it, its default is taken")
         else:
             done.no_effect(".".join(parts), value, "other keys decide")

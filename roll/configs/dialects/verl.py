@@ -26,6 +26,7 @@ _AR = "actor_rollout_ref"
 _MEMORY = "memory: states that are not needed leave shared devices by themselves"
 _LOGPROBS = "log-probabilities of the reference use the trainer's token budget"
 _ALWAYS = "always so here"
+_TEACHER = "the teacher computes as a trainer's model does, without an engine"
 _MANAGERS = "each reward has worker processes of its own"
 _OFF = {-1: 0}
 _ADAMW = "the optimizer is AdamW"
@@ -258,7 +259,8 @@ RULES: dict[str, Rule] = {
         "model.fsdp_config.** fsdp_config.** megatron.** checkpoint.** ulysses_sequence_parallel_size".split()
     },
     # distillation
-    "distillation.**.inference.**": none("the teacher computes as a trainer's model does, without an engine"),
+    "distillation.teacher_model.inference.**": none(_TEACHER),
+    "distillation.teacher_models.*.inference.**": none(_TEACHER),
     "distillation.**": later("write `teacher` and `distillation`"),
 }
 """verl's key -> what becomes of it."""
