@@ -11,6 +11,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def converted(text: str, source: str, origin: str) -> Translation:
         for each in error.problems if origin == "roll" else ():  # unknown keys of ROLL are still in the file
             done.lack(each.path, each.message)
     named = {line.partition(":")[0] for line in done.missing}
-    for each in problems_of(lambda: check_elsewhere(config)) if config is not None else ():
+    for each in problems_of(partial(check_elsewhere, config)) if config is not None else ():
         if each.path in LACKING and each.path not in named:
             done.lack(each.path, each.message)  # `roll check` names what else is wrong
     for path, sentence in inert.items():

@@ -7,7 +7,7 @@ ROLL's keys have advice of their own (`roll.ADVICE`), since a file of ours is of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -33,10 +33,10 @@ def foreign_hint(path: Sequence[Any], value: Any = None) -> str | None:
         names, commands = " or ".join(_NAMES[each] for each in best), " or ".join(f"`--from {each}`" for each in best)
         command = f"`roll convert FILE --from {best[0]}`" if len(best) == 1 else f"`roll convert FILE` with {commands}"
         return f"this is a section of {names}: {command}"
-    hits = [(*near, name, hit) for key in {parts, *keys} for *near, name, hit in _hits(key)]
+    hits = [hit for key in dict.fromkeys([parts, *keys]) for hit in _hits(key)]
     if not hits:
         return None
-    *_, name, (system, rule) = max(hits, key=lambda hit: hit[:2])
+    _, _, name, system, rule = max(hits, key=lambda hit: hit[:2])
     return f"{_NAMES[system]}'s `{name}`: {_advice(rule)}"
 
 
@@ -49,15 +49,15 @@ def spelling_hint(path: Sequence[Any], value: Any) -> str | None:
     return None if ours is None else f"write `{ours}`, as ROLL's `{value}` is called here"
 
 
-def _hits(key: Path) -> Iterable[tuple[int, bool, str, tuple[str, Rule]]]:
-    """Yield how many of the last parts of a key, and whether its role, are those of a key of another system, with that
-    key's name and rule. A name that says nothing alone needs a second part."""
+def _hits(key: Path) -> Iterator[tuple[int, bool, str, str, Rule]]:
+    """Yield for each key of another system with the same end how many parts that is, whether its value goes into the
+    same role, the end, the system and the rule. A name that says nothing alone needs a second part."""
     for pattern, name, telling, system, rule in _patterns():
         both = zip(reversed(key), reversed(pattern), strict=False)
         near = len([*takewhile(lambda pair: pair[0].replace("-", "_") == pair[1], both)])
         if near > 1 or (near == 1 and telling):
-            name = ".".join(name.split(".")[-near:])
-            yield near, rule.to is not None and rule.to.split(".")[0] == key[0], name, (system, rule)
+            end = ".".join(name.split(".")[-near:])
+            yield near, rule.to is not None and rule.to.split(".")[0] == key[0], end, system, rule
 
 
 @cache

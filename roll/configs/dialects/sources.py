@@ -247,13 +247,14 @@ def _of_python(text: str, source: str) -> dict[Path, Any]:
     for node in nodes:
         if isinstance(node, ast.Call):
             found |= _arguments(node, names, found)
-    for node in nodes:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                owner = ast.unparse(names.get(target.value.id, target.value)).partition("(")[0]
-                value = _literal(node.value, names) if node in always else _Computed(ast.unparse(node.value))
-                if owner.endswith(("Config", "Trainer", "args", "config")):
-                    found |= _named(target.attr, value, "LoraConfig" in owner)
+    for assignment in [node for node in nodes if isinstance(node, ast.Assign)]:
+        target, value = assignment.targets[0], assignment.value
+        if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
+            continue
+        owner = ast.unparse(names.get(target.value.id, target.value)).partition("(")[0]
+        if owner.endswith(("Config", "Trainer", "args", "config")):
+            known = _literal(value, names) if assignment in always else _Computed(ast.unparse(value))
+            found |= _named(target.attr, known, "LoraConfig" in owner)
     return found
 
 
