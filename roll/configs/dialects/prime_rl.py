@@ -127,14 +127,18 @@ def _devices(done: Translation) -> None:
     sizes = [whole(done.get(f"deployment.num_{use}_gpus")) for use in ("train", "infer")]
     train, infer = [(size or (count_ or 0) * per_node) or 1 for size, count_ in zip(sizes, nodes, strict=True)]
     tensor = whole(done.ours("actor_infer.num_gpus_per_engine")) or 1
-    ids = [done.get(f"{use}_gpu_ids") for use in ("trainer", "inference")]
+    ids = {key: done.get(key) for key in ("trainer_gpu_ids", "inference_gpu_ids")}
     said = any(sizes) or any(nodes)
     infer = infer if said else max(infer, tensor)
     mappings: list[Any] = [f"0-{train - 1}", f"{train}-{train + infer - 1}"]
     total = train + infer
-    if all(isinstance(each, list) and each and all(whole(one + 1) for one in each) for each in ids):
-        mappings, said = ids, True
-        total = 1 + max(max(each) for each in ids)
+    if all(isinstance(each, list) and each and all(whole(one + 1) for one in each) for each in ids.values()):
+        mappings, said = [*ids.values()], True
+        total = 1 + max(max(each) for each in mappings)
+    else:
+        for key, each in ids.items():
+            if each is not None:
+                done.lose(key, each, "name the devices of both sides, by their numbers")
     done.put("cluster.device", "cuda")
     done.put("cluster.num_devices_per_node", total if total <= per_node else per_node)
     if total > per_node:

@@ -196,8 +196,8 @@ RULES: dict[str, Rule] = {
 }
 """Argument of TRL -> what becomes of it."""
 
-_OTHERS = ("sft", "dpo", "kto", "ppo", "reward", "prm", "orpo", "cpo", "bco", "gkd", "xpo", "nash_md", "online_dpo")
-"""Names of TRL's other trainers, as `trl` has them."""
+_OTHERS = ("sft", "dpo", "kto", "ppo", "reward", "prm", "orpo", "cpo", "bco", "gkd", "xpo", "nashmd", "onlinedpo")
+"""Names of TRL's other trainers, in small letters."""
 _VERIFIERS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
 
 
@@ -215,7 +215,7 @@ def _translate(given: Mapping[Path, Any]) -> Translation:
 def _trainer_is_known(done: Translation) -> None:
     """Other trainers have arguments of the same names and another meaning."""
     for name in str(done.get("entry", "")).split():
-        other = name.endswith("Trainer") or name.removesuffix("Config").lower() in _OTHERS
+        other = name.endswith("Trainer") or name.removesuffix("Config").lower().replace("_", "") in _OTHERS
         if other and not re.search("GRPO|RLOO", name):
             remedy = "give a script of `GRPOTrainer` or `RLOOTrainer`"
             if "sft" in name.lower():

@@ -499,16 +499,17 @@ def _correction(done: Translation) -> None:
     """Importance weights and rejection. Until 0.6 verl had the keys in `algorithm`, and a switch and a level apart."""
     new, old = "algorithm.rollout_correction", "algorithm"
     levels = {name: name for name in ("token", "sequence", "geometric", None)}
-    weighs = done.get(f"{old}.rollout_is")
+    switch = {True: True, False: None, None: None, "token": "token", "sequence": "sequence"}
+    weighs = done.choice(f"{old}.rollout_is", switch, None)
     level = done.choice(f"{old}.rollout_is_level", levels, "token")
     mode = done.choice(f"{old}.rollout_is_mode", {"truncate": "truncate", "mask": "mask", "clip": "mask"}, "truncate")
-    if weighs is not True:
-        level = weighs if weighs in ("token", "sequence") else None
-    level = done.choice(f"{new}.rollout_is", levels, level)
+    level = done.choice(f"{new}.rollout_is", levels, level if weighs is True else weighs)
     upper: Any = done.get(f"{new}.rollout_is_threshold", done.get(f"{old}.rollout_is_threshold", 2.0))
     lower = done.get(f"{old}.rollout_is_threshold_lower")
     if isinstance(upper, str):  # "0.5_5.0"
         mode, (lower, upper) = "mask", map(float, upper.split("_"))
+    elif upper is None:
+        level, upper = None, 2.0
     lower = 1 / upper if lower is None else lower
     rejects = done.choice(f"{new}.rollout_rs", levels, None)
     most = done.number(f"{new}.rollout_rs_threshold", upper)
@@ -534,8 +535,8 @@ def _correction(done: Translation) -> None:
         done.put("train_infer_correction.reject", found)
     prompts, mini = done.ours("rollout_batch_size"), done.get(f"{_AR}.actor.ppo_mini_batch_size", 256)
     once = prompts == mini and done.ours("ppo_epochs", 1) == 1
-    loss, noise = done.ours("actor_train.pg_variant"), done.ours("async_generation_ratio", 0) == 0
-    if once and loss not in ("clip_cov", "vanilla") and (level is not None or (loss == "kl_cov" and noise)):
+    loss, fresh = done.ours("actor_train.pg_variant"), done.ours("async_generation_ratio", 0) == 0
+    if once and loss not in ("clip_cov", "vanilla") and (level is not None or (loss == "kl_cov" and fresh)):
         done.without_ratio(f"with one optimizer step a batch the ratio of `{loss}` is 1, and this is the same")
         done.values.pop(("old_logprobs",), None)
 
