@@ -11,17 +11,20 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll.check.config import leave_out_without_effect
+from roll.check.config import LACKING, check_elsewhere, leave_out_without_effect
 from roll.configs.dialects import prime_rl, roll, slime, trl, verl
 from roll.configs.dialects.rules import Path as Key
-from roll.configs.dialects.rules import Translation, nested
-from roll.configs.dialects.sources import is_computed, read_keys
-from roll.configs.errors import ConfigError
+from roll.configs.dialects.rules import Translation, nested, rule_of
+from roll.configs.dialects.sources import STRAY, is_computed, read_keys
+from roll.configs.errors import ConfigError, problems_of
+from roll.configs.fields import kind_at
 from roll.configs.loader import config_from_tree, dump_yaml
 from roll.configs.plugins import problem
+from roll.configs.run import AgenticConfig, RLVRConfig, RunConfig
 from roll.tracking.files import say
 
 CONVERTED, FAILED, BAD_INPUT = 0, 1, 2
@@ -35,6 +38,8 @@ ORIGINS: dict[str, Callable[[Mapping[Key, Any]], Translation]] = {
     "slime": slime.translate,
 }
 """Name of a system -> what translates its keys."""
+RULES = {"verl": verl.RULES, "trl": trl.RULES, "prime-rl": prime_rl.RULES, "slime": slime.RULES}
+"""Name of a system other than ROLL -> its table."""
 
 _EPILOG = """\
 examples:
@@ -46,7 +51,8 @@ examples:
 FILE is YAML, TOML, a Python script (its literal arguments), or anything else: a shell script, or a command in a file.
 It is read, never run. Then: roll check ours.yaml
 
-exit codes: 0 written; 2 FILE cannot be read, or nothing in it is a key of that system; 1 OUT cannot be written.
+exit codes: 0 written; 2 FILE cannot be read, nothing in it is a key of that system, or its trainer is none of those
+that are read; 1 OUT cannot be written.
 """
 
 
@@ -90,17 +96,21 @@ def _text(name: str) -> str:
 def converted(text: str, source: str, origin: str) -> Translation:
     """Return the translation of a text; ``source`` is its file name. Raises `ConfigError`."""
     given = read_keys(text, source)
+    strays = given.pop(STRAY, [])
     telling = trl.COMPUTED if origin == "trl" else ()
     plain = {
         key: str(value) if is_computed(value) else value
         for key, value in given.items()
         if key[0] in telling or not is_computed(value)
     }
-    done = ORIGINS[origin](plain)
-    foreign = [line for line in done.lost if "knows no key" in line]
-    if not plain or len(foreign) == len(plain):
+    if not any(_is_known(key, origin) for key in given):
         remedy = f"give a configuration of {origin}, or another `--from`"
         raise problem(source, f"has no key of {origin} that can be read", remedy)
+    done = ORIGINS[origin](plain)
+    if done.problems and origin == "trl" and done.problems[0].path in str(given.get(("entry",))).split():
+        raise ConfigError(done.problems[:1])
+    for words in strays:
+        done.lost.append(f"{words}: words of the command line that are neither `key=value` nor of a flag")
     for key, value in given.items():
         if key not in plain:
             done.lose(".".join(key), value, "the script computes it: write it by hand")
@@ -109,15 +119,32 @@ def converted(text: str, source: str, origin: str) -> Translation:
         done.lack(f"variable {name}", "set it before `roll` runs, or write its value")
     for each in done.problems:
         done.lack(each.path, each.message)
+    inert: dict[str, str] = {}
+    config: RunConfig | None = None
     try:
-        inert = leave_out_without_effect(config_from_tree(done.tree()))
-    except ConfigError:
-        inert = {}  # `roll check` names what is wrong
+        config = config_from_tree(done.tree())
+        inert = leave_out_without_effect(config)
+    except ConfigError as error:
+        config = error.rest
+        for each in error.problems if origin == "roll" else ():  # unknown keys of ROLL are still in the file
+            done.lack(each.path, each.message)
+    named = {line.partition(":")[0] for line in done.missing}
+    for each in problems_of(partial(check_elsewhere, config)) if config is not None else ():
+        if each.path in LACKING and each.path not in named:
+            done.lack(each.path, each.message)  # `roll check` names what else is wrong
     for path, sentence in inert.items():
         for key in [key for key in done.values if ".".join(key) == path or ".".join(key).startswith(f"{path}.")]:
             del done.values[key]
             done.without_effect.append(sentence)
     return done
+
+
+def _is_known(key: Key, origin: str) -> bool:
+    """Return True for a key of that system. ``entry`` is none: it is what a command starts, whatever that is."""
+    if origin == "roll":
+        kinds = (kind_at(config, key) for config in (RLVRConfig, AgenticConfig))
+        return key[-1] in roll.ADVICE or rule_of(key, roll.RULES) is not None or any(kind is not None for kind in kinds)
+    return key != ("entry",) and rule_of(key, RULES[origin]) is not None
 
 
 def _variables(value: Any) -> list[str]:

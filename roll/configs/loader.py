@@ -27,7 +27,7 @@ from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.dialects import roll as rolls_dialect
-from roll.configs.dialects.hints import foreign_hint
+from roll.configs.dialects.hints import foreign_hint, spelling_hint
 from roll.configs.errors import RENAMED, ConfigError, ConfigProblem, choose_among, masked, nearest, shown
 from roll.configs.fields import (
     PathPart,
@@ -115,9 +115,8 @@ def _value_at(parts: Sequence[PathPart], tree: Any) -> Any:
 def _wrong_value(parts: tuple[PathPart, ...], root: type, value: Any) -> ConfigProblem:
     kind = kind_at(root, parts)
     expected = describe(kind)
-    return ConfigProblem(
-        join(parts), f"{shown(value, str(parts[-1]))} is not {expected}", _value_remedy(kind, expected, value)
-    )
+    remedy = spelling_hint(parts, value) or _value_remedy(kind, expected, value)
+    return ConfigProblem(join(parts), f"{shown(value, str(parts[-1]))} is not {expected}", remedy)
 
 
 def _value_remedy(kind: Any, expected: str, value: Any) -> str:
@@ -140,7 +139,7 @@ def _unknown_key(parts: tuple[PathPart, ...], root: type, tree: dict[str, Any]) 
     known = list(field_types(level)) if level is not None else []
     message = f"unknown key (its value: {shown(_value_at(parts, tree), name)})"
     remedy = _remedy_in_sft(parts) if root is SFTConfig else None
-    return ConfigProblem(join(parts), message, remedy or _name_remedy(name, known, root))
+    return ConfigProblem(join(parts), message, remedy or _name_remedy(parts, tree, known, root))
 
 
 _NAMES_IN_SFT = dict(
@@ -159,8 +158,8 @@ def _remedy_in_sft(parts: tuple[PathPart, ...]) -> str | None:
     return f"remove it: it is a key of {' and '.join(owners)}, and nothing in `pipeline: sft` reads it"
 
 
-def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
-    sections = _sections(root)
+def _name_remedy(parts: tuple[PathPart, ...], tree: dict[str, Any], known: Sequence[str], root: type) -> str:
+    name, sections = str(parts[-1]), _sections(root)
     close, near = nearest(name, known, cutoff=0.75), nearest(name, known)
     elsewhere = nearest(name, sections, cutoff=0.75)
     if name in rolls_dialect.ADVICE:
@@ -171,7 +170,7 @@ def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
         return f"`{name}` belongs under {_under(sections[name])}"
     if name in RENAMED:
         return f"this is called `{RENAMED[name]}` here"
-    if (foreign := foreign_hint(name)) is not None:
+    if (foreign := foreign_hint(parts, _value_at(parts, tree))) is not None:
         return foreign
     if near:
         return f"did you mean `{near}`?"

@@ -442,7 +442,30 @@ def test_keys_of_asynchrony():
 def test_an_unknown_key_that_is_another_systems_gets_that_hint(key, words):
     found = problems_of(lambda: config_from_tree({key: 1}))
     assert words in found[key].remedy
-    assert foreign_hint("no_such_key_anywhere") is None
+    assert foreign_hint(("no_such_key_anywhere",)) is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "words"),
+    [
+        ({"actor_infer": {"tensor_model_parallel_size": 2}}, "actor_infer.tensor_model_parallel_size", "num_gpus_per"),
+        ({"actor_train": {"tensor_model_parallel_size": 2}}, "actor_train.tensor_model_parallel_size", "strategy_conf"),
+        ({"actor_train": {"optim": {"lr": 1}}}, "actor_train.optim", "verl's `optim.lr`: write `actor_train.training_"),
+        ({"actor_train": {"optim": "adam"}}, "actor_train.optim", "TRL's `optim`: remove it"),
+        ({"trainer": {"total_epochs": 3}}, "trainer", "section of verl: `roll convert FILE --from verl`"),
+        ({"trainer": {"optim": {"lr": 1}}}, "trainer", "section of prime-rl: `roll convert FILE --from prime-rl`"),
+        ({"trainer": {"x": 1}}, "trainer", "section of verl or prime-rl"),
+        ({"actor_train": {"model_args": {"dtype": "fp16"}}}, "actor_train.model_args.dtype", "write `float16`"),
+        (
+            {"actor_train": {"model_args": {"attn_implementation": "fa2"}}},
+            "actor_train.model_args.attn_implementation",
+            "write `flash_attention_2`",
+        ),
+        ({"actor_train": {"data_args": {"template": "qwen3"}}}, "actor_train.data_args.template", "write `chat`"),
+    ],
+)
+def test_the_path_of_a_key_decides_its_hint(tree, path, words):
+    assert words in problems_of(lambda: config_from_tree({"pipeline": "rlvr", **tree}))[path].remedy
 
 
 def test_a_script_is_read_and_never_run(tmp_path):
@@ -559,3 +582,210 @@ def test_float16_trains_where_the_trainer_scales_the_loss():
 
 
 REWARD = "rewards.math.verifier=math"
+
+
+def verl_of(**keys):
+    """Translation of keys of verl, with `_` for `.` between sections of short names."""
+    sections = {"actor": "actor_rollout_ref.actor", "rollout": "actor_rollout_ref.rollout", "correct": CORRECTION}
+    paths = {}
+    for name, value in keys.items():
+        section, _, key = name.partition("__")
+        paths[(*sections.get(section, section).split("."), *key.split("__"))] = value
+    return verl.translate(paths)
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+def lost_of(done):
+    return [line.partition(":")[0] for line in done.lost]
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "ours"),
+    [
+        (
+            "clip_cov",
+            {"clip_cov_ratio": 0.001, "clip_cov_lb": 2.0, "clip_cov_ub": 9.0},
+            {"clip_low": 0.2, "clip_high": 0.2, "share": 0.001, "cov_low": 2.0, "cov_high": 9.0},
+        ),
+        ("kl_cov", {"kl_cov_ratio": 0.002, "ppo_kl_coef": 0.5}, {"share": 0.002, "beta": 0.5}),
+        ("dppo_tv", {}, {"threshold": 0.2, "threshold_high": 0.2, "divergence": "tv"}),
+    ],
+)
+def test_losses_of_verl_keep_their_arguments(mode, given, ours):
+    keys = {f"actor__policy_loss__{name}": value for name, value in given.items()}
+    done = verl_of(actor__policy_loss__loss_mode=mode, **keys)
+    assert nested(done.values)["actor_train"]["pg_variant"] == mode.removesuffix("_tv")
+    assert nested(done.values)["actor_train"]["pg_variant_args"] == ours and not done.lost
+    other = verl_of(actor__policy_loss__loss_mode="gpg", actor__policy_loss__new_key=1)
+    assert other.ours("actor_train.pg_variant") == "ppo"
+    assert lost_of(other) == [f"actor_rollout_ref.actor.policy_loss.{key}" for key in ("loss_mode", "new_key")]
+
+
+def test_estimators_of_verl_are_ours_or_lost():
+    found = {name: verl_of(algorithm__adv_estimator=name).ours("adv_estimator") for name in ("gae", "grpo_vectorized")}
+    assert found == {"gae": "gae", "grpo_vectorized": "grpo"}
+    assert verl_of(algorithm__adv_estimator="rloo_vectorized").ours("adv_estimator") == "rloo"
+    best = verl_of(algorithm__adv_estimator="grpo_passk", rollout__n=8)
+    assert nested(best.values)["adv_estimator_args"] == {"k": 7, "baseline": "leave_one_out"}
+    assert "deviation" in best.notes["adv_estimator_args", "k"]
+    unknown = verl_of(algorithm__adv_estimator="gpg")
+    assert unknown.ours("adv_estimator") == "grpo" and lost_of(unknown) == ["algorithm.adv_estimator"]
+
+
+VERL_STEP = {
+    "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64, "rollout__n": 8, "data__train_files": "t.jsonl",
+    "algorithm__adv_estimator": "grpo", "trainer__total_training_steps": 10, "data__max_prompt_length": 8,
+    "data__max_response_length": 4, "actor_rollout_ref__model__path": "Qwen/Qwen3-0.6B",
+}  # fmt: skip
+SLIME_STEP = {
+    "use-tis": True, "rollout-batch-size": 32, "n-samples-per-prompt": 8, "global-batch-size": 256, "num-rollout": 9,
+    "hf-checkpoint": "Qwen/Qwen3-0.6B", "prompt-data": "t.jsonl", "rm-type": "math", "rollout-max-response-len": 64,
+}  # fmt: skip
+ONE_STEP = [
+    pytest.param(lambda **more: verl_of(**VERL_STEP, **more), {"correct__rollout_is": "token"}, id="verl"),
+    pytest.param(
+        lambda **more: verl_of(**VERL_STEP, **more), {"algorithm__rollout_is": True, "actor__ppo_epochs": 1}, id="old"
+    ),
+    pytest.param(
+        lambda **more: slime.translate({(key,): value for key, value in (SLIME_STEP | more).items()}), {}, id="slime"
+    ),
+]
+
+
+@pytest.mark.parametrize(("translate", "more"), ONE_STEP)
+def test_truncated_importance_sampling_with_one_step_a_batch_passes_the_check(translate, more):
+    done = translate(**more)
+    assert done.ours("actor_train.pg_variant") == "vanilla" and "ratio" in done.notes["actor_train", "pg_variant"]
+    assert done.ours("train_infer_correction.weight") == {"level": "token", "mode": "truncate", "upper": 2.0}
+    tree = done.tree() | {"rewards": {"math": {"verifier": "math", "tag_included": ["default"]}}}
+    check_elsewhere(config_from_tree(tree))
+
+
+def test_with_several_steps_a_batch_the_loss_keeps_its_ratio():
+    done = verl_of(**(VERL_STEP | {"actor__ppo_mini_batch_size": 16}), correct__rollout_is="token")
+    assert done.ours("actor_train.pg_variant") == "ppo" and done.ours("old_logprobs") == "recompute"
+    done = slime.translate({(key,): value for key, value in (SLIME_STEP | {"global-batch-size": 64}).items()})
+    assert done.ours("actor_train.pg_variant") == "ppo" and done.ours("old_logprobs") == "recompute"
+
+
+def test_corrections_of_verl_of_both_ages():
+    old = verl_of(
+        algorithm__rollout_is=True, algorithm__rollout_is_threshold=4.0, algorithm__rollout_is_mode="mask",
+        algorithm__rollout_is_level="sequence", algorithm__rollout_is_veto_threshold=1e-4,
+    )  # fmt: skip
+    ours = nested(old.values)["train_infer_correction"]
+    assert ours["weight"] == {"level": "sequence", "mode": "mask", "upper": 4.0, "lower": 0.25} and not old.lost
+    assert ours["reject"] == [{"level": "veto", "lower": 1e-4}]
+    assert verl_of(algorithm__rollout_is=False, algorithm__rollout_is_threshold=2.0).ours("old_logprobs") is None
+    new = verl_of(correct__rollout_is_threshold="0.5_5.0", correct__rollout_is="token", correct__rollout_rs="token_k1")
+    assert new.ours("train_infer_correction.weight")["lower"] == 0.5
+    assert lost_of(new) == ["algorithm.rollout_correction.rollout_rs"]
+    bypass = verl_of(correct__bypass_mode=True, correct__rollout_is="token")
+    assert bypass.ours("train_infer_correction.weight") is None and bypass.ours("actor_train.pg_variant") == "ppo"
+
+
+def test_what_is_not_understood_is_lost_and_never_without_effect():
+    done = verl_of(actor__use_kl_loss=True, actor__kl_loss_type="low_var_kl+")
+    assert done.ours("kl_estimator") == "k3_straight_through" and not done.lost
+    done = verl_of(actor__use_kl_loss=True, actor__kl_loss_type="full", data__train_batch_size="many")
+    assert lost_of(done) == ["actor_rollout_ref.actor.kl_loss_type", "data.train_batch_size"]
+    assert lost_of(verl_of(data__train_batch_size="many", actor__ppo_mini_batch_size=7.5)) == [
+        "data.train_batch_size",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    ]
+    assert lost_of(verl.translate({("foo",): 3, ("hf-checkpoint",): "x"})) == ["foo", "hf-checkpoint"]
+    assert lost_of(verl_of(rollout__val_kwargs__tree=1, reward_model__thought=1, critic__x=1)) == [
+        "reward_model.thought",
+        "critic.x",
+        "actor_rollout_ref.rollout.val_kwargs.tree",
+    ]
+    done = verl_of(reward_model__overlong_buffer__enable=True, reward_model__overlong_buffer__len=16)
+    assert done.ours("length_penalty.kind") == "overlong" and done.ours("length_penalty.buffer") == 16
+    assert lost_of(trl.translate({("vllm_mode",): "x", ("report_to",): "mlflow"})) == ["vllm_mode", "report_to"]
+
+
+def test_opsm_of_slime_and_the_devices_of_prime_rl():
+    done = slime.translate({("use-opsm",): True, ("opsm-delta",): 0.1})
+    assert done.ours("train_infer_correction.reject") == [
+        {"level": "geometric", "divergence": "k1", "threshold": 0.1, "only_negative": True}
+    ]
+    given = {("inference_gpu_ids",): [0, 1, 2, 3], ("trainer_gpu_ids",): [4, 5], ("inference", "parallel", "tp"): 2}
+    done = prime_rl.translate(given)
+    assert done.ours("actor_infer.device_mapping") == [0, 1, 2, 3] and done.ours("cluster.num_devices_per_node") == 6
+    assert prime_rl.translate({("inference", "parallel", "tp"): 2}).ours("actor_infer.device_mapping") == "1-2"
+    for system in (verl, slime, trl):
+        text = "\n".join(system.translate({("seed",): 1}).missing)
+        assert "counts epochs" in text and "None" not in text and "no epochs" not in text
+
+
+SLIME_SCRIPT = "python3 train.py --hf-checkpoint x --rollout-batch-size 8 --bf16"
+VERL_SCRIPT = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.nnodes=1"
+TRL_SCRIPT = (
+    "from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(model='q', args=GRPOConfig(beta=0.1, num_iterations=2))"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "origin"),
+    [
+        (SLIME_SCRIPT, "a.sh", "verl"),
+        (TRL_SCRIPT, "a.py", "verl"),
+        (VERL_SCRIPT, "a.sh", "trl"),
+        (VERL_SCRIPT, "a.sh", "slime"),
+        ("data: {train_batch_size: 3}", "a.yaml", "roll"),
+        ("python3 -m verl.trainer.main_ppo a.b=c", "a.sh", "verl"),
+    ],
+)
+def test_a_file_of_another_system_than_from_names_is_refused(text, name, origin):
+    found = problems_of(lambda: converted(text, name, origin))
+    assert f"has no key of {origin}" in found[name].message
+
+
+def test_words_of_a_command_line_that_are_no_keys_are_named():
+    text = "A=1 python3 -m verl.trainer.main_ppo data.train_batch_size = 3 data.seed:4 foo=3 trainer.nnodes=1 $@ > log"
+    done = converted(text, "a.sh", "verl")
+    assert [line for line in done.lost if line.startswith("data.train_batch_size = 3 data.seed:4: ")]
+    assert "foo: 3: roll knows no key of verl of this name" in done.lost and "log" not in "".join(done.lost)
+
+
+def test_a_file_of_roll_lists_what_it_lacks():
+    for name, path in (("roll_rlvr_async", "rewards"), ("roll_agentic_async", "custom_envs")):
+        text = (FOREIGN / f"{name}.yaml").read_text()
+        assert [line.partition(":")[0] for line in converted(text, "a.yaml", "roll").missing] == [path]
+        broken = converted(text + "\nmax_stepz: 3\n", "a.yaml", "roll").missing
+        assert [line.partition(":")[0] for line in broken] == ["max_stepz", path]
+
+
+def test_a_script_of_trl_is_read_with_its_names_and_later_assignments():
+    text = """
+LR = 1e-6
+cfg = dict(learning_rate=LR, num_generations=4)
+args = GRPOConfig(**cfg, **more, max_steps=5)
+args.beta = 0.1
+args.epsilon = compute()
+if debug:
+    args.delta = 2.0
+GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=[lambda completions, **k: f(1, 2), accuracy_reward], args=args)
+"""
+    done = converted(text, "a.py", "trl")
+    tree = done.tree()
+    assert tree["pretrain"] == "Qwen/Qwen3-0.6B" and tree["num_return_sequences_in_group"] == 4
+    assert tree["actor_train"]["training_args"]["learning_rate"] == 1e-6 and tree["kl_loss_coef"] == 0.1
+    assert tree["rewards"]["math"]["verifier"] == "math"
+    assert sorted(lost_of(done)) == ["**more", "delta", "epsilon", "reward_funcs"]
+    assert any("lambda completions, **k: f(1, 2)" in line for line in done.lost)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "told"),
+    [
+        ("SFTTrainer(model='q', args=SFTConfig(learning_rate=1e-5))", "a.py", "pipeline: sft"),
+        ("PPOConfig(learning_rate=1e-5)", "a.py", "GRPOTrainer"),
+        ("trl sft --model_name_or_path q --learning_rate 1e-5", "a.sh", "pipeline: sft"),
+    ],
+)
+def test_other_trainers_of_trl_are_refused(text, name, told):
+    (problem,) = problems_of(lambda: converted(text, name, "trl")).values()
+    assert told in problem.remedy

@@ -1,50 +1,81 @@
-"""Hints for a key that is unknown here and known elsewhere, from the tables of all systems but ROLL's.
+"""Hints for a key that is unknown here and known elsewhere, from the tables of all systems but ROLL's, and for a value
+that is a spelling of ROLL.
 
+Several systems have keys of one name. The key's whole path decides among them, and what stands below it.
 ROLL's keys have advice of their own (`roll.ADVICE`), since a file of ours is often one of ROLL's that was edited.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import takewhile
+from typing import Any
 
-from roll.configs.dialects import prime_rl, slime, trl, verl
-from roll.configs.dialects.rules import Rule
+from roll.configs.dialects import prime_rl, roll, slime, trl, verl
+from roll.configs.dialects.rules import Path, Rule, leaves, rule_of
 
 _SYSTEMS = {"verl": verl.RULES, "trl": trl.RULES, "slime": slime.RULES, "prime-rl": prime_rl.RULES}
 """Name after `roll convert --from` -> its table."""
 _NAMES = {"verl": verl.ORIGIN, "trl": trl.ORIGIN, "slime": slime.ORIGIN, "prime-rl": prime_rl.ORIGIN}
 
 
-def foreign_hint(name: str) -> str | None:
-    """Return what to write in place of a key of another system; None if no other system has a key of this name."""
-    for spelling in dict.fromkeys((name, name.replace("_", "-"))):
-        if spelling in _keys():
-            system, rule = _keys()[spelling]
-            return f"{_NAMES[system]}'s `{spelling}`: {_advice(rule)}"
-    if name in _sections():
-        system = _sections()[name]
-        return f"this is a section of {_NAMES[system]}: `roll convert FILE --from {system}`"
-    return None
+def foreign_hint(path: Sequence[Any], value: Any = None) -> str | None:
+    """Return what to write in place of a key of another system, whose value may be a section; None if no other system
+    has such a key."""
+    parts = tuple(part for each in path for part in str(each).split("."))
+    found = [*leaves(value, parts)] if isinstance(value, Mapping) and value else [(parts, value)]
+    keys = [key for key, _ in found]
+    owners = [system for system in _SYSTEMS if len(parts) == 1 and parts[0] in _sections(system)]
+    if owners:
+        fits = {system: sum(rule_of(key, _SYSTEMS[system]) is not None for key in keys) for system in owners}
+        best = [system for system in owners if fits[system] == max(fits.values())]
+        names, commands = " or ".join(_NAMES[each] for each in best), " or ".join(f"`--from {each}`" for each in best)
+        command = f"`roll convert FILE --from {best[0]}`" if len(best) == 1 else f"`roll convert FILE` with {commands}"
+        return f"this is a section of {names}: {command}"
+    hits = [hit for key in dict.fromkeys([parts, *keys]) for hit in _hits(key)]
+    if not hits:
+        return None
+    _, _, name, system, rule = max(hits, key=lambda hit: hit[:2])
+    return f"{_NAMES[system]}'s `{name}`: {_advice(rule)}"
+
+
+def spelling_hint(path: Sequence[Any], value: Any) -> str | None:
+    """Return what is written here in place of a spelling of ROLL; None for any other value."""
+    found = rule_of(tuple(map(str, path)), roll.RULES)
+    if found is None or found[1].to != "=" or not isinstance(value, str):
+        return None
+    ours = found[1].values.get(value)
+    return None if ours is None else f"write `{ours}`, as ROLL's `{value}` is called here"
+
+
+def _hits(key: Path) -> Iterator[tuple[int, bool, str, str, Rule]]:
+    """Yield for each key of another system with the same end how many parts that is, whether its value goes into the
+    same role, the end, the system and the rule. A name that says nothing alone needs a second part."""
+    for pattern, name, telling, system, rule in _patterns():
+        both = zip(reversed(key), reversed(pattern), strict=False)
+        near = len([*takewhile(lambda pair: pair[0].replace("-", "_") == pair[1], both)])
+        if near > 1 or (near == 1 and telling):
+            end = ".".join(name.split(".")[-near:])
+            yield near, rule.to is not None and rule.to.split(".")[0] == key[0], end, system, rule
 
 
 @cache
-def _keys() -> dict[str, tuple[str, Rule]]:
-    found: dict[str, tuple[str, Rule]] = {}
+def _patterns() -> list[tuple[Path, str, bool, str, Rule]]:
+    found = []
     for system, rules in _SYSTEMS.items():
         for pattern, rule in rules.items():
             section, _, name = pattern.rpartition(".")
-            telling = not section or any(sign in name for sign in "_-")  # `name` or `mode` alone say nothing
-            if "*" not in name and name != "entry" and telling:
-                found.setdefault(name, (system, rule))
+            if "*" not in name and name != "entry":
+                telling = not section or any(sign in name for sign in "_-")
+                found.append((tuple(pattern.replace("-", "_").split(".")), pattern, telling, system, rule))
     return found
 
 
 @cache
-def _sections() -> dict[str, str]:
-    first = {
-        pattern.partition(".")[0]: system for system, rules in _SYSTEMS.items() for pattern in rules if "." in pattern
-    }
-    return {name: system for name, system in first.items() if "*" not in name}
+def _sections(system: str) -> set[str]:
+    first = {pattern.partition(".")[0] for pattern in _SYSTEMS[system] if "." in pattern}
+    return {name for name in first if "*" not in name}
 
 
 def _advice(rule: Rule) -> str:

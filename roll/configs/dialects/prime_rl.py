@@ -48,6 +48,8 @@ RULES: dict[str, Rule] = {
     "trainer.scheduler.warmup_steps": to(f"{_TRAIN}.warmup_steps"),
     "trainer.loss.**": lost("name a loss: `actor_train.pg_variant` (docs/algorithms/policy_losses.md)"),
     "trainer": none("its defaults are those of ours"),
+    "trainer_gpu_ids": later("write `actor_train.device_mapping`"),
+    "inference_gpu_ids": later("write `actor_infer.device_mapping`"),
     "orchestrator.batch_size": later("write `rollout_batch_size`: rollouts there, groups here"),
     "orchestrator.group_size": later(f"write `{_MANAGER}.group_size`"),
     "orchestrator.rollouts_per_example": later(f"write `{_MANAGER}.group_size`"),
@@ -124,16 +126,30 @@ def _devices(done: Translation) -> None:
     per_node = whole(done.get("deployment.gpus_per_node", 8)) or 8
     sizes = [whole(done.get(f"deployment.num_{use}_gpus")) for use in ("train", "infer")]
     train, infer = [(size or (count_ or 0) * per_node) or 1 for size, count_ in zip(sizes, nodes, strict=True)]
+    tensor = whole(done.ours("actor_infer.num_gpus_per_engine")) or 1
+    ids = {key: done.get(key) for key in ("trainer_gpu_ids", "inference_gpu_ids")}
+    said = any(sizes) or any(nodes)
+    infer = infer if said else max(infer, tensor)
+    mappings: list[Any] = [f"0-{train - 1}", f"{train}-{train + infer - 1}"]
     total = train + infer
+    if all(isinstance(each, list) and each and all(whole(one + 1) for one in each) for each in ids.values()):
+        mappings, said = [*ids.values()], True
+        total = 1 + max(max(each) for each in mappings)
+    else:
+        for key, each in ids.items():
+            if each is not None:
+                done.lose(key, each, "name the devices of both sides, by their numbers")
     done.put("cluster.device", "cuda")
     done.put("cluster.num_devices_per_node", total if total <= per_node else per_node)
     if total > per_node:
         done.put("cluster.num_nodes", -(-total // per_node))
         done.put("cluster.address", "auto")
-    done.put("actor_train.device_mapping", f"0-{train - 1}")
-    done.put("actor_infer.device_mapping", f"{train}-{total - 1}")
-    if not any(sizes) and not any(nodes):
-        done.lack("cluster", "prime-rl's default of one GPU for each side is written")
+    done.put("actor_train.device_mapping", mappings[0])
+    done.put("actor_infer.device_mapping", mappings[1])
+    if not said:
+        done.lack(
+            "cluster", f"prime-rl's default is written: one GPU for the trainer, {count(infer, 'GPU')} for engines"
+        )
 
 
 def _trainer(done: Translation) -> None:

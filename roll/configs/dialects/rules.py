@@ -18,6 +18,11 @@ Path = tuple[str, ...]
 """A key as its parts: ``actor_train.infer_batch_size`` is two."""
 NOTHING: Any = object()
 """In place of a value that is not there."""
+_LOSS = ("pg_variant", "pg_variant_args")
+RETURN_ARGUMENTS = {"gae": ("gamma", "lambda_"), "reinforce_plus_plus": ("gamma",)}
+"""Estimator of ours -> its arguments of those that others have for all."""
+OFF: tuple[Any, ...] = (None, False, "", [], {}, "null", "none", "None")
+"""Values that switch a setting off."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Translation:
     """Values that have no meaning here: the loader refuses them, and `roll convert` names them as missing."""
     unread: set[Path] = field(default_factory=set)
     """Their keys that are left to a function and that none has read."""
+    unnamed: set[Path] = field(default_factory=set)
+    """Those of them that the table has only by a pattern: where a function knows them, it reads them in any case."""
     read: list[str] = field(default_factory=list)
     """Their keys in the order in which functions have read them."""
 
@@ -90,6 +97,7 @@ class Translation:
         """Return the value of their key, or ``default``. A key of which only the parts below are given is not there."""
         parts = tuple(path.split("."))
         self.unread.discard(parts)
+        self.unnamed.discard(parts)
         if parts in self.given:
             self.read.append(path)
         return self.given.get(parts, default)
@@ -109,6 +117,23 @@ class Translation:
             return default if value is None else value
         self.refuse(path, value, "write a number")
         return default
+
+    def choice(self, path: str, values: Mapping[Any, Any], default: Any) -> Any:
+        """Return what their value is here by ``values``; for a missing one, or one that is named as lost, what
+        ``default``, a value of theirs, is."""
+        value = self.get(path, default)
+        found = _looked_up(values, value)
+        if found is not NOTHING:
+            return found
+        if value is not None:
+            self.lose(path, value, f"there is no such value here; {shown(default)} is taken")
+        return values[default]
+
+    def anywhere(self, suffix: str, default: Any = None) -> Any:
+        """Return the value of their first key that is ``suffix`` in any section, or ``default``."""
+        wanted = tuple(suffix.split("."))
+        found = next((parts for parts in self.given if parts[-len(wanted) :] == wanted), None)
+        return default if found is None else self.get(".".join(found), default)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
         """Note a value of theirs that has no meaning here."""
@@ -163,6 +188,17 @@ class Translation:
         self.lost.append(f"{path}: {shown(value, path.rpartition('.')[2])}: {reason}")
         self.lines.append(f"lost: {self.lost[-1]}")
 
+    def unknown(self, parts: Path) -> None:
+        """Name a key that this system does not know."""
+        self.lose(".".join(parts), self.given[parts], f"roll knows no key of {self.origin} of this name")
+
+    def without_ratio(self, why: str) -> None:
+        """Write the loss without a ratio, and without the arguments of the one in place of which it is."""
+        for parts in [parts for parts in self.values if parts[0] == "actor_train" and parts[1] in _LOSS]:
+            del self.values[parts]
+            self.notes.pop(parts, None)
+        self.put("actor_train.pg_variant", "vanilla", why)
+
     def lack(self, path: str, what: str) -> None:
         """Name something that has to be added to the file."""
         self.missing.append(f"{path}: {what}")
@@ -188,29 +224,41 @@ def translated(
         elif unknown_is_ours:
             done.put(parts, value)
         else:
-            done.lose(".".join(parts), value, f"roll knows no key of {origin} of this name")
+            done.unknown(parts)
     for parts, value, pattern, rule in pending:
         _apply(done, parts, value, pattern, rule)
     return done
 
 
 def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Mapping[Path, Any]) -> Translation:
-    """Return a translation in which each key that changes nothing is named: without it, or with another value, the
-    translation would be the same."""
-    done = translate(given)
+    """Return a translation in which each key that changes nothing is named: as unknown if no function knows it, as lost
+    if only a whole number would change something, and else as without effect beside others."""
+
+    def complete(keys: Mapping[Path, Any]) -> Translation:
+        done = translate(keys)
+        for parts in sorted(done.unnamed):
+            done.unknown(parts)
+        return done
+
+    done = complete(given)
     outcome = _outcome(done)
     for parts, value in given.items():
         if parts == ("entry",) or done.values.get(parts, NOTHING) == value:
             continue
         rest = {key: each for key, each in given.items() if key != parts}
         others = [rest] + [{**given, parts: each} for each in _other_values(value)]
-        if all(_outcome(translate(each)) == outcome for each in others):
+        if any(_outcome(complete(each)) != outcome for each in others):
+            continue
+        readable = isinstance(value, str) or (isinstance(value, float) and not value.is_integer())
+        if readable and value not in OFF and _outcome(complete({**given, parts: 1})) != outcome:
+            done.lose(".".join(parts), value, "this is no value that the key has; without it, its default is taken")
+        else:
             done.no_effect(".".join(parts), value, "other keys decide")
     return done
 
 
 def _outcome(done: Translation) -> tuple[Any, ...]:
-    return done.values, done.notes, [*done.lines], done.lost, done.missing, done.problems
+    return done.values, done.notes, [*done.lines], [*done.lost], done.missing, done.problems
 
 
 def _other_values(value: Any) -> list[Any]:
@@ -225,10 +273,12 @@ def _apply(done: Translation, parts: Path, value: Any, pattern: str, rule: Rule)
     path = ".".join(parts)
     if rule.later:
         done.unread.add(parts)
+        if "*" in pattern.rpartition(".")[2]:
+            done.unnamed.add(parts)
         return
     new = _looked_up(rule.values, value)
     if rule.lost or (rule.closed and new is NOTHING):
-        if value in (None, False, "", [], {}, "null", "none", "None"):
+        if value in OFF:
             done.no_effect(path, value, "it is off")
         else:
             done.lose(path, value, rule.note or "there is no such value here")
@@ -284,6 +334,12 @@ def _matches(parts: Path, pattern: str) -> bool:
 def whole(value: Any) -> int | None:
     """Return a whole number above 0; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def in_epochs(origin: str, epochs: Any) -> str:
+    """Return what is missing where the length of a run is given in epochs of its data, or not at all."""
+    given = "their number was not given" if epochs is None else f"there are {epochs}"
+    return f"{origin} counts epochs, and {given}: prompts of the data x epochs / `rollout_batch_size`"
 
 
 def leaves(tree: Mapping[str, Any], parts: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -6,7 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import (
+    RETURN_ARGUMENTS,
+    Path,
+    Rule,
+    Translation,
+    accounted,
+    in_epochs,
+    later,
+    lost,
+    none,
+    to,
+    translated,
+    whole,
+)
 
 ORIGIN = "slime"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
@@ -116,6 +129,8 @@ RULES: dict[str, Rule] = {
     "use-tis": later("write `old_logprobs: recompute` and `train_infer_correction`"),
     "tis-clip": later("write `train_infer_correction.weight.upper`"),
     "tis-clip-low": later("write `train_infer_correction.weight.lower`"),
+    "use-opsm": later("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
+    "opsm-delta": later("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
     "custom-tis-function-path": lost("write `train_infer_correction` (docs/algorithms/correction.md)"),
     "custom-config-path": lost("what its functions read is not known here"),
     "use-rollout-logprobs": to("old_logprobs", {True: "behaviour"}),
@@ -189,8 +204,6 @@ _ESTIMATORS = {
     "grpo": "grpo", "gspo": "grpo", "ppo": "gae", "cispo": "grpo", "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }  # fmt: skip
-ARGUMENTS = {"gae": ("gamma", "lambda_"), "reinforce_plus_plus": ("gamma",)}
-"""Estimator of ours -> its arguments of those that slime has."""
 _VERIFIERS = {"math": "math", "deepscaler": "math", "dapo": "math"}
 _SCORES_OF_TEACHER = "slime.rollout.on_policy_distillation.reward_func"
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1", "abs": "abs", "mse": "k2"}
@@ -341,9 +354,10 @@ def _loss(done: Translation) -> None:
         done.put("adv_estimator_args.normalize_by_std", False)
     for key, argument in (("gamma", "gamma"), ("lambd", "lambda_")):
         value = done.number(key, 1.0)
-        if value != 1.0 and argument in ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
+        if value != 1.0 and argument in RETURN_ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
             done.put(f"adv_estimator_args.{argument}", value)
-    in_loss, coefficient, kind = done.flag("use-kl-loss"), done.get("kl-loss-coef", 0.0), done.get("kl-loss-type")
+    in_loss, coefficient = done.flag("use-kl-loss"), done.get("kl-loss-coef", 0.0)
+    kind = done.choice("kl-loss-type", _KL, "k1")
     penalty, bound = done.get("kl-coef", 0.0), done.get("value-clip")
     if in_loss and coefficient:
         done.put("use_kl_loss", True)
@@ -354,22 +368,36 @@ def _loss(done: Translation) -> None:
         done.put("add_token_level_kl", True)
         done.put("init_kl_coef", penalty)
     if (in_loss and coefficient) or penalty:
-        done.put("kl_estimator", _KL.get(str(kind), "k1"))
+        done.put("kl_estimator", kind)
         _beside(done, "reference")
     if done.ours("adv_estimator") == "gae":
         _beside(done, "critic")
         if bound is not None:
             done.put("value_clip", bound)
-    clip, least = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0)
+    clip, least, delta = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0), done.get("opsm-delta", 1e-4)
     if done.flag("use-tis"):
         weight = {"level": "token", "mode": "truncate", "upper": clip, **({"lower": least} if least else {})}
         done.put("old_logprobs", "recompute")
         done.put("train_infer_correction.weight", weight)
+        if _updates(done) == 1:
+            done.values.pop(("old_logprobs",))
+            done.without_ratio(f"with one optimizer step a batch the ratio of `{loss}` is 1, and this is the same")
+    if done.flag("use-opsm"):
+        rejected = {"level": "geometric", "divergence": "k1", "threshold": delta, "only_negative": True}
+        note = "OPSM: decided once, by the distance from the policy that sampled; slime decides at each update"
+        done.put("train_infer_correction.reject", [rejected], note)
     path = done.get("dynamic-sampling-filter-path")
     if path is not None and str(path).endswith("check_reward_nonzero_std"):
         done.put("group_filter", "zero_variance")
     elif path is not None:
         done.lose("dynamic-sampling-filter-path", path, "write a stage (docs/howto/stage.md)")
+
+
+def _updates(done: Translation) -> int | None:
+    """Return the optimizer steps of a batch; None where they are not whole numbers."""
+    samples = (whole(done.ours("rollout_batch_size")) or 0) * (whole(done.ours("num_return_sequences_in_group")) or 0)
+    steps, size = whole(done.get("num-steps-per-rollout")), whole(done.get("global-batch-size", samples))
+    return steps or (samples // size if size and samples % size == 0 else None)
 
 
 def _beside(done: Translation, role: str) -> None:
@@ -470,4 +498,4 @@ def _running(done: Translation) -> None:
         done.put("resume_from_checkpoint", True, "goes on with what is in `output_dir`")
     epochs = done.get("num-epoch")
     if done.ours("max_steps") is None:
-        done.lack("max_steps", f"slime counts {epochs or 'no'} epochs: prompts x epochs / `rollout_batch_size`")
+        done.lack("max_steps", in_epochs(ORIGIN, epochs))

@@ -11,7 +11,7 @@ import operator
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -30,7 +30,10 @@ _WORD = re.compile(
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^{}]*))?\}|\$(?P<plain>[A-Za-z_]\w*)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
-_DOTTED = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)+)=(?P<value>.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
+_REFERENCE = re.compile(r"\$(\{?\w+(\[[@*]\])?\}?|[@*])|")
+STRAY = ("words",)
+"""In place of a key: the words of a command line that are neither ``key=value`` nor of a flag."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -83,23 +86,29 @@ def _of_shell(text: str) -> dict[Path, Any]:
         elif words[0] in ("ray", "pkill", "docker", "sbatch", "srun", "torchrun", "cat", "echo"):
             continue
         words = [_expanded(word, variables) for word in words]
+        entry = _entry(words)
+        script = next((index for index, word in enumerate(words) if word in ("trl", entry) or word.endswith(".py")), 0)
         for index, word in enumerate(words):
             if _ASSIGNMENT.match(word) and all(_ASSIGNMENT.match(each) or each == "export" for each in words[:index]):
                 name, _, value = word.partition("=")
                 variables[name] = value.removeprefix("(")
-            elif (match := _DOTTED.fullmatch(word)) is not None:
+            elif (match := _OVERRIDE.fullmatch(word)) is not None and ("." in match["key"] or 0 < script < index):
                 found[tuple(match["key"].split("."))] = plain_value(_from_environment(match["value"]))
-        entry = _entry(words)
         if entry is not None:
             found["entry",] = entry
-        words = [_from_environment(word) for word in words]
-        script = next((index for index, word in enumerate(words) if word == "trl" or word.endswith(".py")), 0)
-        found |= _flags(words[:script]) | _flags(words[script:])
+        for command in (words[:script], words[script:]):
+            flags, others = _flags([_from_environment(word) for word in command if not _REFERENCE.fullmatch(word)])
+            found |= flags
+        others = others[2 if entry is not None and entry.startswith("trl ") else 1 :]
+        if entry is not None and others:
+            found[STRAY] = [*found.get(STRAY, []), " ".join(others)]
     return found
 
 
 def _entry(words: list[str]) -> str | None:
-    """Return the module or script that a command starts with Python, if it has arguments."""
+    """Return the module or script that a command starts with Python, or ``trl`` and its command, if there is more."""
+    if words[0] == "trl" and len(words) > 2:
+        return " ".join(words[:2])
     for index, word in enumerate(words[:-1]):
         if re.fullmatch(r"(.*/)?python[\d.]*", word):
             rest = [each for each in words[index + 1 :] if each not in ("-u", "-m")]
@@ -182,11 +191,13 @@ def _whole_number(node: ast.expr, names: Mapping[str, str]) -> int:
     return result
 
 
-def _flags(words: list[str]) -> dict[Path, Any]:
-    """Return the flags of a command: with one value, several as a list, or without one as true."""
+def _flags(words: list[str]) -> tuple[dict[Path, Any], list[str]]:
+    """Return the flags of a command, with one value, several as a list, or without one as true; and the words that are
+    neither of a flag nor an override. What follows a redirection is none of them."""
     found: dict[Path, Any] = {}
+    others: list[str] = []
     values: list[Any] | None = None
-    for word in words:
+    for index, word in enumerate(words):
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             values = found.setdefault((*name.split("."),), [])
@@ -194,9 +205,15 @@ def _flags(words: list[str]) -> dict[Path, Any]:
             if equals:
                 values.append(plain_value(value))
                 values = None
-        elif values is not None and not re.fullmatch(r"\$\{?\w+(\[@\])?\}?", word):
+        elif re.match(r"\d?[<>]", word):
+            break
+        elif _OVERRIDE.fullmatch(word):
+            values = None
+        elif values is not None:
             values.append(plain_value(word))
-    return {key: each[0] if len(each) == 1 else each or True for key, each in found.items()}
+        elif index == 0 or word != "\\":
+            others.append(word)
+    return {key: each[0] if len(each) == 1 else each or True for key, each in found.items()}, others
 
 
 def plain_value(text: str) -> Any:
@@ -214,39 +231,98 @@ class _Computed(str):
 
 
 def _of_python(text: str, source: str) -> dict[Path, Any]:
-    """Return the keyword arguments of the calls of ``...Config`` and ``...Trainer`` in a script, and of
-    ``load_dataset`` as ``dataset_name`` and so on."""
+    """Return the arguments of the calls of ``...Config`` and ``...Trainer`` in a script, what it assigns to their
+    attributes later, and the arguments of ``load_dataset`` as ``dataset_name`` and so on.
+
+    A trainer's first argument is ``model``. The value of a name is known if the script assigns it once, a literal.
+    """
     try:
         module = ast.parse(text)
+        nodes = list(ast.walk(module))
     except (SyntaxError, ValueError, MemoryError, RecursionError) as cause:
         raise problem(source, f"not valid Python: {cause}", "give the script as it is") from cause
+    always = [statement for body in _bodies(module) for statement in body]
+    names = _names(nodes, always)
     found: dict[Path, Any] = {}
-    for node in ast.walk(module):
-        if not isinstance(node, ast.Call):
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            found |= _arguments(node, names, found)
+    for assignment in [node for node in nodes if isinstance(node, ast.Assign)]:
+        target, value = assignment.targets[0], assignment.value
+        if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
             continue
-        name = ast.unparse(node.func).rpartition(".")[2]
-        if name == "load_dataset":
-            given = [_literal(argument) for argument in node.args]
-            for key, value in zip(("dataset_name", "dataset_config"), given, strict=False):
-                found.setdefault((key,), value)
-            found |= {(f"dataset_{word.arg}",): _literal(word.value) for word in node.keywords if word.arg == "split"}
-        elif name.endswith(("Config", "Trainer")):
-            found["entry",] = f"{found.get(('entry',), '')} {name}".strip()
-            prefix = ("peft_config",) if name == "LoraConfig" else ()
-            found |= {
-                (*prefix, word.arg): _literal(word.value)
-                for word in node.keywords
-                if word.arg is not None and word.arg not in ("args", "peft_config")
-            }
+        owner = ast.unparse(names.get(target.value.id, target.value)).partition("(")[0]
+        if owner.endswith(("Config", "Trainer", "args", "config")):
+            known = _literal(value, names) if assignment in always else _Computed(ast.unparse(value))
+            found |= _named(target.attr, known, "LoraConfig" in owner)
     return found
 
 
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal; the source of anything else, as `_Computed`."""
+def _arguments(call: ast.Call, names: Mapping[str, ast.expr], found: Mapping[Path, Any]) -> dict[Path, Any]:
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name == "load_dataset":
+        given = [_literal(argument, names) for argument in call.args]
+        data = {(key,): value for key, value in zip(("dataset_name", "dataset_config"), given, strict=False)}
+        data |= {(f"dataset_{word.arg}",): _literal(word.value, names) for word in call.keywords if word.arg == "split"}
+        return {key: value for key, value in data.items() if key not in found}
+    if not name.endswith(("Config", "Trainer")):
+        return {}
+    arguments: dict[Path, Any] = {("entry",): f"{found.get(('entry',), '')} {name}".strip()}
+    if name.endswith("Trainer") and call.args:
+        arguments["model",] = _literal(call.args[0], names)
+    for word in call.keywords:
+        value = _literal(word.value, names)
+        if word.arg is not None:
+            arguments |= {} if word.arg in ("args", "peft_config") else _named(word.arg, value, name == "LoraConfig")
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                arguments |= _named(str(key), each, name == "LoraConfig")
+        else:
+            arguments[f"**{value}",] = value
+    return arguments
+
+
+def _named(name: str, value: Any, of_adapter: bool) -> dict[Path, Any]:
+    key = (*(("peft_config",) if of_adapter else ()), name)
+    return dict(leaves(value, key)) if isinstance(value, dict) and value else {key: value}
+
+
+def _bodies(module: ast.Module) -> Iterator[list[ast.stmt]]:
+    """Yield the statements that run whenever their function does: those under no condition and in no loop."""
+    yield module.body
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+            yield node.body
+
+
+def _names(nodes: Sequence[ast.AST], always: Sequence[ast.stmt]) -> dict[str, ast.expr]:
+    """Return the names that a script assigns once, with what it assigns."""
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    stored += [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return {
+        node.targets[0].id: node.value
+        for node in always
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1
+        if stored.count(node.targets[0].id) == 1
+    }
+
+
+def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
+    """Return the value of a literal, or of a name of one; the source of anything else, as `_Computed`."""
     try:
-        return ast.literal_eval(node)
+        return _value(node, names)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return _Computed(ast.unparse(node))
+
+
+def _value(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
+    if isinstance(node, ast.Name) and node.id in names:
+        return _value(names[node.id], names)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        return {word.arg or f"**{ast.unparse(word.value)}": _literal(word.value, names) for word in node.keywords}
+    if isinstance(node, ast.BinOp) and not any(isinstance(each, ast.Div) for each in ast.walk(node)):
+        return _whole_number(node, {})
+    return ast.literal_eval(node)
 
 
 def is_computed(value: Any) -> bool:

@@ -5,11 +5,25 @@ The tables agree with `docs/migration/trl.md`.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
-from roll.configs.errors import count
+from roll.configs.dialects.rules import (
+    Path,
+    Rule,
+    Translation,
+    accounted,
+    in_epochs,
+    later,
+    lost,
+    none,
+    to,
+    translated,
+    whole,
+)
+from roll.configs.errors import ConfigProblem, count
 
 ORIGIN = "TRL"
 COMPUTED = ("model", "reward_funcs", "train_dataset", "eval_dataset", "model_init_kwargs")
@@ -19,6 +33,7 @@ _TRAIN = "actor_train.training_args"
 _HUB = "nothing is pushed to the hub"
 _LOG = "metrics are in `metrics.jsonl`, rollouts in `samples.jsonl`"
 _DATA = "prompts are read once, in the driver"
+_SAMPLING = "sampling has temperature, top-p, top-k and stop strings"
 _LIGER = "the loss is computed in chunks in any case"
 
 RULES: dict[str, Rule] = {
@@ -27,6 +42,8 @@ RULES: dict[str, Rule] = {
     "model": later("write `pretrain`"),
     "model_name_or_path": to("pretrain"),
     "model_init_kwargs": later("write `actor_train.model_args`"),
+    "model_init_kwargs.attn_implementation": to("actor_train.model_args.attn_implementation"),
+    "model_init_kwargs.trust_remote_code": to("actor_train.model_args.trust_remote_code"),
     "model_init_kwargs.*": later("write `actor_train.model_args`"),
     "dtype": later("write `actor_train.model_args.dtype`"),
     "torch_dtype": later("write `actor_train.model_args.dtype`"),
@@ -100,7 +117,8 @@ RULES: dict[str, Rule] = {
     "top_k": to("actor_infer.generating_args.top_k", {None: 0, -1: 0}),
     "min_p": lost("sampling has top-p and top-k"),
     "repetition_penalty": later("remove it: what is sampled is the policy's distribution"),
-    "generation_kwargs": lost("sampling has temperature, top-p, top-k and stop strings"),
+    "generation_kwargs": lost(_SAMPLING),
+    "generation_kwargs.*": lost(_SAMPLING),
     "use_vllm": later("write `actor_infer.strategy_args.strategy_name`"),
     "vllm_mode": later("write `actor_infer.device_mapping`"),
     "vllm_gpu_memory_utilization": later("write `strategy_config: {gpu_memory_utilization}`"),
@@ -178,6 +196,8 @@ RULES: dict[str, Rule] = {
 }
 """Argument of TRL -> what becomes of it."""
 
+_OTHERS = ("sft", "dpo", "kto", "ppo", "reward", "prm", "orpo", "cpo", "bco", "gkd", "xpo", "nashmd", "onlinedpo")
+"""Names of TRL's other trainers, in small letters."""
 _VERIFIERS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
 
 
@@ -188,8 +208,19 @@ def translate(given: Mapping[Path, Any]) -> Translation:
 
 def _translate(given: Mapping[Path, Any]) -> Translation:
     done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    done.take(_model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running)
+    done.take(_trainer_is_known, _model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running)
     return done
+
+
+def _trainer_is_known(done: Translation) -> None:
+    """Other trainers have arguments of the same names and another meaning."""
+    for name in str(done.get("entry", "")).split():
+        other = name.endswith("Trainer") or name.removesuffix("Config").lower().replace("_", "") in _OTHERS
+        if other and not re.search("GRPO|RLOO", name):
+            remedy = "give a script of `GRPOTrainer` or `RLOOTrainer`"
+            if "sft" in name.lower():
+                remedy = "write a file with `pipeline: sft` (docs/sft.md)"
+            done.problems.append(ConfigProblem(name, f"`roll convert` does not read {ORIGIN}'s `{name}`", remedy))
 
 
 def _model(done: Translation) -> None:
@@ -207,6 +238,7 @@ def _model(done: Translation) -> None:
         str(done.get("dtype", "")),
         str(done.get("torch_dtype", "")),
         str(done.get("model_init_kwargs.dtype")),
+        str(done.get("model_init_kwargs.torch_dtype")),
     ]
     half = done.flag("fp16") or any("float16" in word and "bfloat16" not in word for word in words)
     plain = any("float32" in word for word in words) or not done.flag("bf16", True)
@@ -262,7 +294,7 @@ def _devices(done: Translation) -> None:
     if processes is None:
         done.lack("cluster.num_devices_per_node", "`accelerate launch` decides the number of processes; 8 are written")
         processes = 8
-    apart = done.get("vllm_mode", "colocate") == "server" or _is_async(done)
+    apart = done.choice("vllm_mode", {"server": True, "colocate": False}, "colocate") or _is_async(done)
     per_node = -(-processes // nodes)
     done.put("cluster.device", "cuda")
     done.put("actor_train.device_mapping", f"0-{processes - 1}")
@@ -318,7 +350,8 @@ def _is_rloo(done: Translation) -> bool:
 
 
 def _loss(done: Translation) -> None:
-    kind, sequence = done.get("loss_type", "dapo"), done.get("importance_sampling_level", "token") == "sequence"
+    kind = done.get("loss_type", "dapo")
+    sequence = done.choice("importance_sampling_level", {"token": False, "sequence": True}, "token")
     arguments, rloo = "actor_train.pg_variant_args", _is_rloo(done)
     low = done.number("epsilon", 0.2)
     high, delta = done.get("epsilon_high"), done.get("delta")
@@ -344,8 +377,9 @@ def _loss(done: Translation) -> None:
         if value is not None and loss == "sapo":
             done.put(f"{arguments}.{ours}", value)
     done.put("adv_estimator", "rloo" if rloo else "grpo")
-    scale = done.get("scale_rewards", "group")
-    if not rloo and scale in (False, "none", "batch"):
+    scales = {True: "group", "group": "group", False: "none", "none": "none", "batch": "batch"}
+    scale = done.choice("scale_rewards", scales, "group")
+    if not rloo and scale != "group":
         done.put("adv_estimator_args.normalize_by_std", False)
         if scale == "batch":
             done.put("norm_std_type", "batch")
@@ -381,13 +415,16 @@ def _engine(done: Translation) -> None:
     if penalty != 1.0:
         done.lose("repetition_penalty", penalty, "what is sampled is the policy's distribution")
     corrects = done.get("vllm_importance_sampling_correction", bool(vllm) and not _is_async(done))
-    mode = str(done.get("vllm_importance_sampling_mode", "sequence_mask"))
+    modes = {f"{level}_{kind}": (level, kind) for level in ("token", "sequence") for kind in ("mask", "truncate")}
+    level, mode = done.choice("vllm_importance_sampling_mode", modes, "sequence_mask")
     cap = done.get("vllm_importance_sampling_clip_max", done.get("vllm_importance_sampling_cap", 3.0))
-    level, _, kind = mode.partition("_")
-    if corrects and done.has("vllm_importance_sampling_mode") and level in ("token", "sequence"):
-        done.put("old_logprobs", "recompute")
-        mode = {"mask": "mask", "truncate": "truncate"}.get(kind, "truncate")
+    if corrects and done.has("vllm_importance_sampling_mode"):
         done.put("train_infer_correction.weight", {"level": level, "mode": mode, "upper": cap})
+        if _updates(done) == 1 and done.ours("ppo_epochs", 1) == 1:
+            loss = done.ours("actor_train.pg_variant")
+            done.without_ratio(f"with one optimizer step a batch the ratio of `{loss}` is 1, and this is the same")
+        else:
+            done.put("old_logprobs", "recompute")
     ahead, batch = whole(done.get("max_inflight_tasks")), whole(done.ours("rollout_batch_size"))
     if _is_async(done):
         group = whole(done.ours("num_return_sequences_in_group")) or 1
@@ -406,7 +443,7 @@ def _rewards(done: Translation) -> None:
         done.put("rewards.model.device_mapping", done.ours("actor_train.device_mapping"))
         done.put("reward_pretrain", model)
         return
-    names = [each.strip() for each in str(functions or "").strip("[]").replace("'", "").split(",") if each.strip()]
+    names = _elements(functions) if isinstance(functions, str) else [str(each) for each in functions or ()]
     known = [_VERIFIERS[name] for name in names if name in _VERIFIERS]
     for name in names:
         if name not in _VERIFIERS:
@@ -416,6 +453,16 @@ def _rewards(done: Translation) -> None:
         done.put("rewards.math.tag_included", ["default"], "the domain of rows without one")
     else:
         done.lack("rewards", "name a verifier or a function, with `tag_included: [default]` for rows without a domain")
+
+
+def _elements(source: str) -> list[str]:
+    """Return the sources of the elements of a list in Python, without quotes; of anything else, itself."""
+    try:
+        node = ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return [source]
+    parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    return [str(part.value) if isinstance(part, ast.Constant) else ast.unparse(part) for part in parts]
 
 
 def _validation(done: Translation) -> None:
@@ -446,12 +493,12 @@ def _running(done: Translation) -> None:
     elif warmup:
         done.put(f"{_TRAIN}.warmup_steps", int(warmup))
     steps, epochs = whole(done.get("max_steps")), done.get("num_train_epochs", 3.0)
-    prompts, updates = done.ours("rollout_batch_size"), _updates(done)
+    updates = _updates(done)
     if steps is not None:
         note = f"{steps} optimizer steps, {updates} in a training step" if updates > 1 else ""
         done.put("max_steps", -(-steps // updates), note)
     else:
-        done.lack("max_steps", f"TRL counts {epochs} epochs: prompts of the data x epochs / {prompts}")
+        done.lack("max_steps", in_epochs(ORIGIN, epochs))
     if done.get("save_strategy", "steps") in ("no", "epoch"):
         done.values.pop(("save_steps",), None)
     elif done.ours("save_steps") is None:
@@ -462,6 +509,8 @@ def _running(done: Translation) -> None:
     trackers = done.get("report_to", [])
     names = trackers if isinstance(trackers, list) else [trackers]
     known = [each for each in names if each in ("wandb", "swanlab", "trackio", "tensorboard")]
+    for other in [each for each in names if each not in known and each not in ("none", "all")]:
+        done.lose("report_to", other, "there is no such tracker")
     done.put("track_with", known or ["tensorboard"])
     project, space = done.get("project"), done.get("trackio_space_id")
     for tracker in known:

@@ -5,20 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import (
+    RETURN_ARGUMENTS,
+    Path,
+    Rule,
+    Translation,
+    accounted,
+    in_epochs,
+    later,
+    lost,
+    none,
+    rule_of,
+    to,
+    translated,
+    whole,
+)
 
 ORIGIN = "verl"
 _AR = "actor_rollout_ref"
 _MEMORY = "memory: states that are not needed leave shared devices by themselves"
 _LOGPROBS = "log-probabilities of the reference use the trainer's token budget"
 _ALWAYS = "always so here"
+_TEACHER = "the teacher computes as a trainer's model does, without an engine"
+_MANAGERS = "each reward has worker processes of its own"
 _OFF = {-1: 0}
 _ADAMW = "the optimizer is AdamW"
+_CORRECT = "write `old_logprobs: recompute` and `train_infer_correction`"
 _MEGATRON = f"{_AR}.actor.megatron"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
 
 RULES: dict[str, Rule] = {
     "entry": later(),
+    "config-path": none("a run is one file"),
+    "config-name": none("a run is one file"),
+    "hydra.**": none("a run is one file"),
     # data
     "data.train_files": later("write `actor_train.data_args.file_name`"),
     "data.val_files": later("write `validation.data_args.file_name`"),
@@ -95,17 +115,21 @@ RULES: dict[str, Rule] = {
     f"{_AR}.ref.log_prob_*": none(_LOGPROBS),
     f"{_AR}.ref.**": none("the reference is a trainer without an optimizer; see `reference`"),
     # algorithm
-    "algorithm.adv_estimator": to("adv_estimator", {"reinforce_plus_plus": "reinforce_plus_plus"}),
+    "algorithm.adv_estimator": later("write `adv_estimator`"),
     "algorithm.norm_adv_by_std_in_grpo": to("adv_estimator_args.normalize_by_std"),
     "algorithm.gamma": later("write `adv_estimator_args: {gamma}`"),
     "algorithm.lam": later("write `adv_estimator_args: {lambda_}`"),
     "algorithm.use_kl_in_reward": later("write `add_token_level_kl`"),
     "algorithm.kl_penalty": later("write `kl_estimator`"),
-    "algorithm.kl_ctrl.**": later("write `init_kl_coef`, `kl_controller`, `target_kl` and `kl_horizon`"),
+    "algorithm.kl_ctrl.*": later("write `init_kl_coef`, `kl_controller`, `target_kl` and `kl_horizon`"),
     "algorithm.filter_groups.enable": to("group_filter", {True: "zero_variance", False: "none"}),
-    "algorithm.filter_groups.**": none("a filtered group's slot is given back"),
-    "algorithm.rollout_correction.**": later("write `old_logprobs: recompute` and `train_infer_correction`"),
+    "algorithm.filter_groups.metric": none("groups are filtered by their scores"),
+    "algorithm.filter_groups.max_num_gen_batches": none("a filtered group's slot is given back"),
+    "algorithm.rollout_correction.*": later(_CORRECT),
+    "algorithm.rollout_is*": later(_CORRECT),
     f"{_AR}.actor.policy_loss.loss_mode": later("write `actor_train.pg_variant`"),
+    f"{_AR}.actor.policy_loss.clip_cov_*": later("write `pg_variant_args: {share, cov_low, cov_high}`"),
+    f"{_AR}.actor.policy_loss.*": later("write `pg_variant_args: {share, beta}`"),
     f"{_AR}.actor.clip_ratio": later("write `pg_variant_args: {clip_low, clip_high}`"),
     f"{_AR}.actor.clip_ratio_low": later("write `pg_variant_args: {clip_low}`"),
     f"{_AR}.actor.clip_ratio_high": later("write `pg_variant_args: {clip_high}`"),
@@ -135,7 +159,7 @@ RULES: dict[str, Rule] = {
     f"{_AR}.rollout.top_p": to("actor_infer.generating_args.top_p"),
     f"{_AR}.rollout.top_k": to("actor_infer.generating_args.top_k", _OFF),
     f"{_AR}.rollout.dtype": to("actor_infer.model_args.dtype", {"bf16": "bfloat16", "fp16": "float16"}),
-    f"{_AR}.rollout.val_kwargs.**": later("write `validation.generating_args`"),
+    f"{_AR}.rollout.val_kwargs.*": later("write `validation.generating_args`"),
     f"{_AR}.rollout.free_cache_engine": none("an engine sleeps where it shares its devices"),
     f"{_AR}.rollout.load_format": none("an engine starts with the weights of the model itself"),
     f"{_AR}.rollout.layered_summon": none("weights travel in buckets"),
@@ -204,29 +228,64 @@ RULES: dict[str, Rule] = {
     "**.custom_reward_function.name": later("write `rewards.<domain>.verifier: module:function`"),
     "reward_model.enable": later("write a reward with `verifier: reward_model`"),
     "reward_model.model.path": later("write `reward_pretrain`"),
-    "reward_model.reward_manager": none("each reward has worker processes of its own"),
     "reward_model.launch_reward_fn_async": none(_ALWAYS),
-    "reward_model.reward_kwargs.overlong_buffer_cfg.**": later("write `length_penalty: {kind: overlong}`"),
-    "reward_model.reward_kwargs.max_resp_len": none("`response_length` says it"),
-    "reward_model.**": none("how a reward model is run is a matter of `rewards.<name>`"),
+    "reward_model.use_reward_loop": none(_ALWAYS),
+    "**.overlong_buffer_cfg.*": later("write `length_penalty: {kind: overlong}`"),
+    "**.overlong_buffer.*": later("write `length_penalty: {kind: overlong}`"),
+    "**.max_resp_len": none("`response_length` says it"),
+    "**.reward_manager": none(_MANAGERS),
+    "reward.reward_model.enable": later("write a reward with `verifier: reward_model`"),
+    "reward.reward_model.model_path": later("write `reward_pretrain`"),
+    "reward.reward_model.**": none("how a reward model is run is a matter of `rewards.<name>`"),
+    "reward.reward_manager.name": none(_MANAGERS),
+    "reward.num_workers": none(_MANAGERS),
+    "reward_model.num_workers": none(_MANAGERS),
+    "**.sandbox_fusion.*": lost("write `verifier: code`, which has a sandbox of its own"),
+    **{
+        f"reward_model.{name}": none("how a reward model is run is a matter of `rewards.<name>`")
+        for name in "strategy micro_batch_size* use_dynamic_bsz forward_* max_length model.* model.fsdp_config.* "
+        "megatron.* n_gpus_per_node nnodes enable_resource_pool ulysses_sequence_parallel_size rollout.**".split()
+    },
     "critic.optim.lr": to("critic.training_args.learning_rate"),
     "critic.optim.lr_warmup_steps": to("critic.training_args.warmup_steps", _OFF),
     "critic.optim.lr_warmup_steps_ratio": to("critic.training_args.warmup_ratio"),
+    "critic.optim.weight_decay": to("critic.training_args.weight_decay"),
+    "critic.grad_clip": to("critic.training_args.max_grad_norm"),
     "critic.model.path": to("critic.model_args.model_name_or_path"),
-    "critic.strategy": later("write `critic.strategy_args.strategy_name`"),
-    "critic.**": later("write it under `critic`"),
+    "critic.cliprange_value": to("value_clip"),
+    **{
+        f"critic.{name}": none("the critic is trained and split up as the actor is")
+        for name in "strategy ppo_* use_dynamic_bsz forward_* shuffle rollout_n loss_agg_mode enable optim.* model.* "
+        "model.fsdp_config.** fsdp_config.** megatron.** checkpoint.** ulysses_sequence_parallel_size".split()
+    },
     # distillation
-    "distillation.**.inference.**": none("the teacher computes as a trainer's model does, without an engine"),
+    "distillation.teacher_model.inference.**": none(_TEACHER),
+    "distillation.teacher_models.*.inference.**": none(_TEACHER),
     "distillation.**": later("write `teacher` and `distillation`"),
 }
 """verl's key -> what becomes of it."""
 
 _LOSSES = {
     "vanilla": "ppo", "cispo": "cispo", "gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo", "dppo_tv": "dppo",
-    "dppo_kl": "dppo",
+    "dppo_kl": "dppo", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
 }  # fmt: skip
 _SEQUENCE_LOSSES = ("gspo", "sapo", "gmpo")
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_LOSS_ARGUMENTS = {
+    "policy_loss.clip_cov_ratio": ("clip_cov", "share"), "policy_loss.clip_cov_lb": ("clip_cov", "cov_low"),
+    "policy_loss.clip_cov_ub": ("clip_cov", "cov_high"), "policy_loss.kl_cov_ratio": ("kl_cov", "share"),
+    "policy_loss.ppo_kl_coef": ("kl_cov", "beta"), "tau_pos": ("sapo", "tau_positive"),
+    "tau_neg": ("sapo", "tau_negative"),
+}  # fmt: skip
+"""Key below `actor` -> the loss of ours that has it, and its argument."""
+_ESTIMATORS = {
+    **{name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "gdpo")},
+    **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")},
+    "grpo_vectorized": "grpo", "rloo_vectorized": "rloo", "grpo_passk": "pass_at_k",
+}  # fmt: skip
+_KL = {
+    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
+    "low_var_kl+": "k3_straight_through", "k3+": "k3_straight_through",
+}  # fmt: skip
 COLUMNS = {"messages": "prompt", "domain": "data_source", "ground_truth": "reward_model.ground_truth"}
 """Our fields -> the columns of verl's data sets."""
 
@@ -237,10 +296,9 @@ def translate(given: Mapping[Path, Any]) -> Translation:
 
 
 def _translate(given: Mapping[Path, Any]) -> Translation:
-    keys = {parts: value for parts, value in given.items() if len(parts) > 1 or parts == ("entry",)}
-    done = translated(ORIGIN, keys, RULES, unknown_is_ours=False)
-    done.take(_data, _devices, _trainer, _batches, _loss, _kl, _critic, _teacher, _engine, _asynchrony, _validation)
-    done.take(_rewards, _running)
+    done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
+    done.take(_data, _devices, _trainer, _batches, _loss, _advantages, _asynchrony, _correction, _kl, _critic)
+    done.take(_teacher, _engine, _validation, _rewards, _running)
     return done
 
 
@@ -258,7 +316,7 @@ def _data(done: Translation) -> None:
     for field, column in COLUMNS.items():
         if done.ours(f"actor_train.data_args.columns.{field}") is None:
             done.put(f"actor_train.data_args.columns.{field}", column)
-    cut = done.get("data.truncation", "error")
+    cut = done.choice("data.truncation", {name: name for name in ("error", "left", "right", "middle")}, "error")
     drops = done.flag("data.filter_overlong_prompts")
     note = f"`truncation: {cut}` cuts prompts in verl; here they are never cut" if cut != "error" and not drops else ""
     done.put("actor_train.data_args.overlong_prompts", "drop" if drops or cut != "error" else "error", note)
@@ -282,7 +340,7 @@ def _devices(done: Translation) -> None:
         nodes, per_node = nodes or 1, per_node or 8
     apart = whole(done.get("rollout.n_gpus_per_node"))
     apart_nodes = whole(done.get("rollout.nnodes", 0)) or 0
-    ratios = next((done.get(".".join(parts)) for parts in done.given if parts[-1] == "use_nodes_ratios"), None)
+    ratios = done.anywhere("use_nodes_ratios")
     total_nodes, devices = nodes, per_node
     if apart is not None and apart_nodes == nodes:  # on the same nodes, beside the trainer
         devices = per_node + apart
@@ -308,8 +366,7 @@ def _devices(done: Translation) -> None:
         everything = f"0-{total_nodes * devices - 1}"
         done.put("actor_train.device_mapping", everything)
         done.put("actor_infer.device_mapping", everything)
-    hybrid = next((done.get(".".join(parts)) for parts in done.given if parts[-1] == "hybrid_engine"), None)
-    if hybrid is False and apart is None and not ratios:
+    if done.anywhere("hybrid_engine") is False and apart is None and not ratios:
         done.lack("actor_infer.device_mapping", "`hybrid_engine: false` separates the roles, but says not where")
 
 
@@ -392,69 +449,118 @@ def _batches(done: Translation) -> None:
 
 
 def _loss(done: Translation) -> None:
-    mode = done.get(f"{_AR}.actor.policy_loss.loss_mode", "vanilla")
-    loss = _LOSSES.get(mode)
-    arguments = "actor_train.pg_variant_args"
-    if loss is None:
-        done.lose(f"{_AR}.actor.policy_loss.loss_mode", mode, "there is no such loss here; `ppo` is written")
-        loss = "ppo"
+    actor, arguments = f"{_AR}.actor", "actor_train.pg_variant_args"
+    mode = done.get(f"{actor}.policy_loss.loss_mode", "vanilla")
+    loss = done.choice(f"{actor}.policy_loss.loss_mode", _LOSSES, "vanilla")
     note = "`vanilla` here would be the loss without a ratio" if mode == "vanilla" else ""
     done.put("actor_train.pg_variant", loss, note)
-    clip = done.number(f"{_AR}.actor.clip_ratio", 0.2)
-    low = done.number(f"{_AR}.actor.clip_ratio_low", clip)
-    high = done.number(f"{_AR}.actor.clip_ratio_high", clip)
-    dual = done.get(f"{_AR}.actor.clip_ratio_c", 3.0)
-    if loss in ("ppo", "gspo", "gmpo"):
-        done.put(f"{arguments}.clip_low", low)
-        done.put(f"{arguments}.clip_high", high)
-    if loss == "ppo" and isinstance(dual, int | float) and dual > 1:
-        done.put(f"{arguments}.dual_clip", dual, "" if done.has(f"{_AR}.actor.clip_ratio_c") else "verl's default")
-    if loss == "cispo":
-        done.put(f"{arguments}.epsilon_low", low)
-        done.put(f"{arguments}.epsilon_high", high)
+    clip = done.number(f"{actor}.clip_ratio", 0.2)
+    low = done.number(f"{actor}.clip_ratio_low", clip)
+    high = done.number(f"{actor}.clip_ratio_high", clip)
+    dual = done.number(f"{actor}.clip_ratio_c", 3.0)
+    bounds = {"cispo": ("epsilon_low", "epsilon_high"), "dppo": ("threshold", "threshold_high")}
+    if loss in ("ppo", "gspo", "gmpo", "clip_cov", *bounds):
+        names = bounds.get(loss, ("clip_low", "clip_high"))
+        done.put(f"{arguments}.{names[0]}", low)
+        done.put(f"{arguments}.{names[1]}", high)
+    if loss == "ppo" and dual > 1:
+        done.put(f"{arguments}.dual_clip", dual, "" if done.has(f"{actor}.clip_ratio_c") else "verl's default")
     if loss == "dppo":
         done.put(f"{arguments}.divergence", mode.removeprefix("dppo_"))
-    for key, ours in (("tau_pos", "tau_positive"), ("tau_neg", "tau_negative")):
-        value = done.get(f"{_AR}.actor.{key}")
-        if value is not None and loss == "sapo":
+    for key, (owner, ours) in _LOSS_ARGUMENTS.items():
+        value = done.get(f"{actor}.{key}")
+        if value is not None and loss == owner:
             done.put(f"{arguments}.{ours}", value)
-    agg = done.get(f"{_AR}.actor.loss_agg_mode", "token-mean")
+    agg = done.get(f"{actor}.loss_agg_mode", "token-mean")
     if loss in _SEQUENCE_LOSSES:
         done.put("loss_agg_mode", "seq-mean-token-mean", "what verl takes for this loss")
     else:
         done.put("loss_agg_mode", agg)
-    estimator = done.ours("adv_estimator", "gae")
+
+
+def _advantages(done: Translation) -> None:
+    key = "algorithm.adv_estimator"
+    estimator = done.choice(key, _ESTIMATORS, "grpo" if done.has(key) else "gae")
+    samples = whole(done.ours("num_return_sequences_in_group")) or 1
     done.put("adv_estimator", estimator)
+    if estimator == "pass_at_k":
+        note = "verl divides the lead of the best sample by the deviation and gives the others 0; here they share it"
+        done.put("adv_estimator_args.k", max(1, samples - 1), note)
+        done.put("adv_estimator_args.baseline", "leave_one_out")
     if estimator != "grpo" and done.ours("adv_estimator_args.normalize_by_std") is not None:
         done.values.pop(("adv_estimator_args", "normalize_by_std"))
     for key, name in (("gamma", "gamma"), ("lam", "lambda_")):
         value = done.get(f"algorithm.{key}", 1.0)
-        if value != 1.0:
+        if value != 1.0 and name in RETURN_ARGUMENTS.get(estimator, ()):
             done.put(f"adv_estimator_args.{name}", value)
-    correction = {parts[-1]: done.get(".".join(parts)) for parts in done.given if "rollout_correction" in parts}
-    level, bound = correction.get("rollout_is"), correction.get("rollout_is_threshold", 2.0)
-    if level in ("token", "sequence"):
-        done.put("old_logprobs", "recompute")
-        done.put("train_infer_correction.weight", {"level": level, "mode": "truncate", "upper": bound})
+
+
+def _correction(done: Translation) -> None:
+    """Importance weights and rejection. Until 0.6 verl had the keys in `algorithm`, and a switch and a level apart."""
+    new, old = "algorithm.rollout_correction", "algorithm"
+    levels = {name: name for name in ("token", "sequence", "geometric", None)}
+    switch = {True: True, False: None, None: None, "token": "token", "sequence": "sequence"}
+    weighs = done.choice(f"{old}.rollout_is", switch, None)
+    level = done.choice(f"{old}.rollout_is_level", levels, "token")
+    mode = done.choice(f"{old}.rollout_is_mode", {"truncate": "truncate", "mask": "mask", "clip": "mask"}, "truncate")
+    level = done.choice(f"{new}.rollout_is", levels, level if weighs is True else weighs)
+    upper: Any = done.get(f"{new}.rollout_is_threshold", done.get(f"{old}.rollout_is_threshold", 2.0))
+    lower = done.get(f"{old}.rollout_is_threshold_lower")
+    if isinstance(upper, str):  # "0.5_5.0"
+        mode, (lower, upper) = "mask", map(float, upper.split("_"))
+    elif upper is None:
+        level, upper = None, 2.0
+    lower = 1 / upper if lower is None else lower
+    rejects = done.choice(f"{new}.rollout_rs", levels, None)
+    most = done.number(f"{new}.rollout_rs_threshold", upper)
+    least = done.number(f"{new}.rollout_rs_threshold_lower", 1 / most if most else 0)
+    veto = done.get(f"{new}.rollout_token_veto_threshold", done.get(f"{old}.rollout_is_veto_threshold"))
+    bypass = done.flag(f"{new}.bypass_mode") or done.flag(f"{new}.bypass_old_logprob_for_rollout")
+    plain = done.choice(f"{new}.loss_type", {"ppo_clip": False, "reinforce": True}, "ppo_clip")
+    plain = any([plain, done.flag(f"{new}.use_policy_gradient"), done.flag(f"{new}.use_pure_rollout_correction")])
+    if bypass and plain:
+        done.without_ratio("verl's `reinforce` in bypass mode")
+    elif bypass:
+        level = None  # the ratio is that to the policy that sampled
+    if done.flag(f"{new}.rollout_is_batch_normalize") and level is not None:
+        done.put("train_infer_correction.normalize", True)
+    if level is not None:
+        weight = {"level": level, "mode": mode, "upper": upper, **({"lower": lower} if mode == "mask" else {})}
+        done.put("train_infer_correction.weight", weight)
+        if not bypass:
+            done.put("old_logprobs", "recompute")
+    found = [{"level": rejects, "lower": least, "upper": most}] if rejects is not None else []
+    found += [{"level": "veto", "lower": veto}] if veto else []
+    if found:
+        done.put("train_infer_correction.reject", found)
+    prompts, mini = done.ours("rollout_batch_size"), done.get(f"{_AR}.actor.ppo_mini_batch_size", 256)
+    once = prompts == mini and done.ours("ppo_epochs", 1) == 1
+    loss, fresh = done.ours("actor_train.pg_variant"), done.ours("async_generation_ratio", 0) == 0
+    if once and loss not in ("clip_cov", "vanilla") and (level is not None or (loss == "kl_cov" and fresh)):
+        done.without_ratio(f"with one optimizer step a batch the ratio of `{loss}` is 1, and this is the same")
+        done.values.pop(("old_logprobs",), None)
 
 
 def _kl(done: Translation) -> None:
     uses_loss, uses_reward = done.flag(f"{_AR}.actor.use_kl_loss"), done.flag("algorithm.use_kl_in_reward")
-    kind, penalty = done.get(f"{_AR}.actor.kl_loss_type", "low_var_kl"), done.get("algorithm.kl_penalty", "kl")
-    coefficient = done.get(f"{_AR}.actor.kl_loss_coef", 0.001)
-    control = {parts[-1]: done.get(".".join(parts)) for parts in done.given if "kl_ctrl" in parts}
+    in_loss = done.choice(f"{_AR}.actor.kl_loss_type", _KL, "low_var_kl")
+    in_reward = done.choice("algorithm.kl_penalty", _KL, "kl")
+    coefficient, control = done.get(f"{_AR}.actor.kl_loss_coef", 0.001), "algorithm.kl_ctrl"
+    adaptive = done.choice(f"{control}.type", {"adaptive": True, "fixed": False}, "fixed")
+    weight, target = done.get(f"{control}.kl_coef", 0.001), done.get(f"{control}.target_kl", 0.1)
+    horizon = done.get(f"{control}.horizon", 10000)
     if uses_loss:
         done.put("use_kl_loss", True)
         done.put("kl_loss_coef", coefficient)
     if uses_reward:
         done.put("add_token_level_kl", True)
-        done.put("init_kl_coef", control.get("kl_coef", 0.001))
-        if control.get("type") == "adaptive":
+        done.put("init_kl_coef", weight)
+        if adaptive:
             done.put("kl_controller", "adaptive")
-            done.put("target_kl", control.get("target_kl", 0.1))
-            done.put("kl_horizon", control.get("horizon", 10000))
+            done.put("target_kl", target)
+            done.put("kl_horizon", horizon)
     if uses_loss or uses_reward:
-        done.put("kl_estimator", _KL.get(str(kind if uses_loss else penalty), "k3"))
+        done.put("kl_estimator", in_loss if uses_loss else in_reward)
         _frozen(done, "reference")
 
 
@@ -472,15 +578,15 @@ def _frozen(done: Translation, role: str) -> None:
 
 
 def _critic(done: Translation) -> None:
-    keys = {parts: done.get(".".join(parts)) for parts in done.given if parts[0] == "critic"}
     if done.ours("adv_estimator") != "gae":
-        for parts in [parts for parts in done.values if parts[0] == "critic"]:
-            done.values.pop(parts)
-        for parts, value in keys.items():
-            done.no_effect(".".join(parts), value, "only `adv_estimator: gae` has a critic")
-        if done.ours("critic_warmup") is not None:
-            done.values.pop(("critic_warmup",))
+        for parts in [parts for parts in done.values if parts[0] in ("critic", "critic_warmup", "value_clip")]:
+            del done.values[parts]
+        for parts, value in done.given.items():
+            rule = rule_of(parts, RULES)
+            if parts[0] == "critic" and rule is not None and rule[1].to is not None:
+                done.no_effect(".".join(parts), value, "only `adv_estimator: gae` has a critic")
         return
+    done.put("value_clip", done.ours("value_clip", 0.5), "" if done.has("critic.cliprange_value") else "verl's default")
     _frozen(done, "critic")
     if done.ours("critic.strategy_args.strategy_name") == "fsdp2_train":
         done.put("critic.strategy_args.strategy_config.gradient_checkpointing", True)
@@ -492,6 +598,7 @@ _DISTILLED_AT_SAMPLES = ("kl", "k1", "k2", "k3", "low_var_kl", "mse", "abs")
 
 def _teacher(done: Translation) -> None:
     if not done.flag("distillation.enabled"):
+        done.unnamed -= {parts for parts in done.given if parts[0] == "distillation"}
         return
     _frozen(done, "teacher")
     loss = "distillation.distillation_loss"
@@ -553,13 +660,12 @@ def _engine(done: Translation) -> None:
 
 
 def _asynchrony(done: Translation) -> None:
-    last = {parts[-1]: ".".join(parts) for parts in done.given}
-    ahead = whole(done.get(last["generate_ahead_steps"])) if "generate_ahead_steps" in last else None
+    ahead = whole(done.anywhere("generate_ahead_steps"))
     if ahead is not None:
         note = "2 steps ahead there are one step off" if ahead == 2 else f"{ahead} steps ahead there, one less here"
         done.put("async_generation_ratio", max(0, ahead - 1), note)
     for key in ("async_pipeline", "async_strategy"):
-        value = done.get(last[key]) if key in last else None
+        value = done.anywhere(key)
         if value not in (None, False, "none", "sync") and done.ours("async_generation_ratio") is None:
             done.put("async_generation_ratio", 1, f"`{key}`: one step off")
     if "one_step_off" in str(done.get("entry", "")):
@@ -572,7 +678,10 @@ def _asynchrony(done: Translation) -> None:
 
 def _validation(done: Translation) -> None:
     rhythm, files = done.get("trainer.test_freq", -1), done.get("data.val_files")
-    settings = {parts[-1]: done.get(".".join(parts)) for parts in done.given if "val_kwargs" in parts}
+    options = f"{_AR}.rollout.val_kwargs"
+    sampled, temperature = done.flag(f"{options}.do_sample"), done.get(f"{options}.temperature", 0)
+    top_p, top_k = done.get(f"{options}.top_p", 1.0), done.get(f"{options}.top_k", -1)
+    number = done.get(f"{options}.n", 1)
     if whole(rhythm) is None:
         done.values.pop(("val_batch_size",), None)
         return
@@ -588,21 +697,15 @@ def _validation(done: Translation) -> None:
     for field, column in COLUMNS.items():
         done.put(f"validation.data_args.columns.{field}", column)
     done.put("validation.data_args.overlong_prompts", done.ours("actor_train.data_args.overlong_prompts"))
-    sampled = settings.get("do_sample", False)
-    temperature = settings.get("temperature", 0) if sampled else 0
-    done.put("validation.generating_args.temperature", temperature)
-    if temperature:
-        done.put("validation.generating_args.top_p", settings.get("top_p", 1.0))
-        done.put("validation.generating_args.top_k", max(0, settings.get("top_k", -1)))
-        done.put("validation.generating_args.num_return_sequences", settings.get("n", 1))
+    done.put("validation.generating_args.temperature", temperature if sampled else 0)
+    if sampled and temperature:
+        done.put("validation.generating_args.top_p", top_p)
+        done.put("validation.generating_args.top_k", max(0, top_k))
+        done.put("validation.generating_args.num_return_sequences", number)
 
 
 def _rewards(done: Translation) -> None:
-    last = {parts[-2:]: ".".join(parts) for parts in done.given}
-    key = ("custom_reward_function", "path")
-    path = done.get(last[key]) if key in last else None
-    key = ("custom_reward_function", "name")
-    name = done.get(last[key]) if key in last else None
+    path, name = done.anywhere("custom_reward_function.path"), done.anywhere("custom_reward_function.name")
     if path:
         module = str(path).rpartition("/")[2].removesuffix(".py")
         note = f"{path} has to be importable; its parameters are `response`, `ground_truth`, `domain`, `metadata`"
@@ -610,16 +713,19 @@ def _rewards(done: Translation) -> None:
         done.lack("rewards.custom.tag_included", "the `data_source` values of the data that it judges")
     else:
         done.lack("rewards", "verl chooses a built-in reward by `data_source`; name one for each, by `tag_included`")
-    model, enabled = done.get("reward_model.model.path"), done.flag("reward_model.enable")
+    model = done.get("reward.reward_model.model_path", done.get("reward_model.model.path"))
+    enabled = any([done.flag("reward_model.enable"), done.flag("reward.reward_model.enable")])
     if enabled and model:
         done.put("rewards.model.verifier", "reward_model")
         done.put("rewards.model.device_mapping", done.ours("actor_train.device_mapping"))
         done.put("reward_pretrain", model)
-    overlong = {parts[-1]: done.get(".".join(parts)) for parts in done.given if "overlong_buffer_cfg" in parts}
-    if overlong.get("enable", False):
-        done.put("length_penalty.kind", "overlong")
-        done.put("length_penalty.weight", overlong.get("penalty_factor", 1.0))
-        done.put("length_penalty.buffer", overlong.get("len", 4096))
+    for section in ("overlong_buffer_cfg", "overlong_buffer"):
+        weight, buffer = done.anywhere(f"{section}.penalty_factor", 1.0), done.anywhere(f"{section}.len", 4096)
+        done.anywhere(f"{section}.log")
+        if done.anywhere(f"{section}.enable", False):
+            done.put("length_penalty.kind", "overlong")
+            done.put("length_penalty.weight", weight)
+            done.put("length_penalty.buffer", buffer)
 
 
 def _running(done: Translation) -> None:
@@ -637,7 +743,9 @@ def _running(done: Translation) -> None:
             done.put(f"tracker_kwargs.{name}.project", project)
     epochs = done.get("trainer.total_epochs")
     if done.ours("max_steps") is None:
-        done.lack("max_steps", f"verl counts {epochs} epochs: prompts of the data x epochs / `rollout_batch_size`")
-    resume = done.get("trainer.resume_mode", "auto")
-    if resume == "auto" and done.ours("output_dir") is not None:
+        done.lack("max_steps", in_epochs(ORIGIN, epochs))
+    if (
+        done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto")
+        and done.ours("output_dir") is not None
+    ):
         done.put("resume_from_checkpoint", True)
