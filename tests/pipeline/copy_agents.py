@@ -1,6 +1,6 @@
 """Agents that know nothing of `roll`: they play the games of `copy_games` with a model that they ask by HTTP.
 
-As a command (`python copy_agents.py`) the module plays one game by what its environment says.
+As a command (`python copy_agents.py [deadly]`) the module plays one game by what its environment says.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import urllib.parse
 import urllib.request
@@ -61,9 +62,18 @@ def muddle(task, base_url, api_key):
     return float(texts[0] == "1")
 
 
-def go_away(base_url: str, api_key: str) -> None:
+def hasty(task, base_url, api_key):
+    """A muddle that ends while it is answered, and every fifth time in an error."""
+    right = muddle(task, base_url, api_key)
+    go_away(base_url, api_key, "3")
+    if task["seed"] // 2 % 5 == 0:
+        raise RuntimeError("the agent is on fire")
+    return right
+
+
+def go_away(base_url: str, api_key: str, text: str = "7") -> None:
     """Ask, and be gone before the answer comes."""
-    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "7"}]}).encode()
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": text}]}).encode()
     address = urllib.parse.urlsplit(base_url)
     head = (
         f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
@@ -110,5 +120,6 @@ def endless(task, base_url, api_key):
 
 if __name__ == "__main__":
     print("I play", flush=True)
-    result = play(json.loads(os.environ["ROLL_TASK"]), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    agent = deadly if sys.argv[1:] == ["deadly"] else play
+    result = agent(json.loads(os.environ["ROLL_TASK"]), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     print(json.dumps(result))
