@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fake_cluster import IN_THIS_PROCESS
 from killed_runs import KilledRun, newest_checkpoint, recorded_steps
+from random_kills import DisturbedRun
 from runs import FinishedRun, run_pipeline
 from test_agent_runs import agent, agent_config
 from tiny import make_task
@@ -25,6 +26,7 @@ from roll.pipeline.recorder import RunRecorder
 
 pytestmark = pytest.mark.needs("aiohttp")
 
+tier = pytest.mark.tier
 SCRIPT = str(Path(__file__).with_name("copy_agents.py"))
 STEPS = 4
 AfterStep = Callable[[int, Any, Any], None]
@@ -42,6 +44,7 @@ class Witness:
         """Of a request whose end came back: its tokens."""
         self.trained: Counter[tuple[str, int, int]] = Counter()
         """Name of a turn, place in it, and the token."""
+        self.samples = 0
         self._kept: list[Any] = []
 
     @contextmanager
@@ -74,6 +77,7 @@ class Witness:
             yield self
 
     def _train(self, group: int, sample: Any) -> None:
+        self.samples += 1
         for turn in np.unique(sample.turns[sample.response_mask]).tolist():
             tokens = sample.token_ids[(sample.turns == turn) & sample.response_mask].tolist()
             self.trained.update((f"train-{group}-{sample.episode}-{turn}", *each) for each in enumerate(tokens))
@@ -94,14 +98,21 @@ class Witness:
     def check_sums(self, run: FinishedRun) -> dict[str, float]:
         """What the metrics say of the run's tokens adds up to what engines sampled. Returns those of the last step."""
         last = run.metrics[-1]
-        trained = sum(step["response/tokens"] for step in run.metrics)
-        assert trained == self.trained.total()
-        assert last["env_tokens/sampled"] == trained + last["env_tokens/untrained"] + last["env_tokens/discarded"]
+        assert check_causes(run) == self.trained.total()
         heard = sum(self.heard.values()) + last["engine/resumed_tokens"]
         assert heard == last["env_tokens/sampled"] + last["engine/abandoned_tokens"]
         lost = sum(map(len, self.attempts.values())) - heard
         assert lost >= 0 and (lost == 0 or last["engine/restarts"]), "only a dead engine takes tokens with it"
         return last
+
+
+def check_causes(run: FinishedRun) -> float:
+    """What agents sampled in turns that ended is trained on or has a cause. Returns the number of trained tokens."""
+    last = run.metrics[-1]
+    trained = sum(step["response/tokens"] for step in run.metrics)
+    assert last["env_tokens/sampled"] == trained + last["env_tokens/untrained"] + last["env_tokens/discarded"]
+    assert min(last["env_tokens/untrained"], last["env_tokens/discarded"]) > 0
+    return trained
 
 
 @pytest.fixture(scope="module")
@@ -112,24 +123,26 @@ def task(tmp_path_factory):
 
 
 def config_of(task, **changes):
-    """Agents that ask twice, go away, leave while they are answered, raise, or are programs that are killed."""
-    envs = {
-        "copy": agent("copy_agents:hasty", max_steps=20, max_tokens_per_step=6),
-        "program": agent(env_config={"command": [sys.executable, SCRIPT, "deadly"]}),
-    }
+    """Agents that ask twice, go away, leave while they are answered or raise."""
+    envs = {"copy": agent("copy_agents:hasty", max_steps=20, max_tokens_per_step=6)}
     base = {
         "max_steps": STEPS,
         "rollout_batch_size": 4,
         "response_length": 40,
         "train_env_manager__group_size": 4,
-        "train_env_manager__tags": ["copy", "program"],
-        "train_env_manager__num_groups_partition": [3, 1],
         "max_group_retries": 1,
         "max_consecutive_refunds": 100,
         "env_workers__num_workers": 2,
         "actor_infer__max_replica_restarts": 10,
     }
     return agent_config(task, envs, **(base | changes))
+
+
+def with_programs(task, **changes):
+    """And one group in four is of programs, of which every third kills itself."""
+    program = agent(env_config={"command": [sys.executable, SCRIPT, "deadly"]})
+    shares = {"train_env_manager__tags": ["copy", "program"], "train_env_manager__num_groups_partition": [3, 1]}
+    return config_of(task, custom_envs__program=program, **shares, **changes)
 
 
 class Kills:
@@ -153,19 +166,22 @@ class Kills:
             self.engines += 1
 
 
-@pytest.mark.parametrize("ratio", [0, 1])
+@tier("all")
+@pytest.mark.parametrize("ratio", [pytest.param(0, marks=tier("soak")), 1])
 def test_tokens_are_conserved_with_kills_of_engines_workers_and_agents(task, ratio):
     kills = Kills()
     with Witness(kills).watching() as witness:
-        run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, async_generation_ratio=ratio))
+        run = run_pipeline(task, IN_THIS_PROCESS, with_programs(task, async_generation_ratio=ratio))
     witness.check_trained(run)
     last = witness.check_sums(run)
     assert kills.engines == last["engine/restarts"] == STEPS - 2
-    for name in ("env_workers/restarts", "env_tokens/untrained", "env_tokens/discarded", "engine/abandoned_tokens"):
+    assert witness.samples > 4 * STEPS * 4, "histories that do not go on are samples of their own"
+    assert all(step["mismatch/tokens"] and step["mismatch/abs_mean"] < 1e-5 for step in run.metrics)
+    for name in ("env_workers/restarts", "env_workers/failures/program/raised", "engine/abandoned_tokens"):
         assert last[name] > 0, name
-    assert last["env_workers/failures/program/raised"] > 0
 
 
+@tier("all")
 def test_tokens_are_trained_on_once_when_the_driver_is_killed(task, tmp_path):
     """What was trained on after the checkpoint is lost with the weights, and trained on again."""
     killed = KilledRun(tmp_path, config_of(task, save_steps=2, async_generation_ratio=1))
@@ -177,3 +193,34 @@ def test_tokens_are_trained_on_once_when_the_driver_is_killed(task, tmp_path):
     again = {name.split("-")[1] for name, *_ in witness.trained}
     witness.trained.update({each: 1 for each in first if each[0].split("-")[1] not in again})
     witness.check_trained(run)
+
+
+@pytest.mark.timeout(900)
+@tier("soak")
+def test_tokens_are_conserved_with_kills_of_real_processes(task, ray_cluster):
+    kill = {"kind": "kill", "role": "actor_infer", "at_step": 2}
+    config = with_programs(task, async_generation_ratio=1, chaos={"enabled": True, "events": [kill]})
+    run = run_pipeline(task, ray_cluster, config)
+    check_causes(run)
+    last, ledger = run.metrics[-1], run.summary["ledger"]
+    assert last["engine/restarts"] == 1 and last["engine/abandoned_tokens"] > 0
+    assert last["env_workers/failures/program/raised"] > 0
+    assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
+
+
+@pytest.mark.timeout(900)
+@tier("soak")
+def test_no_group_is_trained_on_twice_when_the_process_of_the_driver_is_killed(task, tmp_path):
+    chaos = {"enabled": True, "events": [{"kind": "kill", "role": "driver", "at_step": 3}]}
+    config = with_programs(task, save_steps=2, async_generation_ratio=1, num_logged_samples=4, chaos=chaos)
+    with DisturbedRun(tmp_path, config) as run:
+        run.start()
+        assert run.wait_for_the_end() != 0 and run.steps() == 3
+        run.start()
+        assert run.wait_for_the_end() == 0, run.log_end()
+    finished = FinishedRun(run.out, 0)
+    ledger = finished.summary["ledger"]
+    assert finished.summary["resumed_at"] == [2] and ledger["consumed"] == 4 * STEPS
+    assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
+    trained_on = [sample["group_id"] for sample in finished.samples if sample["split"] == "train"]
+    assert len(trained_on) == len(set(trained_on)) == 4 * STEPS
