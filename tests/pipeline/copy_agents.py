@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import urllib.parse
 import urllib.request
 
@@ -69,6 +70,17 @@ def hasty(task, base_url, api_key):
     if task["seed"] // 2 % 5 == 0:
         raise RuntimeError("the agent is on fire")
     return right
+
+
+def patient(task, base_url, api_key):
+    """A long talk, while which weights change."""
+    messages, right = [], 0
+    for _ in range(6):
+        messages.append({"role": "user", "content": "1"})
+        messages.append({"role": "assistant", "content": reply(messages, base_url, api_key)})
+        right += messages[-1]["content"].startswith("1")
+        time.sleep(0.2)
+    return float(right)
 
 
 def go_away(base_url: str, api_key: str, text: str = "7") -> None:
