@@ -85,9 +85,7 @@ class Witness:
     def check_trained(self, run: FinishedRun, lives: int = 1) -> None:
         """Each trained token was sampled at its place of its turn. In one life of the driver none is trained on twice;
         the ledger is exact in any case."""
-        sampled = {
-            (name.partition("#")[0], *each) for name, attempt in self.attempts.items() for each in attempt
-        }
+        sampled = {(name.partition("#")[0], *each) for name, attempt in self.attempts.items() for each in attempt}
         assert self.trained and not self.trained.keys() - sampled
         assert max(self.trained.values()) <= lives
         ledger = run.summary["ledger"]
