@@ -154,9 +154,8 @@ def gaps(arguments: argparse.Namespace, characters: int) -> dict[str, float]:
             probe.cancel()
         for session in sessions:
             await endpoint.close(session)
+            assert len(session.samples(1.0, 1.0)) == 1, "each session is one conversation"
         endpoint.stop()
-        made = [sample for session in sessions for sample in session.samples(1.0, 1.0)]
-        assert len(made) == arguments.sessions, "each session is one conversation"
         requests = arguments.sessions * arguments.turns
         return {
             "requests_per_second": requests / seconds,

@@ -41,6 +41,8 @@ from roll.data.chat import TurnTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LONG_EPISODE = 20_000
+"""Tokens. Samples of a longer one are made in a thread, since the run goes on meanwhile."""
 LIMITS: dict[str | None, EpisodeEnd] = {
     "max_steps_exceeded": "max_steps",
     "context_length_exceeded": "sequence_length",
@@ -87,7 +89,8 @@ class AgentManager:
                 await calls.end()
         finally:
             await session.close()
-        return _episode_of(recorded, calls.sampled_tokens, task, end, tag, seed)
+        made = recorded, calls.sampled_tokens, task, end, tag, seed
+        return await asyncio.to_thread(_episode_of, *made) if recorded.tokens > LONG_EPISODE else _episode_of(*made)
 
     async def _watch(self, session: EnvSession, calls: _PolicyCalls) -> None:
         await calls.silence(self.silence_seconds)

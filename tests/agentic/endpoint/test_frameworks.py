@@ -1,7 +1,7 @@
 """Frameworks of others, each in the lines that the documentation shows, play with a real engine through the endpoint.
 
-A tiny model that has learned to call the tool answers them. It cannot follow the long prompts of smolagents: there, what
-the policy says is given, and the engine says how likely it is.
+A tiny model that has learned to call the tool answers them. It cannot follow the long prompts of smolagents: there,
+what the policy says is given, and the engine says how likely it is.
 """
 
 from __future__ import annotations
