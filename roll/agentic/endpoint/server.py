@@ -202,8 +202,8 @@ class Endpoint:
 
     async def _close(self, session: EpisodeSession) -> None:
         session.close()
-        # A list, since other threads open episodes meanwhile.
-        for name in [name for name, episode in list(self._episodes.items()) if episode.session is session]:
+        # A copy, since other threads open episodes meanwhile, even while a list is made of the items.
+        for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
             episode = self._episodes.pop(name)
             self._names.pop(episode.key)
             self._ended[name] = episode.key

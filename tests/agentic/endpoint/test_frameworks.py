@@ -89,7 +89,7 @@ FRAMEWORKS = {
 
 def lines_of(framework: Framework) -> str:
     """The program of a framework in the documentation."""
-    blocks = [block.text for block in page("docs/agents.md").blocks if block.language == "py"]
+    blocks = [block.text for block in page("docs/agents.md").blocks if "ROLL_TASK" in block.text]
     (text,) = [text for text in blocks if f"\nfrom {framework.package} import" in text]
     before, after = framework.change
     assert before in text
