@@ -109,7 +109,7 @@ def check_causes(run: FinishedRun) -> float:
     last = run.metrics[-1]
     trained = sum(step["response/tokens"] for step in run.metrics)
     assert last["env_tokens/sampled"] == trained + last["env_tokens/untrained"] + last["env_tokens/discarded"]
-    assert min(last["env_tokens/untrained"], last["env_tokens/discarded"]) > 0
+    assert last["env_tokens/discarded"] > 0
     return trained
 
 
@@ -213,7 +213,7 @@ def test_no_group_is_trained_on_twice_when_the_process_of_the_driver_is_killed(t
     config = with_programs(task, save_steps=2, async_generation_ratio=1, num_logged_samples=4, chaos=chaos)
     with DisturbedRun(tmp_path, config) as run:
         run.start()
-        assert run.wait_for_the_end() != 0 and run.steps() == 3
+        assert run.wait_for_the_end() != 0 and run.steps() in (2, 3), run.log_end()
         run.start()
         assert run.wait_for_the_end() == 0, run.log_end()
     finished = FinishedRun(run.out, 0)
