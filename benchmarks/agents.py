@@ -1,7 +1,8 @@
 """Measure what it costs to train an agent that asks by HTTP, and whether 200 of them hold up the run.
 
 Rate: a run whose episodes an agent plays by OpenAI's client, against the same run with the same game as an environment:
-the same model, seeds, turns and numbers of forced tokens. Sides alternate; medians of the rollouts' seconds.
+the same model, seeds, turns and numbers of forced tokens. Sides alternate; medians of the steps' seconds without
+training.
 
 Gaps: an endpoint in this process, a policy that waits, and sessions of an openai client in another process. A probe in
 the driver's event loop and one in the endpoint's tell the longest time for which each was not free: by the clock, and
@@ -60,7 +61,8 @@ def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
             config.write_text(yaml.safe_dump(written))
             out = folder / f"{name}-{turn}"
             run = run_file(config, out, {"output_dir": out, "async_generation_ratio": 0})
-            seconds[name] += run.column("time/rollout", arguments.warm_up)
+            steps, training = (run.column(key, arguments.warm_up) for key in ("time/step", "time/train"))
+            seconds[name] += [step - train for step, train in zip(steps, training, strict=True)]
     samples = arguments.groups * arguments.group_size
     game, agent_seconds = (statistics.median(seconds[name]) for name in ("game", "agent"))
     return {
