@@ -218,7 +218,8 @@ def test_no_group_is_trained_on_twice_when_the_process_of_the_driver_is_killed(t
         assert run.wait_for_the_end() == 0, run.log_end()
     finished = FinishedRun(run.out, 0)
     ledger = finished.summary["ledger"]
-    assert finished.summary["resumed_at"] == [2] and ledger["consumed"] == 4 * STEPS
+    assert finished.summary["resumed_at"] in ([0], [2]), "the checkpoint of step 2 may have been cut short"
+    assert ledger["consumed"] == 4 * STEPS
     assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
     trained_on = [sample["group_id"] for sample in finished.samples if sample["split"] == "train"]
     assert len(trained_on) == len(set(trained_on)) == 4 * STEPS
