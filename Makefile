@@ -37,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
-	bench-engines bench-episodes bench-environments clean
+	bench-engines bench-episodes bench-agents bench-environments clean
 
 venv: $(INSTALLED)
 
@@ -185,6 +185,9 @@ bench-content: venv
 bench-episodes: venv
 	$(RUN) benchmarks/agentic_overlap.py
 
+bench-agents: venv-for-all-tests
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/agents.py
+
 bench-environments: venv
 	$(RUN) benchmarks/slow_environments.py --episodes 2000 --workers 2
 
@@ -208,6 +211,7 @@ bench: venv
 	$(MAKE) bench-content
 	$(MAKE) bench-engines
 	$(MAKE) bench-episodes
+	$(MAKE) bench-agents
 	$(MAKE) bench-environments
 	$(MAKE) bench-packing
 

@@ -39,6 +39,8 @@ from roll.data.chat import TurnTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LONG_EPISODE = 20_000
+"""Tokens. Samples of a longer one are made in a thread, since the run goes on meanwhile."""
 LIMITS: dict[str | None, EpisodeEnd] = {
     "max_steps_exceeded": "max_steps",
     "context_length_exceeded": "sequence_length",
@@ -89,7 +91,8 @@ class AgentManager:
                 await calls.end()
         finally:
             await session.close()
-        return _episode_of(recorded, task, end, tag, seed)
+        made = recorded, calls.sampled_tokens, task, end, tag, seed
+        return await asyncio.to_thread(_episode_of, *made) if recorded.tokens > LONG_EPISODE else _episode_of(*made)
 
     async def _watch(self, session: EnvSession, calls: _PolicyCalls) -> None:
         await calls.silence(self.silence_seconds)
@@ -122,15 +125,15 @@ class _PolicyCalls:
         self._failure: asyncio.Future[Observation] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
         self._quiet_since = 0.0
+        self.sampled_tokens = 0
+        """Of the calls that came to their end."""
 
     async def __call__(
         self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
     ) -> SampledTurn:
         if self._ended.is_set():
             return _aborted()
-        call = asyncio.create_task(
-            self._policy(prompt_token_ids, turn=turn, max_new_tokens=max_new_tokens, stop_strings=stop_strings)
-        )
+        call = asyncio.create_task(self._sampled(prompt_token_ids, turn, max_new_tokens, stop_strings))
         self._running.add(call)
         try:
             return await call
@@ -145,6 +148,13 @@ class _PolicyCalls:
         finally:
             self._running.discard(call)
             self._quiet_since = asyncio.get_running_loop().time()
+
+    async def _sampled(
+        self, prompt: np.ndarray, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...]
+    ) -> SampledTurn:
+        sampled = await self._policy(prompt, turn=turn, max_new_tokens=max_new_tokens, stop_strings=stop_strings)
+        self.sampled_tokens += len(sampled.token_ids)
+        return sampled
 
     async def silence(self, seconds: float) -> None:
         """Return when no call has run for so long, counted from now."""
@@ -198,8 +208,13 @@ async def _played(session: EnvSession, address: str, recorded: RecordedSession) 
         return Observation((), truncated=True)
 
 
-def _episode_of(recorded: RecordedSession, task: Observation, last: Observation, tag: str, seed: int) -> Episode:
-    samples = recorded.samples(last.reward, last.reward)
+def _episode_of(
+    recorded: RecordedSession, sampled: int, task: Observation, last: Observation, tag: str, seed: int
+) -> Episode:
+    samples, metrics = recorded.samples(last.reward, last.reward), recorded.metrics()
+    # What had been sampled when the end of the episode came in between, and no turn was made of it.
+    known = metrics["tokens"] + metrics["untrained/aborted"] + metrics["untrained/too_late"]
+    metrics["untrained/too_late"] += sampled - known
     if not samples:
         where = f"environment {tag!r}, seed {seed}"
         if recorded.limit == "sequence_length":
@@ -215,5 +230,5 @@ def _episode_of(recorded: RecordedSession, task: Observation, last: Observation,
         score=last.reward,
         turns=recorded.turns(last.reward),
         last_frame=last.frame,
-        metrics=task.metrics | last.metrics | recorded.metrics() | {"invalid_actions": 0.0},
+        metrics=task.metrics | last.metrics | metrics | {"invalid_actions": 0.0},
     )

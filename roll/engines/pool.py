@@ -121,6 +121,8 @@ class InferencePool:
         """Number of requests issued again after a death."""
         self.resumed_tokens = 0
         """Number of tokens that reissued requests already had and kept."""
+        self.abandoned_tokens = 0
+        """Number of sampled tokens of requests that were given up before they ended."""
         self.completed = 0
         self.tokens_seen = 0
         """Number of tokens that running requests were seen to get."""
@@ -166,13 +168,17 @@ class InferencePool:
         """Run a request to its end, continuing on another replica if one dies. No token is older than ``min_version``,
         or than the token before it. ``pinned`` requests go to the replicas that keep a version, if some do."""
         response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
-        completion = await self._attempt(response, sticky_key, pinned)
-        while completion is None:
-            self.resumed_tokens += response.cut_off()
-            completion = response.completion
-            if completion is None:
-                self.reissued += 1
-                completion = await self._attempt(response, sticky_key, pinned)
+        try:
+            completion = await self._attempt(response, sticky_key, pinned)
+            while completion is None:
+                self.resumed_tokens += response.cut_off()
+                completion = response.completion
+                if completion is None:
+                    self.reissued += 1
+                    completion = await self._attempt(response, sticky_key, pinned)
+        except BaseException:
+            self._count_abandoned(response.kept_tokens)
+            raise
         self.completed += 1
         return completion
 
@@ -355,6 +361,7 @@ class InferencePool:
             fetches=(turn % turns == 0 for turn in itertools.count(index)),
             on_death=self._report_death,
             on_tokens=self._count_tokens,
+            on_abandoned=self._count_abandoned,
         )
         try:
             await handle.create(self._settings.start_timeout_seconds)
@@ -564,6 +571,9 @@ class InferencePool:
         if published is None or published.layout is not None or not self._settings.dual_buffer:
             return False
         return self.buffers.has_newer(published.version)
+
+    def _count_abandoned(self, number: int) -> None:
+        self.abandoned_tokens += number
 
     def _count_tokens(self, number: int) -> None:
         self.tokens_seen += number

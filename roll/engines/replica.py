@@ -58,15 +58,17 @@ class Replica:
         fetches: Iterator[bool],
         on_death: Callable[[Replica, WorkerDied], None],
         on_tokens: Callable[[int], None],
+        on_abandoned: Callable[[int], None],
     ) -> None:
-        """``fetches``: at each look at the engine, whether the new tokens are fetched."""
+        """``fetches``: at each look at the engine, whether the new tokens are fetched. ``on_abandoned`` gets the
+        number of sampled tokens of each request that ended when nobody waited for it any more."""
         self.handle = handle
         self.version = -1
         self.asleep = False
         self._silence_seconds = settings.silence_timeout_seconds
         self._request_silence_seconds = settings.request_timeout_seconds
         self._fetches, self._tokens_seen = fetches, 0
-        self._on_death, self._on_tokens = on_death, on_tokens
+        self._on_death, self._on_tokens, self._on_abandoned = on_death, on_tokens, on_abandoned
         self._death: WorkerDied | None = None
         self._changing = asyncio.Lock()
         self._changed_at = self._heard_at = asyncio.get_running_loop().time()
@@ -120,7 +122,10 @@ class Replica:
             with waiting(f"{WORKER}{self.name}", "a response"):
                 return await future
         except asyncio.CancelledError:
-            self._abandon(sent)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._on_abandoned(len(future.result().token_ids))
+            else:
+                self._abandon(sent)
             raise
         finally:
             del self._pending[sent.request_id]
@@ -230,6 +235,8 @@ class Replica:
         self._heard_at, self._delivered = asyncio.get_running_loop().time(), True
         open_request = self._pending.get(ended.request_id)
         if open_request is None or open_request.future.done():
+            if isinstance(ended, Completion):
+                self._on_abandoned(len(ended.token_ids))
             return
         if isinstance(ended, RequestFailed):
             cause = RequestError(f"{self.name}, request {ended.request_id}: {ended.cause}")

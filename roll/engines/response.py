@@ -37,6 +37,11 @@ class PartialResponse:
         return sum(len(chunk.token_ids) for chunk in self._attempt)
 
     @property
+    def kept_tokens(self) -> int:
+        """Number of tokens of the attempts whose engines are gone."""
+        return len(self._settled.token_ids)
+
+    @property
     def min_version(self) -> int | None:
         """Oldest weight version that may continue the response; None if any may."""
         newest = self._settled.versions[-1:].tolist()

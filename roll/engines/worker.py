@@ -86,6 +86,8 @@ class RequestFailed:
 
 PATIENCE = 0.01
 """Share of the time that a request took for which its result may wait for others that leave with it."""
+ABORT_SECONDS = 10.0
+"""Longest wait for an engine to end a request that was aborted."""
 LONGEST_PATIENCE_SECONDS = 1.0
 """Longest such wait, also for a request that slept or was queued for long."""
 
@@ -223,13 +225,16 @@ class InferWorker(Worker):
         return await self._strategy.score(token_ids)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Cancel these requests, started or not; `collect` returns nothing for them."""
-        for request_id in request_ids:
-            task = self._tasks.pop(request_id, None)
-            self._counted.pop(request_id, None)
-            if task is not None:
-                task.cancel()
+        """End these requests, started or not; `collect` returns what they had sampled. Those that the engine does not
+        end soon are cancelled, and nothing is said of them."""
+        tasks = {each: self._tasks[each] for each in request_ids if each in self._tasks}
         await self._strategy.abort(request_ids)
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=ABORT_SECONDS)
+        for request_id, task in tasks.items():
+            if task.cancel():
+                self._tasks.pop(request_id, None)
+                self._counted.pop(request_id, None)
 
     async def verify_weights(self, publication: Publication) -> float:
         """Verify a weight update for all engines of this host, which map the same bytes; return the seconds it took.

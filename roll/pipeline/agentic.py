@@ -18,7 +18,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import ray
@@ -76,6 +76,8 @@ class AgenticSide(RolloutSide):
         host = "127.0.0.1" if config.cluster.address is None else ray.util.get_node_ip_address()
         endpoint = agent_endpoint(prepared.tokenizer, host) if plan.agents else None
         self.workers = EpisodeProcesses(EnvPool(config.custom_envs, settings), endpoint)
+        self._tokens = Counter(dict.fromkeys(("sampled", "untrained", "discarded"), 0))
+        """Of training: see `EpisodeRollout.tokens`."""
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Return random tokens, since observations are not known before the environments run."""
@@ -90,7 +92,7 @@ class AgenticSide(RolloutSide):
     def rollout(self, generator: Generator) -> Callable[[GroupRequest[EpisodeTask]], Awaitable[Group]]:
         manager, arguments = self._config.train_env_manager, self._config.actor_infer.generating_args
         at_once = None if manager.num_env_groups is None else asyncio.Semaphore(manager.num_env_groups)
-        rollout = replace(self._rollout(generator, manager, arguments, "train"), at_once=at_once)
+        rollout = replace(self._rollout(generator, manager, arguments, "train"), at_once=at_once, tokens=self._tokens)
         return lambda request: rollout.group(request.group_id, request.item, request.start_version)
 
     def validator(self, generator: Generator) -> EpisodeValidator | None:
@@ -107,7 +109,9 @@ class AgenticSide(RolloutSide):
         )
 
     def metrics(self) -> dict[str, float]:
-        return {f"env_workers/{name}": float(count) for name, count in self.workers.pool.counts().items()}
+        counts = {f"env_workers/{name}": count for name, count in self.workers.pool.counts().items()}
+        counts |= {f"env_tokens/{name}": count for name, count in self._tokens.items()}
+        return {name: float(count) for name, count in counts.items()}
 
     def _rollout(
         self, generator: Generator, manager: EnvManagerConfig, arguments: GeneratingArguments, purpose: str
@@ -225,6 +229,9 @@ class EpisodeRollout:
     """Limit of the groups that run at once; None: no limit."""
     frames: bool = False
     """True if pictures of the episodes are kept."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Totals of sampled tokens: ``sampled`` in all turns that came to an end; of these ``untrained``, which episodes
+    leave out of training, and ``discarded``, of episodes of which no group was made. The others are in groups."""
 
     async def group(self, group_id: int, task: EpisodeTask, min_version: int | None = None) -> Group:
         """Play a group with weights of ``min_version`` or newer and return it as a `Group`."""
@@ -236,12 +243,20 @@ class EpisodeRollout:
         Raises `EpisodesFailed`, the engine's own errors, and `FatalRolloutError` for what retrying a group cannot cure.
         """
         async with self.at_once or nullcontext():
-            return await self._play(group_id, task, min_version)
+            episodes: dict[int, Episode] = {}
+            try:
+                await self._play(group_id, task, min_version, episodes)
+            except BaseException:
+                self.tokens["discarded"] += sum(map(_trained_tokens, episodes.values()))
+                raise
+        return [episodes[index] for index in sorted(episodes)]
 
-    async def _play(self, group_id: int, task: EpisodeTask, min_version: int | None) -> list[Episode]:
+    async def _play(
+        self, group_id: int, task: EpisodeTask, min_version: int | None, episodes: dict[int, Episode]
+    ) -> None:
+        """Add the episodes of a group by their index."""
         causes: list[str] = []
         running: dict[asyncio.Task[Episode], int] = {}
-        episodes: dict[int, Episode] = {}
 
         def begin(index: int) -> None:
             running[asyncio.ensure_future(self._episode(group_id, index, task, min_version))] = index
@@ -267,24 +282,26 @@ class EpisodeRollout:
                 left.cancel()
             if running:
                 await asyncio.wait(running)  # until they have released what they hold
-            for left in running:
-                if not left.cancelled():
-                    left.exception()  # mark it as retrieved: the first failure is being raised
-        return [episodes[index] for index in sorted(episodes)]
+            for left, index in running.items():
+                if not left.cancelled() and left.exception() is None:  # the first failure is being raised
+                    episodes[index] = left.result()
 
     async def _episode(self, group_id: int, index: int, task: EpisodeTask, min_version: int | None) -> Episode:
         """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
         name = f"{self.purpose}-{group_id}-{index}"
+        sampled = 0
 
         async def policy(
             prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
         ) -> SampledTurn:
+            nonlocal sampled
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, turn)
             stops = self.sampling.stop_strings + stop_strings
             sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
             request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
             # All turns on one replica, for its prefix cache.
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
+            sampled += len(done.token_ids)
             # Copies: what arrived shares memory with the results of other requests.
             token_ids, logprobs, versions = map(np.array, (done.token_ids, done.logprobs, done.versions))
             return SampledTurn(token_ids, logprobs, versions, done.finish_reason)
@@ -292,18 +309,28 @@ class EpisodeRollout:
         losses = 0
         try:
             while True:
-                session = self.environments.session(task.tag, frames=self.frames)
+                session, sampled = self.environments.session(task.tag, frames=self.frames), 0
+                trained: int | None = None
                 try:
-                    return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
+                    episode = await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
+                    trained = _trained_tokens(episode)
+                    return episode
                 except SessionFailed as error:
                     losses += 1
                     if losses > LOST_RETRIES or not error.may_be_innocent:
                         raise
                     logger.info("begun again: %s", error)
+                finally:
+                    self.tokens["sampled"] += sampled
+                    self.tokens["discarded" if trained is None else "untrained"] += sampled - (trained or 0)
         except EnvPoolClosed as error:
             raise FatalRolloutError(str(error)) from error
         finally:
             self.generator.forget(name)
+
+
+def _trained_tokens(episode: Episode) -> int:
+    return sum(sample.response_tokens for sample in episode.samples)
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:

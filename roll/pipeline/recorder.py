@@ -361,6 +361,7 @@ class RunRecorder:
             "engine/restarts": float(pool.restarts),
             "engine/reissued": float(pool.reissued),
             "engine/resumed_tokens": float(pool.resumed_tokens),
+            "engine/abandoned_tokens": float(pool.abandoned_tokens),
         }
         self.show(batch.metrics, step)
         count, decoder = self._samples_per_step, self._decoder

@@ -15,8 +15,8 @@ import pytest
 from tests.docs.pages import ROOT, Page, pages
 
 FAMILIES = (
-    "actor", "advantage", "correction", "critic", "engine", "env_workers", "idle", "kl_penalty", "lag", "ledger",
-    "metrics", "mismatch", "reward", "rewards", "response", "time", "tokens_per_second", "val", "weights",
+    "actor", "advantage", "correction", "critic", "engine", "env_tokens", "env_workers", "idle", "kl_penalty", "lag",
+    "ledger", "metrics", "mismatch", "reward", "rewards", "response", "time", "tokens_per_second", "val", "weights",
 )  # fmt: skip
 """First parts of metrics' names. Those of environments (`env`) follow from what environments report."""
 _NAME = re.compile(rf"({'|'.join(FAMILIES)})(/[a-z_0-9]+|/<[a-z_]+>|/[a-z]+_<n>)+")

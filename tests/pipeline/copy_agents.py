@@ -1,6 +1,6 @@
 """Agents that know nothing of `roll`: they play the games of `copy_games` with a model that they ask by HTTP.
 
-As a command (`python copy_agents.py`) the module plays one game by what its environment says.
+As a command (`python copy_agents.py [deadly]`) the module plays one game by what its environment says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 import urllib.parse
 import urllib.request
 
@@ -61,9 +63,29 @@ def muddle(task, base_url, api_key):
     return float(texts[0] == "1")
 
 
-def go_away(base_url: str, api_key: str) -> None:
+def hasty(task, base_url, api_key):
+    """A muddle that ends while it is answered, and every fifth time in an error."""
+    right = muddle(task, base_url, api_key)
+    go_away(base_url, api_key, "3")
+    if task["seed"] // 2 % 5 == 0:
+        raise RuntimeError("the agent is on fire")
+    return right
+
+
+def patient(task, base_url, api_key):
+    """A long talk, while which weights change."""
+    messages, right = [], 0
+    for _ in range(6):
+        messages.append({"role": "user", "content": "1"})
+        messages.append({"role": "assistant", "content": reply(messages, base_url, api_key)})
+        right += messages[-1]["content"].startswith("1")
+        time.sleep(0.2)
+    return float(right)
+
+
+def go_away(base_url: str, api_key: str, text: str = "7") -> None:
     """Ask, and be gone before the answer comes."""
-    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "7"}]}).encode()
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": text}]}).encode()
     address = urllib.parse.urlsplit(base_url)
     head = (
         f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
@@ -71,6 +93,7 @@ def go_away(base_url: str, api_key: str) -> None:
     )
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head.encode() + body)
+        time.sleep(0.01)  # a request whose client is gone before it is read is not answered
 
 
 async def trouble(task, base_url, api_key):
@@ -110,5 +133,6 @@ def endless(task, base_url, api_key):
 
 if __name__ == "__main__":
     print("I play", flush=True)
-    result = play(json.loads(os.environ["ROLL_TASK"]), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    agent = deadly if sys.argv[1:] == ["deadly"] else play
+    result = agent(json.loads(os.environ["ROLL_TASK"]), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     print(json.dumps(result))

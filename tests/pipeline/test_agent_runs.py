@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,6 @@ from fake_cluster import IN_THIS_PROCESS
 from runs import go_on_from, run_pipeline
 from test_agentic_runs import agentic_config, gain
 from tiny import make_task
-
-from roll.agentic.agents import AgentManager
-from roll.pipeline.rollouts import EngineGate
 
 pytestmark = pytest.mark.needs("aiohttp")
 
@@ -58,37 +54,6 @@ def test_an_agent_that_plays_a_game_is_trained_like_the_game_itself(task):
         assert step["env/copy/turns"] == step["env/copy/tokens"] == 2
         assert step["mismatch/tokens"] == step["response/tokens"] == 8 * 8 * 2
         assert step["mismatch/abs_mean"] < 1e-5
-
-
-@tier("all")
-def test_each_sampled_token_is_trained_on_once_or_left_out_for_a_cause(task, monkeypatch):
-    sampled, counted = Counter(), Counter()
-    generate, run_episode = EngineGate.generate, AgentManager.run_episode
-
-    async def count_sampled(self, request, **options):
-        done = await generate(self, request, **options)
-        sampled[request.request_id.partition("-")[0]] += len(done.token_ids)
-        return done
-
-    async def count_episode(self, *args, **options):
-        episode = await run_episode(self, *args, **options)
-        counted["tokens"] += episode.metrics["tokens"]
-        counted["trained"] += sum(sample.response_tokens for sample in episode.samples)
-        counted["samples"] += len(episode.samples)
-        for name, value in episode.metrics.items():
-            counted["untrained"] += value if name.startswith("untrained/") else 0
-        return episode
-
-    monkeypatch.setattr(EngineGate, "generate", count_sampled)
-    monkeypatch.setattr(AgentManager, "run_episode", count_episode)
-    envs = {"copy": agent("copy_agents:muddle", max_steps=20, max_tokens_per_step=3)}
-    config = agent_config(task, envs, async_generation_ratio=0, response_length=40)
-    run = run_pipeline(task, IN_THIS_PROCESS, config)
-    trained = sum(step["response/tokens"] for step in run.metrics)
-    assert sampled["train"] == trained + counted["untrained"] > trained == counted["trained"]
-    assert counted["samples"] > 2 * 3 * 8 * 8, "histories that do not go on are samples of their own"
-    for step in run.metrics:
-        assert step["mismatch/abs_mean"] < 1e-5 and step["mismatch/tokens"] == step["response/tokens"]
 
 
 def test_a_command_is_an_agent(task):

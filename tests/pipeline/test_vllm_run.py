@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from runs import FinishedRun, run_pipeline
+from test_agent_runs import agent, agent_config
 from tiny import CHARACTERS, make_task, tiny_config
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
+from roll.pipeline.recorder import RunRecorder
 from roll.tracking.trackers import read_metrics
 from tests.tiers import need
 
@@ -98,6 +103,57 @@ def test_a_run_with_vllm_learns_although_one_replica_dies_generating_and_a_secon
     first, last = (sum(step["reward/mean"] for step in part) / 10 for part in (steps[:10], steps[-10:]))
     assert last > first + gain
     assert_stages_account_for_the_run(run.folder)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.tier("soak")
+def test_agents_of_vllm_are_trained_on_what_was_sampled_although_weights_change_meanwhile(
+    vllm_task, ray_cluster, monkeypatch
+):
+    """Each token's log-probability is found again with the weights of its version."""
+    samples, record = [], RunRecorder.step
+
+    async def recorded(recorder, batch, *rest):
+        samples.extend(sample for group in batch.groups for sample in group.samples)
+        await record(recorder, batch, *rest)
+
+    monkeypatch.setattr(RunRecorder, "step", recorded)
+    envs = {"copy": agent("copy_agents:patient", max_steps=6, max_tokens_per_step=4)}
+    settings = {
+        "actor_infer__strategy_args": {"strategy_name": "vllm", "strategy_config": {"max_num_seqs": 64}},
+        "actor_train__training_args__learning_rate": 5e-3,
+        "async_generation_ratio": 1,
+        "weight_update__in_flight": "resume",
+        "max_steps": 10,
+        "save_steps": 1,
+        "max_ckpt_to_keep": 0,
+        "response_length": 50,
+    }
+    run = run_pipeline(vllm_task, ray_cluster, agent_config(vllm_task, envs, **settings))
+    mixed, differences = 0, []
+    for sample in samples:
+        versions = sample.versions[sample.response_mask]
+        mixed += versions[0] != versions[-1]
+        for version in np.unique(versions).tolist():
+            folder = run.folder / "checkpoints" / f"step-{version}" if version else vllm_task / "model"
+            mine = np.flatnonzero(sample.versions == version)
+            found = logprobs_of(folder, sample.token_ids)[mine - 1]
+            differences.append(np.abs(found - sample.behaviour_logprobs[mine]))
+    assert mixed > len(samples) / 10
+    assert np.concatenate(differences).mean() < 1e-5
+
+
+@torch.no_grad()
+def logprobs_of(folder: Path, token_ids: np.ndarray) -> np.ndarray:
+    """Log-probabilities of each token but the first."""
+    tokens = torch.from_numpy(token_ids.astype(np.int64))
+    logits = model_at(folder)(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, tokens[1:, None])[:, 0].numpy()
+
+
+@cache
+def model_at(folder: Path) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.mark.timeout(300)

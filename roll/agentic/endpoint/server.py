@@ -176,6 +176,7 @@ class Endpoint:
         """Set once the loop has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
+        self._reading = asyncio.Lock()
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -242,7 +243,7 @@ class Endpoint:
 
     async def _close(self, session: EpisodeSession) -> None:
         session.close()
-        # Other threads open episodes meanwhile. A list of pairs is not made at once: memory for them may be collected.
+        # A copy, since other threads open episodes meanwhile, even while a list is made of the items.
         for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
             episode = self._episodes.pop(name)
             self._names.pop(episode.key)
@@ -300,7 +301,7 @@ class Endpoint:
                 return _json(model_list(self._model, created=self._created, max_model_len=session.room))
             body = await self._body(request)
             long = len(body) > LONG_BODY
-            asked = await asyncio.to_thread(_asked, dialect, body) if long else _asked(dialect, body)
+            asked = await asyncio.to_thread(_asked, dialect, body) if long else await self._asked_in_turn(dialect, body)
             self._tell(asked)
             if path == COUNT_TOKENS and isinstance(dialect, Messages):
                 return _json(dialect.token_count(await episode.session.count_tokens(asked)))
@@ -402,6 +403,12 @@ class Endpoint:
         if episode is None:
             raise _over()
         return episode
+
+    async def _asked_in_turn(self, dialect: Dialect, body: bytes) -> ModelRequest:
+        """Read a request. The loop takes a turn between two, so that hundreds that come at once do not block it."""
+        async with self._reading:
+            await asyncio.sleep(0)
+            return _asked(dialect, body)
 
     async def _body(self, request: web.Request) -> bytes:
         from aiohttp import web

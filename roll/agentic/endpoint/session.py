@@ -44,7 +44,7 @@ COUNTS = (
     "untrained/unread",
 )
 """What each episode reports, so that means over episodes count those in which it did not happen."""
-LONG_PROMPT = 2**18
+LONG_PROMPT = 2**12
 """Characters, or token ids. What is longer is made into tokens in a thread, since others wait meanwhile."""
 EarlierReasoning = Literal["keep", "template"]
 THOUGHT = "KeptThought{number}Qz"
@@ -165,6 +165,11 @@ class EpisodeSession:
     def room(self) -> int:
         """Tokens of the longest prompt together with its answer."""
         return self._settings.limits.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all turns, read and sampled."""
+        return sum(len(turn.read) + len(turn.sampled.token_ids) for turn in self._turns)
 
     async def respond(self, request: ModelRequest) -> ModelAnswer:
         """Sample the answer to a request and record it. Raises `RequestRefused`."""

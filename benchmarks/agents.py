@@ -1,0 +1,203 @@
+"""Measure what it costs to train an agent that asks by HTTP, and whether 200 of them hold up the run.
+
+Rate: a run whose episodes an agent plays by OpenAI's client, against the same run with the same game as an environment:
+the same model, seeds, turns and numbers of forced tokens. Sides alternate; medians of the steps' seconds without
+training.
+
+Gaps: an endpoint in this process, a policy that waits, and sessions of an openai client in another process. A probe in
+the driver's event loop and one in the endpoint's tell the longest time for which each was not free: by the clock, and
+the processor time that its thread spent meanwhile, which other programs on the machine do not lengthen. Prints one JSON
+line.
+
+    python benchmarks/agents.py [--steps 8] [--tokens 64] [--sessions 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from _pipeline import ROOT, make_task, run_file
+from agentic_overlap import configuration
+
+from roll.agentic.agents import agent_endpoint
+from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
+from roll.agentic.endpoint.tool_calls import PARSERS
+from roll.agentic.episode import ManagerSettings, SampledTurn
+from roll.data.chat import ChatTurns
+
+sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
+import make_model
+
+PROBE_SECONDS = 0.002
+WORDS = "the quick brown fox jumps over 17 lazy dogs and 25 cats near Ada's house, "
+
+
+def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return samples a second of both sides and the share of the time that the agent costs."""
+    make_task(folder)
+    (folder / "tasks.jsonl").write_text(json.dumps({"turns": arguments.turns, "seed": 0}) + "\n")
+    agent = {"run": "_talking_agent:run", "tasks": str(folder / "tasks.jsonl")}
+    sides = {
+        "game": {"env_config": {"median_seconds": 0.0, "turns": arguments.turns}},
+        "agent": {"env_type": "agent", "env_manager_cls": "agent", "env_config": agent},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(arguments.repeats):
+        for name, env in sides.items():
+            written = configuration(folder, arguments)
+            written["custom_envs"]["game"] |= env
+            config = folder / f"{name}.yaml"
+            config.write_text(yaml.safe_dump(written))
+            out = folder / f"{name}-{turn}"
+            run = run_file(config, out, {"output_dir": out, "async_generation_ratio": 0})
+            steps, training = (run.column(key, arguments.warm_up) for key in ("time/step", "time/train"))
+            seconds[name] += [step - train for step, train in zip(steps, training, strict=True)]
+    samples = arguments.groups * arguments.group_size
+    game, agent_seconds = (statistics.median(seconds[name]) for name in ("game", "agent"))
+    return {
+        "game_samples_per_second": samples / game,
+        "agent_samples_per_second": samples / agent_seconds,
+        "overhead": agent_seconds / game - 1,
+        "overhead_ms_per_request": 1000 * (agent_seconds - game) / (samples * arguments.turns),
+    }
+
+
+class WaitingPolicy:
+    """A policy that answers after a while."""
+
+    def __init__(self, tokenizer: Any, seconds: float) -> None:
+        self._tokens = np.array(tokenizer("815<|im_end|>")["input_ids"], dtype=np.int32)
+        self._seconds = seconds
+
+    async def __call__(
+        self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+    ) -> SampledTurn:
+        await asyncio.sleep(self._seconds)
+        count = len(self._tokens)
+        return SampledTurn(self._tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop")
+
+
+class Probe:
+    """A coroutine that is to run every two milliseconds, and remembers when it did not."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    async def run(self) -> None:
+        while True:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(PROBE_SECONDS)
+            self.wall = max(self.wall, time.perf_counter() - wall - PROBE_SECONDS)
+            self.cpu = max(self.cpu, time.thread_time() - cpu)
+
+
+def talk(addresses: list[tuple[str, str]], turns: int, characters: int, spent: Any) -> None:
+    """Be all clients, each with its session, and tell the processor time that they spent."""
+    from openai import AsyncOpenAI
+
+    async def one(base_url: str, api_key: str) -> None:
+        text = WORDS * (characters // len(WORDS) + 1)
+        messages: list[Any] = []
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600) as client:
+            for _ in range(turns):
+                messages.append({"role": "user", "content": text})
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(*address) for address in addresses))
+
+    began = time.process_time()
+    asyncio.run(all_of_them())
+    spent.put(time.process_time() - began)
+
+
+def gaps(arguments: argparse.Namespace, characters: int) -> dict[str, float]:
+    """Return the longest gaps of both loops in milliseconds, and the processor time of a request in both processes."""
+
+    async def main() -> dict[str, float]:
+        chance = make_model.random.Random(0)
+        blank = make_model.PreTrainedTokenizerFast(
+            tokenizer_object=make_model.Tokenizer(make_model.models.BPE()), chat_template=make_model.TEMPLATE
+        )
+        texts = [make_model.rendered(blank, make_model.lesson(chance).messages) for _ in range(200)]
+        tokenizer = make_model.make_tokenizer([*texts, WORDS])
+        template = ChatTurns(tokenizer)
+        endpoint = agent_endpoint(tokenizer, "127.0.0.1")
+        endpoint.start()
+        policy, limits = WaitingPolicy(tokenizer, 0.05), ManagerSettings(100, 10**7, 10**8)
+        settings = SessionSettings(limits, PARSERS["hermes"])
+        sessions = [EpisodeSession(template, tokenizer, policy, settings) for _ in range(arguments.sessions)]
+        addresses = [endpoint.open(session) for session in sessions]
+        processes = multiprocessing.get_context("spawn")
+        spent = processes.Queue()
+        clients = processes.Process(target=talk, args=(addresses, arguments.turns, characters, spent))
+        driver, inside = Probe(), Probe()
+        probes = [asyncio.create_task(driver.run())]
+        assert endpoint._loop is not None
+        watching = asyncio.run_coroutine_threadsafe(inside.run(), endpoint._loop)
+        began, started = time.perf_counter(), time.process_time()
+        clients.start()
+        theirs = await asyncio.to_thread(spent.get)
+        seconds, ours = time.perf_counter() - began, time.process_time() - started
+        await asyncio.to_thread(clients.join)
+        for probe in (*probes, watching):
+            probe.cancel()
+        for session in sessions:
+            await endpoint.close(session)
+            assert len(session.samples(1.0, 1.0)) == 1, "each session is one conversation"
+        endpoint.stop()
+        requests = arguments.sessions * arguments.turns
+        return {
+            "requests_per_second": requests / seconds,
+            "endpoint_cpu_ms_per_request": 1000 * ours / requests,
+            "client_cpu_ms_per_request": 1000 * theirs / requests,
+            "driver_gap_ms": 1000 * driver.wall,
+            "driver_gap_cpu_ms": 1000 * driver.cpu,
+            "endpoint_gap_ms": 1000 * inside.wall,
+            "endpoint_gap_cpu_ms": 1000 * inside.cpu,
+        }
+
+    return asyncio.run(main())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each side")
+    parser.add_argument("--groups", type=int, default=8, help="groups per step")
+    parser.add_argument("--group-size", type=int, default=8, help="episodes per group")
+    parser.add_argument("--turns", type=int, default=4, help="turns of an episode")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of every turn")
+    parser.add_argument("--sessions", type=int, default=200, help="sessions at once for the gaps")
+    parser.add_argument("--characters", type=int, nargs="+", default=[200, 20_000, 400_000], help="of each message")
+    parser.add_argument("--only", choices=["rates", "gaps"], help="one part")
+    arguments = parser.parse_args()
+    arguments.median_seconds, arguments.epochs = 0.0, 1
+    found: dict[str, Any] = {"benchmark": "agents", **vars(arguments)}
+    if arguments.only != "rates":
+        long = max(arguments.characters)
+        for characters in arguments.characters:
+            few = argparse.Namespace(**vars(arguments))
+            few.sessions = arguments.sessions if characters < long else max(1, arguments.sessions // 10)
+            found[f"gaps_at_{characters}"] = {"sessions": few.sessions, **gaps(few, characters)}
+    if arguments.only != "gaps":
+        with tempfile.TemporaryDirectory() as name:
+            found |= rates(Path(name), arguments)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

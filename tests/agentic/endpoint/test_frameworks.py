@@ -1,0 +1,261 @@
+"""Frameworks of others, each in the lines that the documentation shows, play with a real engine through the endpoint.
+
+A tiny model that has learned to call the tool answers them. It cannot follow the long prompts of smolagents: there,
+what the policy says is given, and the engine says how likely it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.agentic.agents import agent_endpoint
+from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
+from roll.agentic.endpoint.tool_calls import PARSERS
+from roll.agentic.episode import ManagerSettings, SampledTurn
+from roll.agentic.library.agent import AgentEnv
+from roll.data.chat import ChatTurns
+from roll.engines.base import GenerateRequest, SamplingParams
+from roll.engines.hf.strategy import HFInferStrategy
+from tests.docs.pages import ROOT, page
+
+sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
+import make_model
+
+pytestmark = [
+    pytest.mark.needs("aiohttp"),
+    pytest.mark.needs("openai"),
+    pytest.mark.tier("soak"),
+    pytest.mark.timeout(1800),
+]
+
+PACKAGES = (
+    "openai-agents==0.24.0",
+    "pydantic-ai==2.62.0",
+    "langgraph==1.2.22",
+    "langchain==1.5.2",
+    "langchain-openai==1.7.3",
+    "smolagents==1.26.0",
+)
+LENGTH = 16384
+WARM_UP_STEPS = 250
+TASK = {"question": make_model.question("Ada"), "numbers": {"Ada": "815", "Ben": "123"}, "answer": "815"}
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "{}"}}}}\n</tool_call><|im_end|>'
+TOOL_CALLS = (CALL.format("look_up", "name", "Ada"), CALL.format("final_answer", "answer", "815"))
+CODE = ('Thought: I ask.\n<code>\nprint(look_up("Ada"))\n</code>', '<code>\nfinal_answer("815")\n</code>')
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework in the documentation's lines, and how it goes on from its history."""
+
+    package: str
+    """What its lines import."""
+    change: tuple[str, str] = ("", "")
+    """A change of the lines that the documentation mentions."""
+    says: tuple[str, ...] = ()
+    """What the policy says; else the model chooses."""
+    continues: bool = True
+    """False if each of its turns begins a new history."""
+
+
+FRAMEWORKS = {
+    "openai-agents, responses": Framework("agents"),
+    "openai-agents, chat": Framework(
+        "agents",
+        ("set_tracing_disabled(True)", 'set_tracing_disabled(True)\nset_default_openai_api("chat_completions")'),
+    ),
+    "pydantic-ai, responses": Framework("pydantic_ai"),
+    "pydantic-ai, chat": Framework("pydantic_ai", ("openai:policy", "openai-chat:policy")),
+    "langgraph": Framework("langchain.agents"),
+    "smolagents, calls": Framework("smolagents", says=TOOL_CALLS, continues=False),
+    "smolagents, code": Framework("smolagents", ("ToolCallingAgent([", "CodeAgent(["), says=CODE, continues=False),
+}
+
+
+def lines_of(framework: Framework) -> str:
+    """The program of a framework in the documentation."""
+    blocks = [block.text for block in page("docs/agents.md").blocks if "ROLL_TASK" in block.text]
+    (text,) = [text for text in blocks if f"\nfrom {framework.package} import" in text]
+    before, after = framework.change
+    assert before in text
+    return text.replace(before, after, 1)
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """An interpreter with the frameworks on top of the run's packages. It is kept for the next time."""
+    mark = hashlib.sha256("\n".join([sys.executable, *PACKAGES]).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"roll-frameworks-{mark}"
+    interpreter = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "run.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([interpreter, "-m", "pip", "install", "-q", *PACKAGES], check=True)
+        (folder / "complete").touch()
+    return str(interpreter)
+
+
+def tool_as_told(chance: random.Random) -> dict[str, Any]:
+    """The tool in one of the ways in which frameworks describe it."""
+
+    def shuffled(keys: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
+        entries = [*keys.items(), *(entry for entry in optional.items() if chance.random() < 0.5)]
+        chance.shuffle(entries)
+        return dict(entries)
+
+    name = shuffled({"type": "string"}, {"title": "Name", "description": "Whose number."})
+    titled = {"title": chance.choice(["look_up_args", "look_up"]), "additionalProperties": False}
+    parameters = shuffled({"type": "object", "properties": {"name": name}, "required": ["name"]}, titled)
+    strict = {"strict": chance.random() < 0.7}
+    function = {"name": "look_up", "description": "Look up a number.", "parameters": parameters}
+    return {"type": "function", "function": shuffled(function, strict)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model that looks up, however the tool is told."""
+    folder = tmp_path_factory.mktemp("clerk")
+
+    def lesson(chance: random.Random) -> Any:
+        make_model.LOOK_UP = tool_as_told(chance)
+        name, number = chance.choice(make_model.NAMES), str(chance.randrange(100, 1000))
+        asked, answered = ({"role": "user", "content": make_model.question(name)}, number)
+        found = {"role": "tool", "content": number}
+        return make_model.Lesson([asked, make_model.call_of(name), found, {"role": "assistant", "content": answered}])
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(make_model, "LOOK_UP", make_model.LOOK_UP)
+        patches.setattr(make_model, "lesson", lesson)
+        chance = random.Random(0)
+        blank = make_model.PreTrainedTokenizerFast(
+            tokenizer_object=make_model.Tokenizer(make_model.models.BPE()), chat_template=make_model.TEMPLATE
+        )
+        texts = [make_model.rendered(blank, lesson(chance).messages) for _ in range(500)]
+        tokenizer = make_model.make_tokenizer(texts)
+        made = make_model.new_model(tokenizer, 0, **make_model.SIZES, max_position_embeddings=LENGTH)
+        make_model.warm_up(made, tokenizer, WARM_UP_STEPS, 0)
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Policy:
+    """A real engine."""
+
+    engine: HFInferStrategy
+    tokenizer: Any
+    says: tuple[str, ...]
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    sampled: dict[int, SampledTurn] = field(default_factory=dict)
+
+    async def __call__(
+        self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+    ) -> SampledTurn:
+        self.prompts[turn] = prompt_token_ids.tolist()
+        if self.says:
+            tokens = np.array(self.tokenizer(self.says[turn])["input_ids"], dtype=np.int32)
+            (logprobs,) = await self.engine.score([np.concatenate([prompt_token_ids, tokens])])
+            logprobs, reason = logprobs[len(prompt_token_ids) :], "stop"
+        else:
+            params = SamplingParams(max_new_tokens=min(max_new_tokens, 64), seed=turn, stop_strings=stop_strings)
+            done = await self.engine.generate(GenerateRequest(f"turn {turn}", prompt_token_ids, params))
+            tokens, logprobs, reason = done.token_ids, done.logprobs, done.finish_reason
+        self.sampled[turn] = SampledTurn(tokens, logprobs, np.zeros(len(tokens), dtype=np.int32), reason)
+        return self.sampled[turn]
+
+
+@dataclass
+class Played:
+    result: Any
+    policy: Policy
+    samples: list[Any]
+    metrics: dict[str, float]
+
+
+def play(folder: Path, command: list[str], tasks: Path, says: tuple[str, ...]) -> Played:
+    async def main() -> Played:
+        engine = HFInferStrategy(
+            str(folder), device="cpu", dtype="float32", attn_implementation="sdpa", max_length=LENGTH,
+            strategy_config={},
+        )  # fmt: skip
+        tokenizer = make_model.PreTrainedTokenizerFast.from_pretrained(folder)
+        await engine.start()
+        endpoint = agent_endpoint(tokenizer, "127.0.0.1")
+        endpoint.start()
+        try:
+            policy = Policy(engine, tokenizer, says)
+            limits = ManagerSettings(max_steps=6, prompt_length=LENGTH // 2, sequence_length=LENGTH)
+            settings = SessionSettings(limits, PARSERS["hermes"])
+            session = EpisodeSession(ChatTurns(tokenizer), tokenizer, policy, settings)
+            base_url, api_key = endpoint.open(session)
+            env = AgentEnv(command=command, tasks=str(tasks))
+            env.reset(seed=0)
+            where = json.dumps({"base_url": base_url, "api_key": api_key})
+            result = await asyncio.to_thread(env.step, where)
+            await endpoint.close(session)
+            return Played(result, policy, session.samples(1.0, 1.0), session.metrics())
+        finally:
+            endpoint.stop()
+            await engine.shutdown()
+
+    return asyncio.run(main())
+
+
+@torch.no_grad()
+def trainers_logprobs(folder: Path, token_ids: np.ndarray) -> np.ndarray:
+    """Log-probabilities of each token but the first, as a trainer computes them."""
+    model = make_model.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.from_numpy(token_ids.astype(np.int64))
+    logits = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, tokens[1:, None])[:, 0].numpy()
+
+
+def sampled_runs(mask: np.ndarray) -> Iterator[slice]:
+    """The places of each run of sampled tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    yield from (slice(*pair) for pair in edges.reshape(-1, 2).tolist())
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_plays_as_the_documentation_shows(name, python, model, tmp_path):
+    framework = FRAMEWORKS[name]
+    program, tasks = tmp_path / "clerk.py", tmp_path / "tasks.jsonl"
+    program.write_text(lines_of(framework))
+    tasks.write_text(json.dumps(TASK))
+    played = play(model, [python, str(program)], tasks, framework.says)
+    policy, samples = played.policy, played.samples
+    assert played.result[1] == 1.0, "its answer is right"
+    assert len(policy.sampled) == 2, "it has looked up"
+    assert "look_up" in policy.tokenizer.decode(policy.sampled[0].token_ids)
+    assert "815" in policy.tokenizer.decode(policy.prompts[1]), "what the tool answered is read"
+    assert len(samples) == (1 if framework.continues else 2)
+    assert played.metrics["new_samples/history"] == (0 if framework.continues else 1)
+    assert played.metrics["new_samples/template"] == played.metrics["new_samples/tools"] == 0
+    turns = 0
+    for sample in samples:
+        found = trainers_logprobs(model, sample.token_ids)
+        for places in sampled_runs(sample.response_mask):
+            turn = int(sample.turns[places.start])
+            assert sample.token_ids[: places.start].tolist() == policy.prompts[turn]
+            assert sample.token_ids[places].tolist() == policy.sampled[turn].token_ids.tolist()
+            differences = np.abs(found[places.start - 1 : places.stop - 1] - sample.behaviour_logprobs[places])
+            assert differences.mean() < 1e-5
+            turns += 1
+    assert turns == len(policy.sampled), "each turn is trained on once"
