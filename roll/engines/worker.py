@@ -182,8 +182,9 @@ class InferWorker(Worker):
             self._outbox.leave()
 
     async def _decoded(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return the completion with the text of the whole response, if it is asked for and a tokenizer can be read."""
-        if self._decoder is None or not request.with_text:
+        """Return the completion with the text of the whole response, if it is asked for and a tokenizer can be read.
+        Nobody waits for the text of one that was aborted."""
+        if self._decoder is None or not request.with_text or completion.finish_reason == "abort":
             return completion
         earlier = request.prompt_token_ids[len(request.prompt_token_ids) - request.first_token_index :]
         token_ids = np.concatenate([earlier, completion.token_ids]).tolist()
