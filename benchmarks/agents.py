@@ -40,6 +40,8 @@ sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
 import make_model
 
 PROBE_SECONDS = 0.002
+LONG_MESSAGE = 100_000
+"""Characters. So long ones are sent by a tenth of the sessions."""
 WORDS = "the quick brown fox jumps over 17 lazy dogs and 25 cats near Ada's house, "
 
 
@@ -188,10 +190,9 @@ def main() -> None:
     arguments.median_seconds, arguments.epochs = 0.0, 1
     found: dict[str, Any] = {"benchmark": "agents", **vars(arguments)}
     if arguments.only != "rates":
-        long = max(arguments.characters)
         for characters in arguments.characters:
             few = argparse.Namespace(**vars(arguments))
-            few.sessions = arguments.sessions if characters < long else max(1, arguments.sessions // 10)
+            few.sessions = arguments.sessions if characters < LONG_MESSAGE else max(1, arguments.sessions // 10)
             found[f"gaps_at_{characters}"] = {"sessions": few.sessions, **gaps(few, characters)}
     if arguments.only != "gaps":
         with tempfile.TemporaryDirectory() as name:

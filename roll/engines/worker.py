@@ -182,8 +182,9 @@ class InferWorker(Worker):
             self._outbox.leave()
 
     async def _decoded(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return the completion with the text of the whole response, if it is asked for and a tokenizer can be read."""
-        if self._decoder is None or not request.with_text:
+        """Return the completion with the text of the whole response, if it is asked for and a tokenizer can be read.
+        Nobody waits for the text of one that was aborted."""
+        if self._decoder is None or not request.with_text or completion.finish_reason == "abort":
             return completion
         earlier = request.prompt_token_ids[len(request.prompt_token_ids) - request.first_token_index :]
         token_ids = np.concatenate([earlier, completion.token_ids]).tolist()
@@ -228,13 +229,16 @@ class InferWorker(Worker):
         """End these requests, started or not; `collect` returns what they had sampled. Those that the engine does not
         end soon are cancelled, and nothing is said of them."""
         tasks = {each: self._tasks[each] for each in request_ids if each in self._tasks}
-        await self._strategy.abort(request_ids)
-        if tasks:
-            await asyncio.wait(tasks.values(), timeout=ABORT_SECONDS)
-        for request_id, task in tasks.items():
-            if task.cancel():
-                self._tasks.pop(request_id, None)
-                self._counted.pop(request_id, None)
+        try:
+            await asyncio.sleep(0)  # engines ignore names that they do not know: what was just submitted begins first
+            await self._strategy.abort(request_ids)
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=ABORT_SECONDS)
+        finally:
+            for request_id, task in tasks.items():
+                if task.cancel():
+                    self._tasks.pop(request_id, None)
+                    self._counted.pop(request_id, None)
 
     async def verify_weights(self, publication: Publication) -> float:
         """Verify a weight update for all engines of this host, which map the same bytes; return the seconds it took.

@@ -30,12 +30,12 @@ Agent = Callable[[str, str], Awaitable[Observation]]
 TOKENIZER = make_tokenizer("chatml")
 
 
-async def ask(base_url: str, key: str, *texts: str) -> str:
+async def ask(base_url: str, key: str, *texts: str, model: str = "any") -> str:
     """Ask as an agent does, in a thread: user and assistant take turns. Raises `SessionFailed` for a refusal."""
     messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
     def answer() -> str:
-        body = json.dumps({"model": "any", "messages": messages}).encode()
+        body = json.dumps({"model": model, "messages": messages}).encode()
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as response:
             return json.load(response)["choices"][0]["message"]["content"]
@@ -74,7 +74,10 @@ class AgentSession:
 
 
 class Replies:
-    """A policy that writes its texts in order; with an exception it fails, with None it never answers."""
+    """A policy that writes its texts in order; with an exception it fails, with None it never answers. What it says in
+    its last breath has been sampled when it is cancelled."""
+
+    last_breath: str | None = None
 
     def __init__(self, *texts: str | Exception | None) -> None:
         self._texts = list(texts)
@@ -90,7 +93,12 @@ class Replies:
         self.running += 1
         try:
             if text is None:
-                await asyncio.Event().wait()
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    if self.last_breath is None:
+                        raise
+                    text = self.last_breath
             if isinstance(text, Exception):
                 raise text
             ids = np.array(encode(f"{text}<|im_end|>"), dtype=np.int32)[:max_new_tokens]
@@ -100,7 +108,7 @@ class Replies:
 
 
 def manager_at(endpoint: Any, **changes: Any) -> AgentManager:
-    settings = SessionSettings(limits(**changes), PARSERS["hermes"])
+    settings = SessionSettings(limits(**changes), PARSERS["hermes"], untrained_models=frozenset({"small"}))
     return AgentManager(settings, ChatTurns(TOKENIZER), TOKENIZER, endpoint, 60.0)
 
 
@@ -187,6 +195,30 @@ def test_a_call_that_the_agent_did_not_wait_for_is_ended_with_it(run):
     policy = Replies("eins", None)
     episode = run(agent, policy)
     assert len(episode.samples) == 1 and episode.metrics["turns"] == 1
+
+
+def test_all_that_was_sampled_is_trained_on_or_has_a_cause(run):
+    """Also what had been sampled when the end of the episode came before the answer was made."""
+
+    async def agent(base_url: str, key: str) -> Observation:
+        await ask(base_url, key, "a title", model="small")
+        await ask(base_url, key, "one")
+        left = asyncio.ensure_future(ask(base_url, key, "another"))
+        left.add_done_callback(lambda done: done.exception())
+        while not policy.running:
+            await asyncio.sleep(0.01)
+        return observe("", reward=1.0, terminated=True)
+
+    policy = Replies("my title", "eins", None)
+    policy.last_breath = "too late"
+    episode = run(agent, policy)
+    causes = {name: value for name, value in episode.metrics.items() if name.startswith("untrained/") and value}
+    assert causes == {
+        "untrained/other_model": len(encode("my title<|im_end|>")),
+        "untrained/too_late": len(encode("too late<|im_end|>")),
+    }
+    (sample,) = episode.samples
+    assert sample.token_ids[sample.response_mask].tolist() == encode("eins<|im_end|>")
 
 
 @pytest.mark.parametrize("gives_up", [True, False])

@@ -6,10 +6,11 @@ import pytest
 
 from roll.engines.base import EngineFailed
 from roll.engines.replica import RequestError
+from roll.engines.worker import ABORT_SECONDS
 from roll.rollout.clock import run_virtual
 from roll.runtime.workers import WorkerFailed
 from tests.runtime import local_engines
-from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, TOKEN_SECONDS, LocalPool, request
 
 
 async def cancel(task):
@@ -43,6 +44,75 @@ def test_a_cancelled_request_does_not_go_on_in_the_engine_however_early_it_is_ca
             await asyncio.sleep(2)
             assert not local.handles[0].engine.running
             assert not local.handles[0].worker._tasks
+
+    run_virtual(scenario())
+
+
+def test_what_was_sampled_of_a_request_that_is_given_up_is_counted(monkeypatch):
+    """Also what an engine had made of it that has died since, as far as it was known."""
+
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            given_up, other = (asyncio.create_task(local.pool.generate(request(name, 9))) for name in "ab")
+            await asyncio.sleep(3.5)
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 2.5)
+            (again,) = (each for name, each in local.handles[1].engine.running.items() if name.startswith("a#"))
+            await cancel(given_up)
+            await other
+            kept = again.request.first_token_index
+            assert kept > 0 and len(again.versions) > 0
+            assert local.pool.abandoned_tokens == kept + len(again.versions)
+
+    run_virtual(scenario())
+
+
+def test_a_result_that_comes_when_its_request_is_given_up_is_counted(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            task = asyncio.create_task(local.pool.generate(request(tokens=3)))
+            await asyncio.sleep(0.5)
+            replica = local.pool._replicas["actor_infer/0"]
+            deliver = replica._deliver
+
+            def delivered(ended):
+                deliver(ended)
+                task.cancel()
+
+            replica._deliver = delivered
+            await asyncio.wait([task])
+            assert task.cancelled() and local.pool.abandoned_tokens == 3 and local.pool.completed == 0
+
+    run_virtual(scenario())
+
+
+def test_an_abort_just_behind_its_request_ends_it_at_once(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            worker = local.handles[0].worker
+            both = (worker.submit([request(tokens=1000)]), worker.abort(["r"]))
+            await asyncio.wait_for(asyncio.gather(*both), TOKEN_SECONDS + 0.1)
+            assert not worker._tasks and not local.handles[0].engine.running
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("error", [None, EngineFailed("out of order")])
+def test_a_request_that_its_engine_does_not_abort_is_cancelled(monkeypatch, error):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+
+            async def ignore(names):
+                if error is not None:
+                    raise error
+
+            engine, worker = local.handles[0].engine, local.handles[0].worker
+            engine.abort = ignore
+            task = asyncio.create_task(local.pool.generate(request(tokens=1000)))
+            await asyncio.sleep(2)
+            await cancel(task)
+            await asyncio.sleep(ABORT_SECONDS + 0.1)
+            assert not worker._tasks and not worker._counted and not engine.running
 
     run_virtual(scenario())
 

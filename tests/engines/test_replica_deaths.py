@@ -119,6 +119,23 @@ def test_a_response_is_decoded_where_it_was_made_also_if_two_engines_made_it(mon
     run_virtual(scenario())
 
 
+def test_a_response_that_is_given_up_is_not_decoded(monkeypatch):
+    class Nobody:
+        def decode(self, token_ids, skip_special_tokens):
+            raise AssertionError("nobody reads it")
+
+    async def scenario():
+        monkeypatch.setattr(infer_worker, "load_tokenizer", lambda model: Nobody())
+        async with LocalPool(monkeypatch) as local:
+            given_up = asyncio.create_task(local.pool.generate(replace(request(tokens=12), with_text=True)))
+            await asyncio.sleep(3.5)
+            given_up.cancel()
+            await asyncio.sleep(2)
+            assert local.pool.abandoned_tokens == 4
+
+    run_virtual(scenario())
+
+
 def test_without_a_tokenizer_beside_the_model_the_response_comes_back_without_text(monkeypatch):
     async def scenario():
         async with LocalPool(monkeypatch) as local:

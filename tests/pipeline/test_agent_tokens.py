@@ -174,7 +174,9 @@ def test_tokens_are_conserved_with_kills_of_engines_workers_and_agents(task, rat
     last = witness.check_sums(run)
     assert kills.engines == last["engine/restarts"] == STEPS - 2
     assert witness.samples > 4 * STEPS * 4, "histories that do not go on are samples of their own"
-    assert all(step["mismatch/tokens"] and step["mismatch/abs_mean"] < 1e-5 for step in run.metrics)
+    # A step of which all tokens are older than its weights measures nothing.
+    measured = [step["mismatch/abs_mean"] for step in run.metrics if step["mismatch/tokens"]]
+    assert measured and max(measured) < 1e-5
     for name in ("env_workers/restarts", "env_workers/failures/program/raised", "engine/abandoned_tokens"):
         assert last[name] > 0, name
 

@@ -165,6 +165,41 @@ def test_an_episode_that_is_lost_again_and_again_counts_as_failed_in_the_end():
     assert [each.score for each in asyncio.run(last.play(0, TASK))] == [float(all_attempts[-1])]
 
 
+def counted(**counts):
+    return {"sampled": 0, "untrained": 0, "discarded": 0, **counts}
+
+
+def test_each_sampled_token_is_trained_on_left_out_or_discarded():
+    """An episode trains two tokens. The first session fails after one, so does the second, which is begun again."""
+    manager = Manager(failing={1: EnvironmentFailed("it broke"), 2: lost()})
+    played = rollout(manager, spare=1)
+    asyncio.run(played.play(0, TASK))
+    assert counted(**played.tokens) == counted(sampled=3 * 2 + 2, discarded=2)
+
+
+def test_what_an_episode_does_not_train_on_is_counted(monkeypatch):
+    monkeypatch.setattr(Sample, "response_tokens", property(lambda sample: 1))
+    played = rollout(Manager())
+    asyncio.run(played.play(0, TASK))
+    assert counted(**played.tokens) == counted(sampled=3 * 2, untrained=3)
+
+
+def test_a_group_that_is_not_made_discards_its_finished_episodes_too():
+    """One episode has come to its end; the other waits after its first turn."""
+
+    async def scenario():
+        manager = Manager(slow=frozenset({2}))
+        played = rollout(manager, group_size=2)
+        group = asyncio.ensure_future(played.play(0, TASK))
+        while manager.ended != [1]:
+            await asyncio.sleep(0)
+        group.cancel()
+        await asyncio.wait([group])
+        return played
+
+    assert counted(**asyncio.run(scenario()).tokens) == counted(sampled=3, discarded=3)
+
+
 def test_slow_episodes_are_waited_for_although_spare_ones_could_be_quicker():
     async def scenario():
         manager = Manager(slow=frozenset({2}))
