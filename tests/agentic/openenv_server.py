@@ -77,6 +77,8 @@ class Server:
         while True:
             asked = json.loads(connection.recv())
             data = asked["data"]
+            if "--silent" in sys.argv:
+                self.over.wait()
             if asked["type"] == "reset":
                 self.resets.append(data)
                 digit, steps = str(data.get("seed", 0) // 2 % 3), 0
