@@ -301,6 +301,7 @@ def data_warnings(config: PromptConfig | SFTConfig) -> Iterator[str]:
 
 
 ENV_MANAGERS = ("trajectory", "step", "agent")
+_AGENTS = " and ".join(f"`env_type: {each}`" for each in AGENTS)
 _TAG = re.compile(r"[\w.-]+")
 """Pattern of a tag, which is part of metric names and of file names."""
 
@@ -330,7 +331,7 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
         of_its_own = ":" in env.env_type  # a class that is looked up later
         if not of_its_own and (env.env_type in AGENTS) != (env.env_manager_cls == "agent"):
             other = "env_manager_cls" if env.env_type in AGENTS else "env_type"
-            message = f"{shown(getattr(env, other))} does not fit an agent, which needs both of them to be `agent`"
+            message = f"{shown(getattr(env, other))} does not fit an agent: {_AGENTS} go with `env_manager_cls: agent`"
             yield ConfigProblem(f"{path}.{other}", message, f"set `{path}.{other}: agent`, or change the other one")
         if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:
             message = f"{env.max_tokens_per_step} is more than a sequence of {room + 1} tokens has room for"

@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import math
 import socket
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +33,7 @@ from roll.agentic.library.agent import AgentEnv
 from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, class_of, make_env
 from roll.agentic.tools.base import ToolUnavailable
+from roll.agentic.worker import described
 from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.memory_parts import ShapeUnknown, find_shape
@@ -586,11 +589,36 @@ def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterato
             yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that, or leave the tool out")
         except Unavailable as missing:
             yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that")
+        except _TooLate as late:
+            yield ConfigProblem(
+                f"custom_envs.{tag}.reset_timeout_seconds", str(late), "find what it waits for, or raise it"
+            )
+
+
+class _TooLate(Exception):
+    """A reset has not ended in its time."""
 
 
 def _first_observation(env: CustomEnvConfig) -> Observation:
+    """Return what an environment says first. Raises `_TooLate`, `ToolUnavailable`, and `Unavailable` for all else."""
     made = make_env(env.env_type, env.env_config)
+    answer: Future[Observation] = Future()
+
+    def reset() -> None:
+        try:
+            answer.set_result(observation_from(*made.reset(seed=0)))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=reset, name="first reset", daemon=True).start()
     try:
-        return observation_from(*made.reset(seed=0))
+        wait([answer], env.reset_timeout_seconds)
+        if not answer.done():
+            raise _TooLate(f"the first reset of `{env.env_type}` took longer than {env.reset_timeout_seconds:g} s")
+        return answer.result()
+    except (_TooLate, ToolUnavailable, Unavailable):
+        raise
+    except Exception as error:
+        raise Unavailable(f"the first reset of `{env.env_type}` failed: {described(error)}") from error
     finally:
         made.close()

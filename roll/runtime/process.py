@@ -45,7 +45,8 @@ class DriverFolders:
 
     def enter(self) -> None:
         """Give this process all of it. Folders that only this process searches come last."""
-        sys.path[:] = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
+        # A new list: an import that runs in another thread goes through the old one, and misses nothing.
+        sys.path = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
         if self.work is not None:
             with suppress(OSError):  # the folder does not exist on another host
                 os.chdir(self.work)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from http import HTTPStatus
@@ -16,20 +17,27 @@ from websockets.sync.server import ServerConnection, serve
 
 TEXT = {"message": {"type": "string", "title": "Message"}}
 MOVE = {"row": {"type": "integer"}, "column": {"type": "integer"}}
-ACTIONS = {"text": TEXT, "move": MOVE}
+END = {"done": {"$ref": "#/$defs/Sure"}, **TEXT}
+ACTIONS = {"text": TEXT, "move": MOVE, "end": END}
+DEFINITIONS = {"Sure": {"enum": ["yes", "no"]}}
 
 
 class Server:
-    """``actions``: ``text`` or ``move``. ``capacity``: sessions at once."""
+    """``actions``: ``text``, ``move`` or ``end``. ``capacity``: sessions at once."""
 
-    def __init__(self, port: int, actions: str = "text", capacity: int = 64) -> None:
+    def __init__(self, port: int, actions: str = "text", capacity: int = 64, reuses: bool = True) -> None:
         self.fields = ACTIONS[actions]
         self.capacity = capacity
         self.sessions = 0
         self.resets: list[dict] = []
         self.lock = threading.Lock()
         self.over = threading.Event()
-        self.socket = serve(self.session, "127.0.0.1", port, process_request=self.page)
+        listening = socket.socket()
+        if reuses:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(100)
+        self.socket = serve(self.session, sock=listening, process_request=self.page)
 
     @property
     def url(self) -> str:
@@ -45,7 +53,8 @@ class Server:
             return connection.respond(HTTPStatus.OK, "{}")
         if request.path == "/schema":
             properties = {"metadata": {"type": "object"}, **self.fields}
-            return connection.respond(HTTPStatus.OK, json.dumps({"action": {"properties": properties}}))
+            schema = {"properties": properties} | ({"$defs": DEFINITIONS} if self.fields is END else {})
+            return connection.respond(HTTPStatus.OK, json.dumps({"action": schema}))
         return None if request.path == "/ws" else connection.respond(HTTPStatus.NOT_FOUND, "")
 
     def session(self, connection: ServerConnection) -> None:
@@ -68,6 +77,8 @@ class Server:
         while True:
             asked = json.loads(connection.recv())
             data = asked["data"]
+            if "--silent" in sys.argv:
+                self.over.wait()
             if asked["type"] == "reset":
                 self.resets.append(data)
                 digit, steps = str(data.get("seed", 0) // 2 % 3), 0
@@ -104,4 +115,4 @@ if __name__ == "__main__":
     print("I serve", flush=True)
     if "--broken" in sys.argv:
         sys.exit("this server cannot start")
-    Server(int(sys.argv[1])).socket.serve_forever()
+    Server(int(sys.argv[1]), reuses="--alone" not in sys.argv).socket.serve_forever()

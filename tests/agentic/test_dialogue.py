@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from roll.agentic.base import observation_from
-from roll.agentic.library.dialogue import DialogueEnv, Speaker
+from roll.agentic.library.dialogue import DialogueEnv, Speaker, _score_in
 from roll.agentic.registry import check_env_type, make_env
 from tests.tiers import need
 
@@ -172,6 +172,23 @@ def test_a_judge_scores_the_dialogue_and_is_asked_again(tasks, model):
     env.close()
 
 
+@pytest.mark.parametrize(
+    ("told", "score"),
+    [
+        ("Score: 0.75.", 0.75),
+        ("**Score:** .5", 0.5),
+        ("Score: **1**", 1.0),
+        ('{"score": 0.25}', 0.25),
+        ("I end with `Score: x`. Score: 1.0", 1.0),
+        ("Score: 0.2 at first. Score: 10", None),
+        *((f"Score: {text}", None) for text in ("10", "-1", "1/10", "1 / 10", "1%", "0,5", "1.5", "x", "", "nan")),
+        ("A score of 1", None),
+    ],
+)
+def test_a_score_is_a_number_from_0_to_1_and_nothing_like_one(told, score):
+    assert _score_in(told) == score
+
+
 def test_an_address_that_refuses_is_a_failure_with_its_cause(tasks, model):
     url, answers, _ = model
     env = DialogueEnv(tasks(GOAL), user=Speaker(base_url=url, model="x"), verifier=f"{__name__}:number")
@@ -194,13 +211,16 @@ MODEL = {"base_url": "http://127.0.0.1:9/v1", "model": "x"}
         (SCRIPT, {"judge": {"base_url": "x"}}, "judge"),
         (SCRIPT, {"judge": {**MODEL, "temprature": 1}}, "judge"),
         (SCRIPT, {"judge": {**MODEL, "api_key_env": "NO_SUCH_VARIABLE"}}, "judge.api_key_env"),
+        (SCRIPT, {"judge": {**MODEL, "base_url": "localhost:8000"}}, "judge.base_url"),
         (SCRIPT, {"judge": MODEL, "max_turns": 0}, "max_turns"),
+        (SCRIPT, {"judge": MODEL, "stop_word": ""}, "stop_word"),
         (SCRIPT, {"judge": MODEL, "user": MODEL}, "tasks"),
         ({"goal": 3}, {"judge": MODEL, "user": MODEL}, "tasks"),
         ({**GOAL, "opening": 3}, {"judge": MODEL, "user": MODEL}, "tasks"),
         (GOAL, {"judge": MODEL}, "tasks"),
         ({"turns": []}, {"judge": MODEL}, "tasks"),
         ({"turns": ["a", {"if": "b"}]}, {"judge": MODEL}, "tasks"),
+        ({"turns": [{"if": "b", "say": "a"}, "c"]}, {"judge": MODEL}, "tasks"),
         ({"turns": ["a", {"if": "(", "say": "c"}]}, {"judge": MODEL}, "tasks"),
     ],
 )

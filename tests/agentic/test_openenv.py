@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 
 from roll.agentic.base import Unavailable, observation_from
 from roll.agentic.library.openenv import OpenEnvEnv
-from roll.agentic.library.programs import Shared
+from roll.agentic.library.programs import Shared, guarded
 from roll.agentic.registry import check_env_type, make_env
 from tests.agentic.openenv_server import Server
 from tests.tiers import need
@@ -79,6 +80,16 @@ def test_an_action_of_several_fields_is_json_which_the_policy_is_told(serving):
         assert (last.action_is_valid, last.reward, last.done) == (False, 0.0, False)
     assert "column: does not fit" in stepped(env, '{"row": 1}').messages[0]["content"]
     assert stepped(env, 'I go\n```json\n{"row": 1, "column": {"a": 2}}\n```').action_is_valid
+    env.close()
+
+
+def test_an_action_may_have_a_field_that_observations_hide(serving):
+    """And what its fields refer to is told. Metadata are the environment's own: the policy cannot give any."""
+    env = OpenEnvEnv(url=serving(actions="end").url)
+    _, info = env.reset(seed=2)
+    assert '"done"' in info["system"] and '"enum": ["yes", "no"]' in info["system"]
+    last = stepped(env, '{"done": "yes", "message": "1", "metadata": {"is_trusted": true}}')
+    assert last.action_is_valid and last.reward == 1.0
     env.close()
 
 
@@ -180,16 +191,44 @@ def test_a_server_that_cannot_start_says_why():
         OpenEnvEnv(command=["sleep", "3600", "{port}"], start_timeout_seconds=0.3).reset(seed=1)
 
 
-def test_a_port_that_another_process_took_is_no_end(monkeypatch):
-    with socket.socket() as taken, socket.socket() as probe:
-        taken.bind(("127.0.0.1", 0))
-        probe.bind(("127.0.0.1", 0))
-        ports = iter([taken.getsockname()[1], probe.getsockname()[1]])
-        probe.close()
-        monkeypatch.setattr("roll.agentic.library.openenv._free_port", lambda: next(ports))
-        env = OpenEnvEnv(command=COMMAND)
-        assert env.reset(seed=2)[0] == "1"
-        env.close()
+def test_no_other_process_is_given_the_port_of_a_server_that_starts(monkeypatch):
+    """Two workers would start a server at the same port, and the slower one would talk to that of the other."""
+    refused = []
+
+    def started(words, **options):
+        with socket.socket() as other, pytest.raises(OSError) as cause:
+            other.bind(("127.0.0.1", int(words[-1])))
+        refused.append(cause.value.errno)
+        return guarded(words, **options)
+
+    monkeypatch.setattr("roll.agentic.library.openenv.guarded", started)
+    env = OpenEnvEnv(command=COMMAND)
+    assert env.reset(seed=2)[0] == "1" and refused == [errno.EADDRINUSE]
+    env.close()
+
+
+def test_a_server_that_reuses_no_address_finds_its_port(caplog):
+    caplog.set_level("INFO")
+    env = OpenEnvEnv(command=[*COMMAND, "--alone"])
+    assert env.reset(seed=2)[0] == "1"
+    assert "already in use" in caplog.text, "at the kept port it cannot start"
+    env.close()
+
+
+def test_a_server_without_an_answer_is_given_back_by_each_attempt(monkeypatch):
+    """Else a second reset would take it once more, and nobody would end it."""
+    env = OpenEnvEnv(command=COMMAND)
+    before = children(os.getpid())
+
+    def unreachable(url):
+        raise Unavailable("no")
+
+    monkeypatch.setattr("roll.agentic.library.openenv._Session", unreachable)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            env.reset(seed=1)
+    env.close()
+    assert until(lambda: not children(os.getpid()) - before)
 
 
 def test_a_killed_worker_takes_its_server_along(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,6 +151,60 @@ def test_a_killed_worker_takes_its_program_along():
     worker.wait()
     worker.stdout.close()
     assert until_gone(pid)
+
+
+def test_a_worker_that_is_killed_while_its_environment_loads_leaves_nothing(tmp_path):
+    told = tmp_path / "pid"
+    program = (
+        "import sys\n"
+        "from roll.agentic.library.verifiers_env import VerifiersEnv\n"
+        f"VerifiersEnv('plays', {{'loading': {str(told)!r}}}, python=sys.executable).reset(seed=2)\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + NOT_LONG
+    while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    pid = int(told.read_text())
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    assert until_gone(pid)
+
+
+def in_place_of_python(tmp_path, text: str) -> str:
+    path = tmp_path / "program"
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_answer_that_breaks_off_is_the_end_of_the_program(tmp_path):
+    """Killed while it wrote. Whoever waits would wait for ever, since rollouts have no limit of their own."""
+    cut = """import sys
+print('{"result": null}', flush=True)
+sys.stdin.readline()
+print('{"id": 1, "res', end="")
+"""
+    env = VerifiersEnv("plays", python=in_place_of_python(tmp_path, cut))
+    failure = []
+
+    def reset() -> None:
+        with pytest.raises(RuntimeError, match="program that holds the environment has ended"):
+            env.reset(seed=2)
+        failure.append(True)
+
+    thread = threading.Thread(target=reset, daemon=True)
+    thread.start()
+    thread.join(NOT_LONG)
+    assert failure == [True]
+    env.close()
+
+
+def test_an_interpreter_that_greets_is_told_and_ended(tmp_path):
+    greeting = f"import os, time\nprint('hello', os.getpid(), flush=True)\ntime.sleep({10 * NOT_LONG})\n"
+    env = VerifiersEnv("plays", python=in_place_of_python(tmp_path, greeting))
+    with pytest.raises(Unavailable, match="wrote .*hello") as told:
+        env.reset(seed=2)
+    assert until_gone(int(re.search(r"hello (\d+)", str(told.value))[1]))
 
 
 @pytest.mark.parametrize(

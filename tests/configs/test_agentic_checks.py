@@ -70,7 +70,7 @@ def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
         (
             {"custom_envs.lake": {"env_type": "verifiers", "env_manager_cls": "step"}},
             "custom_envs.lake.env_manager_cls",
-            "does not fit an agent",
+            "`env_type: agent` and `env_type: verifiers` go with `env_manager_cls: agent`",
         ),
         (
             {"custom_envs.lake": {"env_type": "agent", "env_manager_cls": "agent", "history_length": 3}},

@@ -66,6 +66,15 @@ def test_workers_find_modules_and_files_where_the_driver_does(folder, tmp_path_f
     assert sys.path == [*driver.imports, "/of/the/worker"]
 
 
+def test_an_import_of_another_thread_misses_no_folder_when_a_worker_begins(folder, monkeypatch):
+    """A folder that is named twice is left out once, and all behind it move."""
+    monkeypatch.setattr(sys, "path", ["/of/the/user", "/of/the/user", "/installed"])
+    driver, searched = driver_folders(), iter(sys.path)
+    assert [next(searched), next(searched)] == ["/of/the/user", "/of/the/user"]
+    driver.enter()
+    assert list(searched) == ["/installed"]
+
+
 def test_a_folder_that_was_deleted_disturbs_nobody_who_needs_none(folder, monkeypatch, caplog):
     gone = folder / "gone"
     gone.mkdir()

@@ -46,6 +46,8 @@ def test_training_and_validation_never_share_a_seed_and_a_run_can_be_made_again(
     train = tasks(config(folder), manager, TRAINING, 3000)
     validation = tasks(config(folder), manager, VALIDATION, 3000)
     assert not {task.seed for task in train} & {task.seed for task in validation}
+    evens = [{task.seed % 2 == 0 for task in each} for each in (train, validation)]
+    assert evens == [{True}, {False}], "environments of `verifiers` choose their data set by it"
     assert all(0 <= task.seed < 2**31 for task in (*train, *validation))
     assert len({task.seed for task in train}) == 3000
     assert train == tasks(config(folder), manager, TRAINING, 3000)

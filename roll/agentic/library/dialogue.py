@@ -8,11 +8,13 @@ neither the user nor the judge.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 
@@ -35,7 +37,8 @@ JUDGE_PROMPT = (
     "How well did the assistant reach the goal? Think about it, then end with `Score: x`, x from 0 (not at all) to 1."
 )
 _BEGIN = "(The conversation begins. Write your first message.)"
-_SCORE = re.compile(r"score:\W*([01](?:\.\d+)?|\.\d+)", re.IGNORECASE)
+_SCORE = re.compile(r"score[\s*_`\"]*:[\s*_`\"]*([^\s*_`\"]*(?:\s*/\s*\S+)?)", re.IGNORECASE)
+_NUMBER = re.compile(r"\d*\.?\d+")
 _JUDGE_ATTEMPTS = 3
 
 
@@ -59,6 +62,8 @@ class Speaker:
         require(["openai"], "dialogue", option)
         from openai import OpenAI
 
+        if urlsplit(self.base_url).scheme not in ("http", "https"):
+            raise BadOption(f"{option}.base_url", f"{self.base_url!r} is no address", "write `http://host:port/v1`")
         key = "none" if self.api_key_env is None else os.environ.get(self.api_key_env)
         if not key:
             raise BadOption(f"{option}.api_key_env", f"{self.api_key_env} is not set", "set it where the run starts")
@@ -93,6 +98,8 @@ class DialogueEnv(TextGame):
         super().__init__(render_mode)
         if (verifier is None) == (judge is None):
             raise BadOption("verifier", "a dialogue needs what gives its reward", "set one of `verifier` and `judge`")
+        if not stop_word:
+            raise BadOption("stop_word", "it is empty, and in every message", "write a word that nobody says otherwise")
         self._tasks = tasks_of(tasks)
         for number, task in enumerate(self._tasks, 1):
             if wrong := _problem(task, user is not None):
@@ -173,12 +180,20 @@ class DialogueEnv(TextGame):
         prompt = _filled(self._judge.prompt or JUDGE_PROMPT, goal=goal, dialogue=dialogue)
         for _ in range(_JUDGE_ATTEMPTS):
             told = self._judge.says(self._clients["judge"], [{"role": "user", "content": prompt}])
-            scores = [float(found) for found in _SCORE.findall(told)]
-            if scores and scores[-1] <= 1:
-                return scores[-1]
+            score = _score_in(told)
+            if score is not None:
+                return score
         raise RuntimeError(
             f"the judge gave no `Score:` from 0 to 1 in {_JUDGE_ATTEMPTS} answers; the last: {told[-200:]!r}"
         )
+
+
+def _score_in(told: str) -> float | None:
+    """Return the last score in a judge's answer; None if it has none or is none from 0 to 1, such as `1/10`."""
+    (last,) = _SCORE.findall(told)[-1:] or [""]
+    last = last.rstrip(".,;:!)]}")
+    score = float(last) if _NUMBER.fullmatch(last) else math.inf
+    return score if score <= 1 else None
 
 
 def _problem(task: Task, has_model: bool) -> str | None:
@@ -191,6 +206,8 @@ def _problem(task: Task, has_model: bool) -> str | None:
     turns = task.get("turns")
     if not isinstance(turns, list) or not turns:
         return "a script needs `turns`, a list that is not empty"
+    if isinstance(turns[0], dict) and "if" in turns[0]:
+        return "the first turn has an `if`, and there is no answer before it"
     for turn in turns:
         say, wanted = (turn.get("say"), turn.get("if", "")) if isinstance(turn, dict) else (turn, "")
         if not isinstance(say, str) or not isinstance(wanted, str):

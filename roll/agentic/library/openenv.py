@@ -34,8 +34,10 @@ _POLL_SECONDS = 0.05
 _MOST_PORTS = 5
 _LARGEST_MESSAGE = 64 * 2**20
 _CLOSE_SECONDS = 1.0
-_UNTOLD = ("metadata", "done", "reward")
-"""Fields of observations that are not for the policy, and field of actions that is not from it."""
+_METADATA = "metadata"
+"""Field of observations that is not for the policy, and of actions that is not from it."""
+_UNTOLD = (_METADATA, "done", "reward")
+"""Fields of observations that the policy does not read."""
 
 
 class OpenEnvEnv(TextGame):
@@ -73,6 +75,8 @@ class OpenEnvEnv(TextGame):
         self._system = system
         self._fields: dict[str, Any] | None = None
         """Schema of an action by field, as soon as it is known."""
+        self._definitions: dict[str, Any] = {}
+        """What that schema refers to."""
         self._lock = threading.Lock()
         self._closed = False
         self._server: _Server | None = None
@@ -132,21 +136,27 @@ class OpenEnvEnv(TextGame):
     def _connected(self) -> _Session:
         if self._session is not None:
             return self._session
+        try:
+            return self._connect()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _connect(self) -> _Session:
         server = None if self._command is None else _SERVERS.take(self._start_seconds, *self._command)
         with self._lock:
             self._server = server
         url = self._url if server is None else server.url
         assert url is not None
         if self._action_key is None and self._fields is None:
-            self._fields = _action_fields(url)
+            self._fields, self._definitions = _action_fields(url)
             self._action_key = _only_text(self._fields)
         session = _Session(url)
         with self._lock:
             self._session = session
-            if not self._closed:
-                return session
-        self._leave()
-        raise RuntimeError("the environment was closed")
+            if self._closed:
+                raise RuntimeError("the environment was closed")
+        return session
 
     def _leave(self) -> None:
         with self._lock:
@@ -162,11 +172,15 @@ class OpenEnvEnv(TextGame):
             return {"system": self._system}
         if self._action_key is not None:
             return {}
-        schema = json.dumps(self._fields, ensure_ascii=False)
+        told = [self._fields, {"$defs": self._definitions}] if self._definitions else [self._fields]
+        schema = " ".join(json.dumps(each, ensure_ascii=False) for each in told)
         return {"system": f"Answer with an action: one JSON object with these fields. {schema}"}
 
     def _action(self, answer: str) -> dict[str, Any] | None:
-        return {self._action_key: answer} if self._action_key is not None else _object_in(answer)
+        if self._action_key is not None:
+            return {self._action_key: answer}
+        action = _object_in(answer)
+        return None if action is None else {key: value for key, value in action.items() if key != _METADATA}
 
     def _text_of(self, observation: Mapping[str, Any]) -> str:
         if self._observation_key is not None:
@@ -243,16 +257,19 @@ class _Server:
     def __init__(self, seconds: float, *command: str) -> None:
         """Start it at a free port and wait until it answers, so many ``seconds`` at most. Raises `Unavailable`."""
         deadline = time.monotonic() + seconds
-        for _ in range(_MOST_PORTS):
-            self._port = _free_port()
-            self.url = f"http://127.0.0.1:{self._port}"
-            words = [word.replace(PORT, str(self._port)) for word in command]
-            self._process = guarded(words, stdout=PIPE, stderr=STDOUT)
-            assert self._process.stdout is not None
-            self._words = LastWords(self._process.stdout, "OpenEnv server")
-            if self._answers(deadline):
-                return
-            if f"[Errno {errno.EADDRINUSE}]" not in str(self._words):  # else another process was faster
+        for attempt in range(_MOST_PORTS):
+            with _kept_port() as kept:
+                self._port = int(kept.getsockname()[1])
+                if attempt:  # not all servers can listen at a port that is kept for them
+                    kept.close()
+                self.url = f"http://127.0.0.1:{self._port}"
+                words = [word.replace(PORT, str(self._port)) for word in command]
+                self._process = guarded(words, stdout=PIPE, stderr=STDOUT)
+                assert self._process.stdout is not None
+                self._words = LastWords(self._process.stdout, "OpenEnv server")
+                if self._answers(deadline):
+                    return
+            if "address already in use" not in str(self._words).lower():
                 break
         raise Unavailable(f"the OpenEnv server `{' '.join(command)}` does not start; {self._words}")
 
@@ -287,10 +304,16 @@ class _Server:
 _SERVERS: Shared[_Server] = Shared(_Server)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _kept_port() -> socket.socket:
+    """Return a socket at a free port, which no other process is given while it is open.
+
+    Otherwise a server of another worker might take the port while ours starts, and we would talk to that one. A server
+    whose socket reuses addresses, as those of most libraries do, can listen at the port nevertheless.
+    """
+    kept = socket.socket()
+    kept.bind(("127.0.0.1", 0))
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before, or two could be given the same port
+    return kept
 
 
 def _is_free(port: int) -> bool:
@@ -306,19 +329,20 @@ def _get(url: str) -> bytes:
         return bytes(answer.read())
 
 
-def _action_fields(url: str) -> dict[str, Any]:
-    """Return the schema of an action, by field, as the server tells it. Raises `Unavailable`."""
+def _action_fields(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the schema of an action, by field, and what it refers to, as the server tells it. Raises `Unavailable`."""
     parts = urlsplit(url)
     scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
     address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/schema").geturl()
     try:
-        fields = json.loads(_get(address))["action"].get("properties", {})
+        schema = json.loads(_get(address))["action"]
+        fields, definitions = schema.get("properties", {}), schema.get("$defs", {})
     except (OSError, HTTPException, ValueError, LookupError, AttributeError) as cause:
         remedy = "set `action_key`, or see that it is there"
         raise Unavailable(
             f"the OpenEnv server does not tell its actions at {address}: {_said(cause)}; {remedy}"
         ) from cause
-    return {key: value for key, value in fields.items() if key not in _UNTOLD}
+    return {key: value for key, value in fields.items() if key != _METADATA}, definitions
 
 
 def _only_text(fields: Mapping[str, Any]) -> str | None:

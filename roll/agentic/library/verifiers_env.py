@@ -143,6 +143,7 @@ class _Rollouts:
         else:  # what is installed beside the interpreter is found, as in an activated environment
             environment["PATH"] = os.pathsep.join([str(Path(python).parent.absolute()), os.environ.get("PATH", "")])
         command = [python or sys.executable, str(Path(verifiers_program.__file__)), wanted]
+        self._python = command[0]
         self._process = subprocess.Popen(
             command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment, start_new_session=True
         )
@@ -153,10 +154,9 @@ class _Rollouts:
         self._waiting: dict[int, _Answer] = {}
         self._is_over = False
         first = self._process.stdout.readline()
-        told = json.loads(first) if first else {"error": f"the program ended; {self._words}"}
-        if "error" in told:
+        if why := self._unloaded(first):
             self.end()
-            raise Unavailable(f"the environment of verifiers cannot be loaded: {told['error']}")
+            raise Unavailable(f"the environment of verifiers cannot be loaded: {why}")
         threading.Thread(target=self._read, name="verifiers", daemon=True).start()
 
     def ask(self, request: Mapping[str, Any]) -> _Answer:
@@ -199,10 +199,23 @@ class _Rollouts:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
 
+    def _unloaded(self, first: bytes) -> str | None:
+        """Return what is wrong with the first line; None if it says that the environment is loaded."""
+        if not first:
+            return f"the program ended; {self._words}"
+        try:
+            told = json.loads(first)
+            return str(told["error"]) if "error" in told else None
+        except (ValueError, TypeError):
+            return f"`{self._python}` wrote {first[:80]!r} before the program began"
+
     def _read(self) -> None:
         with self._process.stdout as answers:  # type: ignore[union-attr]
             for line in answers:
-                told = json.loads(line)
+                try:
+                    told = json.loads(line)
+                except ValueError:
+                    break  # the program was killed while it wrote
                 with self._lock:
                     answer = self._waiting.pop(told["id"], None)
                 if answer is None:

@@ -21,6 +21,7 @@ import importlib
 import itertools
 import json
 import logging
+import queue
 import random
 import signal
 import threading
@@ -153,7 +154,15 @@ def _loaded(environment: str, args: dict[str, Any]) -> Environments | Tasksets:
     return Environments(environment, args) if hasattr(verifiers, "load_environment") else Tasksets(environment, args)
 
 
-async def _serve(held: Environments | Tasksets, requests: IO[str], answers: IO[str]) -> None:
+def _read(requests: IO[str], read: queue.SimpleQueue[str | None]) -> None:
+    """Put line by line into a queue; None is the end, at which this program has little time left."""
+    for line in requests:
+        read.put(line)
+    threading.Timer(END_SECONDS, _kill_group).start()  # whatever the environment does now
+    read.put(None)
+
+
+async def _serve(held: Environments | Tasksets, requests: queue.SimpleQueue[str | None], answers: IO[str]) -> None:
     """Answer requests until there are no more."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
@@ -181,13 +190,12 @@ async def _serve(held: Environments | Tasksets, requests: IO[str], answers: IO[s
             _ask_directly(request["base_url"])
         running[request["id"]] = asyncio.ensure_future(answer(request))
 
-    def read() -> None:
-        for line in requests:
+    def take() -> None:
+        while (line := requests.get()) is not None:
             loop.call_soon_threadsafe(begin, json.loads(line))
-        threading.Timer(END_SECONDS, _kill_group).start()  # whatever the environment does now
         loop.call_soon_threadsafe(over.set)
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=take, daemon=True).start()
     await over.wait()
     await held.close()
 
@@ -217,9 +225,12 @@ def main() -> None:
     """Load the environment, say so, and serve."""
     # What the environment prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    told = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # From now on, since whoever has started this may be gone before the environment is loaded.
+    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=[told, requests], daemon=True).start()
     wanted = json.loads(sys.argv[1])
     try:
         held = _loaded(wanted["environment"], wanted["args"])

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 
 
 class Environment:
@@ -71,7 +72,11 @@ def rows(*prompts):
     return [{"prompt": prompt, "answer": 0.75, "example_id": index} for index, prompt in enumerate(prompts)]
 
 
-def load_environment(name, training=("play",), evaluation=("eval",), group=False):
+def load_environment(name, training=("play",), evaluation=("eval",), group=False, loading=None):
+    if loading is not None:
+        with open(loading, "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(3600)
     if name != "plays":
         raise ValueError(f"Could not import '{name}' environment.")
     return Environment(rows(*training), rows(*evaluation), group)
