@@ -114,7 +114,7 @@ class _Episode:
     key: str
     """Empty: none is needed."""
     calls: list[_Call] = field(default_factory=list)
-    """In the order in which they came."""
+    """In the order in which they came; of a model that is served, those that run."""
 
     def joined(self, asked: str, attempt: int, is_named: bool) -> _Call | None:
         """Return the call that a request repeats; None: it is a new one.
@@ -312,10 +312,13 @@ class Endpoint:
         call.readers += 1
         try:
             response = await self._deliver(request, call, dialect, asked)
+        except ConnectionError:  # the client has gone away, which is no error of a handler
+            raise asyncio.CancelledError from None
         finally:
             call.readers -= 1
-            if isinstance(episode.session, ServedModel) and not call.readers:
-                call.task.cancel()  # the client has gone away; of no effect on an answer that has ended
+            if isinstance(episode.session, ServedModel):
+                episode.calls.remove(call)
+                call.task.cancel()  # if its client has gone away; of no effect on an answer that has ended
         return response
 
     def _call(
@@ -326,7 +329,9 @@ class Endpoint:
         attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         given = request.headers.get("idempotency-key", "")
         key = hashlib.blake2b(f"{path}\n{given}\n".encode() + body, digest_size=16).hexdigest()
-        call = episode.joined(key, attempt, bool(given))
+        # A model that is served keeps no answers: clients that ask the same are each answered.
+        is_served = isinstance(episode.session, ServedModel)
+        call = None if is_served else episode.joined(key, attempt, bool(given))
         if call is None:
             stream = _Stream(dialect, asked)
             call = _Call(key, asyncio.ensure_future(_answered(episode.session, dialect, asked, stream)), stream)
