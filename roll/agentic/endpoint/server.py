@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.agentic.endpoint.dialects import Dialect, model_list
@@ -31,6 +31,7 @@ from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
 from roll.agentic.endpoint.served import ServedModel
 from roll.agentic.endpoint.session import EpisodeSession
+from roll.agentic.endpoint.tool_calls import THOUGHT_END
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -96,7 +97,11 @@ class _Stream:
         return self.body
 
     def _write(self, answer: ModelAnswer, *, ended: bool) -> None:
-        self.body += "".join(self._dialect.events(self._asked, answer, self._told, ended=ended)).encode()
+        told = self._told
+        if told is not None and told.text and not told.reasoning and answer.reasoning:
+            # What was told as text had been a thought without a beginning: it stays text.
+            answer = replace(answer, reasoning=None, text=f"{answer.reasoning}{THOUGHT_END}{answer.text}")
+        self.body += "".join(self._dialect.events(self._asked, answer, told, ended=ended)).encode()
         self._told = answer
 
 

@@ -34,6 +34,7 @@ from tests.tiers import examples
 
 DEADLINE_SECONDS = 60
 NAME = "hermes"
+END = tokenizer_of(NAME).convert_tokens_to_ids("<|im_end|>")
 
 
 def reader(parser: str = NAME) -> TurnReader:
@@ -252,6 +253,30 @@ def endpoints(monkeypatch):
     return made
 
 
+@pytest.mark.parametrize("language", ["chat", "messages"])
+def test_what_was_told_as_text_stays_text_if_it_turns_out_to_be_a_thought(language):
+    text = "You go left</think>right"
+    sampler = Sampler(text, waits=len(encode("You go")))
+    read = ""
+    with served(sampler) as address, anthropic.Anthropic(base_url=address.removesuffix("/v1"), api_key="a") as other:
+        if language == "messages":
+            thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+            asked: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": [user("go")], "thinking": thinking}
+            with other.messages.stream(**asked) as stream:
+                for piece in stream.text_stream:
+                    read += piece
+                    sampler.goes_on.set()
+                (block,) = stream.get_final_message().content
+            assert block.text == text
+        else:
+            with openai_at(address) as client:
+                for chunk in client.chat.completions.create(model="m", messages=[user("go")], stream=True):
+                    read += chunk.choices[0].delta.content or ""
+                    if read:
+                        sampler.goes_on.set()
+    assert read == text
+
+
 def test_each_of_two_equal_requests_is_sampled_and_nothing_of_them_is_kept(endpoints):
     """Also if one of the clients asks for the second time: the answer that it would get is another client's."""
     sampler = Sampler("left")
@@ -350,14 +375,20 @@ def test_what_is_told_of_an_answer_stays(pieces, stops, parser, tools):
         text = text.replace("</think>", "")
     ids = encode(text)
     request = ModelRequest((user("go"),), tools=tools, stop=tuple(stops))
-    prompt, nothing = np.array([1], np.int32), np.zeros(len(ids), np.float32)
+    prompt = np.array([1], np.int32)
     made = reader(parser)
     # The engine ends at the first token after which a stop string is there.
     decode = tokenizer_of(NAME).decode
     end = next((n for n in range(len(ids) + 1) if any(stop in decode(ids[:n]) for stop in stops)), len(ids))
-    ids = ids[:end]
-    sampled = SampledTurn(np.array(ids, np.int32), nothing[:end], np.array(ids, np.int32), "stop")
+    ids = ids[:end] if end < len(ids) or any(stop in text for stop in stops) else [*ids, END]
+    nothing = np.zeros(len(ids), np.float32)
+    sampled = SampledTurn(np.array(ids, np.int32), nothing, np.array(ids, np.int32), "stop")
     whole = made.answer(request, prompt, sampled, answer_id="a", created=0, calls_id="a")
-    for size in range(len(ids)):
+    told = "", ""
+    for size in range(len(ids) + 1):
         part = made.begun_answer(request, prompt, ids[:size], answer_id="a", created=0)
-        assert whole.text.startswith(part.text) and (whole.reasoning or "").startswith(part.reasoning or "")
+        words = part.reasoning or "", part.text
+        assert whole.text.startswith(part.text) and (whole.reasoning or "").startswith(words[0])
+        assert all(now.startswith(before) for now, before in zip(words, told, strict=True))  # nothing is told twice
+        assert not part.text or part.reasoning == whole.reasoning  # thoughts come first
+        told = words
