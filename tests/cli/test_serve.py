@@ -74,6 +74,9 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(model, tmp_path,
             ([str(model), "fast"], "key=value"),
             ([str(model), "--tool-parser", "herms"], "hermes"),
             ([str(model), "--top-p", "0"], "out of range"),
+            ([str(model), "--max-tokens", "0"], "out of range"),
+            ([str(model), "--sequence-length", "0"], "out of range"),
+            ([str(model), "--num-gpus", "2"], "splits no model"),
         ):
             where = [] if "--port" in arguments else ["--port", "0"]
             assert main(["serve", *arguments, *where]) == 2, arguments
