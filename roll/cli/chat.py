@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import sys
 import urllib.error
@@ -46,8 +47,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--api-key", default="none", help="key of the model at `--url`")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_model_options(parser)
-    options = parser.parse_intermixed_args(arguments)
+    options, usual = parser.parse_intermixed_args(arguments), vars(parser.parse_args([]))
+    ours = ("model", "url", "api_key", "system")
+    given = [name for name, value in vars(options).items() if name not in ours and value != usual[name]]
     try:
+        if options.url is not None and given:
+            unused = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
+            raise problem(
+                "--url", f"{unused} would change nothing of a model that is served", "give it to `roll serve`"
+            )
         with _address(options) as url:
             return _converse(Client(url, options.api_key), options.system)
     except ConfigError as error:
@@ -66,8 +74,12 @@ class Client:
     def __init__(self, url: str, key: str) -> None:
         """``url`` ends with `/v1`. Raises `NoAnswer` if no model is served there."""
         self._url, self._key = url, key
+        try:
+            is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        except ValueError as error:
+            raise NoAnswer(f"no model answers at {url}: {error}") from error
         # Nothing between here and a server on this machine.
-        proxies: dict[str, str] | None = {} if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else None
+        proxies: dict[str, str] | None = {} if is_here else None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
         with self._opened("models") as response:
             self.model = str(json.load(response)["data"][0]["id"])
@@ -75,18 +87,24 @@ class Client:
     def answer(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         """Yield the pieces of an answer with their kind, `reasoning_content` or `content`, as they come. Raises
         `NoAnswer`."""
+        ended = False
         with self._opened("chat/completions", {"model": self.model, "messages": messages, "stream": True}) as lines:
             for line in lines:
-                name, _, data = line.decode().strip().partition(": ")
-                if name != "data" or data == "[DONE]":
+                name, _, data = line.decode().strip().partition(":")
+                if name != "data":
                     continue
+                if data.strip() == "[DONE]":
+                    return
                 event = json.loads(data)
                 if "error" in event:
                     raise NoAnswer(event["error"]["message"])
                 for choice in event["choices"]:
+                    ended = ended or bool(choice.get("finish_reason"))
                     for kind in ("reasoning_content", "content"):
                         if piece := choice["delta"].get(kind):
                             yield kind, piece
+        if not ended:
+            raise NoAnswer(f"the answer of {self._url} broke off")
 
     @contextmanager
     def _opened(self, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
@@ -102,8 +120,10 @@ class Client:
             except (ValueError, KeyError, TypeError):
                 message = f"{refused.code} {refused.reason}: {text[:200]}"
             raise NoAnswer(str(message)) from refused
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise NoAnswer(f"no model answers at {self._url}: {error}") from error
+        except (LookupError, TypeError, AttributeError) as error:
+            raise NoAnswer(f"what answers at {self._url} is no server of chat completions") from error
 
 
 @contextmanager

@@ -57,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
             remedy = "name a configuration of `pipeline: agentic`"
             raise problem("pipeline", f"{config.pipeline} has no agents", remedy)
         check_elsewhere(config)
-        return asyncio.run(_played(config, max(1, options.episodes), options.stand_in))
+        if options.episodes < 1:
+            raise problem("--episodes", f"{options.episodes} episodes show nothing", "play at least one")
+        return asyncio.run(_played(config, options.episodes, options.stand_in))
     except ConfigError as error:
         say(refusal(options.config, error), error=True)
         return BAD_CONFIGURATION

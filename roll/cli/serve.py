@@ -115,6 +115,8 @@ def served_here(options: argparse.Namespace, **where: Any) -> ServedHere:
     name = NAMES.get(options.engine, options.engine)
     if name not in ENGINES.names() and ":" not in name:
         raise problem("--engine", f"there is no engine `{options.engine}`", nearest_name_hint(name, ENGINES.names()))
+    if name == "hf_infer" and options.num_gpus > 1:
+        raise problem("--num-gpus", "hf_infer splits no model over GPUs", "take `--engine vllm`")
     ENGINES.load(name, "--engine")
     require(("aiohttp",), "an endpoint", "MODEL", "agents")
     config = _engine_options(name, options.options)
@@ -218,8 +220,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
         "--temperature": options.temperature >= 0,
         "--top-p": 0 < options.top_p <= 1,
         "--top-k": options.top_k >= 0,
-        "--max-tokens": (options.max_tokens or 1) >= 1,
-        "--sequence-length": (options.sequence_length or 2) >= 2,
+        "--max-tokens": options.max_tokens is None or options.max_tokens >= 1,
+        "--sequence-length": options.sequence_length is None or options.sequence_length >= 2,
         "--num-gpus": options.num_gpus >= 1,
     }
     wrong = [name for name, is_right in fits.items() if not is_right]

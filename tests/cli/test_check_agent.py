@@ -158,6 +158,8 @@ def test_the_configured_model_plays(check):
 
 
 def test_what_is_no_agent_and_what_does_not_fit_is_exit_code_2(check, tmp_path, capsys):
+    code, said = check("good", "--episodes", "0")
+    assert code == 2 and "--episodes" in said
     code, said = check("good", env_config={"earlier_reasoning": "some"})
     assert code == 2 and "earlier_reasoning" in said
     code, said = check("good", env_type="roll.agentic.library.agent:AgentEnv", env_manager_cls="trajectory")

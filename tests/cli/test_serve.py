@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
 
@@ -72,6 +74,9 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(model, tmp_path,
             ([str(model), "fast"], "key=value"),
             ([str(model), "--tool-parser", "herms"], "hermes"),
             ([str(model), "--top-p", "0"], "out of range"),
+            ([str(model), "--max-tokens", "0"], "out of range"),
+            ([str(model), "--sequence-length", "0"], "out of range"),
+            ([str(model), "--num-gpus", "2"], "splits no model"),
         ):
             where = [] if "--port" in arguments else ["--port", "0"]
             assert main(["serve", *arguments, *where]) == 2, arguments
@@ -79,6 +84,56 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(model, tmp_path,
     assert main(["chat"]) == 2 and "--url" in capsys.readouterr().err
     assert main(["chat", "--url", f"http://127.0.0.1:{port}"]) == 1
     assert "no model answers" in capsys.readouterr().err
+
+
+MODELS = b'{"data": [{"id": "m"}]}'
+HI = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}}]}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+
+
+@contextmanager
+def speaking(*answers):
+    """The address of a server that says these bytes, one after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak():
+            for answer in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([b"SSH-2.0-OpenSSH\r\n"], "no model answers"),
+        ([HEAD + b"<html>"], "no model answers"),
+        ([HEAD + b"{}"], "no server of chat completions"),
+        ([HEAD + b"[]"], "no server of chat completions"),
+        ([HEAD + MODELS, HEAD + b'data: {"object": "x"}\n\n'], "no server of chat completions"),
+        ([HEAD + MODELS, HEAD + HI], "broke off"),
+    ],
+)
+def test_a_server_that_is_none_or_dies_is_said(answers, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    with speaking(*answers) as address:
+        assert main(["chat", "--url", address]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_an_address_that_is_none_and_options_without_effect_are_refused(capsys):
+    for address in ("http://127.0.0.1:abc", "http://[::1", "http://127.0.0.1:1/a b", "localhost:1"):
+        assert main(["chat", "--url", address]) == 1
+        assert "no model answers" in capsys.readouterr().err
+    assert main(["chat", "--url", "http://127.0.0.1:1", "--top-p", "0.5", "--engine", "vllm"]) == 2
+    said = capsys.readouterr().err
+    assert "`--top-p`" in said and "`--engine`" in said and "`--top-k`" not in said
 
 
 def test_a_conversation_has_a_memory_and_can_begin_again(monkeypatch, capsys):

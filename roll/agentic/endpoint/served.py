@@ -7,6 +7,7 @@ cheap. The client says how to sample. An answer is told while it is sampled, and
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from roll.agentic.episode import SampledTurn
 
 TELL_SECONDS = 0.05
 """Shortest time between two parts of an answer that is told while it is sampled."""
+TELL_SHARE = 0.2
+"""Largest share of the loop's time that all streams together take for telling. A part is made of all tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class ServedModel:
         self._sampling = sampling
         self.room = room
         self._home = asyncio.get_running_loop()
+        self._streams = 0
         self.failure: BaseException | None = None
         """What was raised first instead of an answer."""
 
@@ -75,18 +79,22 @@ class ServedModel:
         prompt = await self._prompt(request)
         left = self._room_behind(len(prompt))
         answer_id, created = uuid.uuid4().hex, int(time.time())
-        here, sampled, last = asyncio.get_running_loop(), list[int](), 0.0
+        here, sampled, next_at = asyncio.get_running_loop(), list[int](), 0.0
 
-        def told(token_ids: list[int]) -> None:
+        def told() -> None:
+            nonlocal next_at
+            begun = time.monotonic()
             if tell is not None:
-                tell(self._reader.begun_answer(request, prompt, token_ids, answer_id=answer_id, created=created))
+                tell(self._reader.begun_answer(request, prompt, list(sampled), answer_id=answer_id, created=created))
+            ended = time.monotonic()
+            next_at = ended + max(TELL_SECONDS, (ended - begun) * self._streams / TELL_SHARE)
 
         def on_tokens(token_ids: np.ndarray) -> None:
-            nonlocal last
+            nonlocal next_at
             sampled.extend(token_ids.tolist())
-            if tells and time.monotonic() - last >= TELL_SECONDS:
-                last = time.monotonic()
-                here.call_soon_threadsafe(told, list(sampled))
+            if tells and time.monotonic() >= next_at:
+                next_at = math.inf  # until this part is told
+                here.call_soon_threadsafe(told)
 
         # The numbers of tokens in a stream would have to be cut where its texts are.
         tells = tell is not None and not request.logprobs and not request.return_token_ids
@@ -98,11 +106,14 @@ class ServedModel:
             sampling=self._asked(request),
             on_tokens=on_tokens,
         )
+        self._streams += tells
         try:
             turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
         except Exception as error:
             self.failure = self.failure or error
             raise RequestRefused(f"the model failed: {error}", status=503, code="model_failed") from error
+        finally:
+            self._streams -= tells
         if turn.finish_reason == "abort":
             raise RequestRefused("the answer was stopped before its end; ask again", status=503, code="aborted")
         return self._reader.answer(request, prompt, turn, answer_id=answer_id, created=created, calls_id=answer_id)

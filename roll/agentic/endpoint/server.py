@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.agentic.endpoint.dialects import Dialect, model_list
@@ -31,6 +31,7 @@ from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
 from roll.agentic.endpoint.served import ServedModel
 from roll.agentic.endpoint.session import EpisodeSession
+from roll.agentic.endpoint.tool_calls import THOUGHT_END
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -96,7 +97,11 @@ class _Stream:
         return self.body
 
     def _write(self, answer: ModelAnswer, *, ended: bool) -> None:
-        self.body += "".join(self._dialect.events(self._asked, answer, self._told, ended=ended)).encode()
+        told = self._told
+        if told is not None and told.text and not told.reasoning and answer.reasoning:
+            # What was told as text had been a thought without a beginning: it stays text.
+            answer = replace(answer, reasoning=None, text=f"{answer.reasoning}{THOUGHT_END}{answer.text}")
+        self.body += "".join(self._dialect.events(self._asked, answer, told, ended=ended)).encode()
         self._told = answer
 
 
@@ -114,7 +119,7 @@ class _Episode:
     key: str
     """Empty: none is needed."""
     calls: list[_Call] = field(default_factory=list)
-    """In the order in which they came."""
+    """In the order in which they came; of a model that is served, those that run."""
 
     def joined(self, asked: str, attempt: int, is_named: bool) -> _Call | None:
         """Return the call that a request repeats; None: it is a new one.
@@ -312,10 +317,13 @@ class Endpoint:
         call.readers += 1
         try:
             response = await self._deliver(request, call, dialect, asked)
+        except ConnectionError:  # the client has gone away, which is no error of a handler
+            raise asyncio.CancelledError from None
         finally:
             call.readers -= 1
-            if isinstance(episode.session, ServedModel) and not call.readers:
-                call.task.cancel()  # the client has gone away; of no effect on an answer that has ended
+            if isinstance(episode.session, ServedModel):
+                episode.calls.remove(call)
+                call.task.cancel()  # if its client has gone away; of no effect on an answer that has ended
         return response
 
     def _call(
@@ -326,7 +334,9 @@ class Endpoint:
         attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         given = request.headers.get("idempotency-key", "")
         key = hashlib.blake2b(f"{path}\n{given}\n".encode() + body, digest_size=16).hexdigest()
-        call = episode.joined(key, attempt, bool(given))
+        # A model that is served keeps no answers: clients that ask the same are each answered.
+        is_served = isinstance(episode.session, ServedModel)
+        call = None if is_served else episode.joined(key, attempt, bool(given))
         if call is None:
             stream = _Stream(dialect, asked)
             call = _Call(key, asyncio.ensure_future(_answered(episode.session, dialect, asked, stream)), stream)

@@ -40,6 +40,7 @@ COUNTS = (
     "new_samples/template",
     "new_samples/tools",
     "untrained/aborted",
+    "untrained/other_model",
     "untrained/too_late",
     "untrained/unread",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -74,26 +74,21 @@ class TurnReader:
         ids = sampled.token_ids.tolist()
         if ids and sampled.finish_reason == "stop" and ids[-1] in special:
             ids.pop()
-        text = self.decoder.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._decoded(ids)
         ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
         if ends and sampled.finish_reason == "stop":
             text = text[: min(ends)]
-        reasoning: str | None = None
+        reasoning, text = self._split(request, text)
         calls: tuple[tuple[str, str], ...] = ()
-        if request.prompt is None:
-            begun = isinstance(self.template, ChatTurns) and bool(self.template.opening)
-            reasoning, text = split_thoughts(text, begun=begun)
-            if request.may_call:
-                text, calls = self.parser(text, request.tools)
-        for token in self.template.special_tokens:
-            text = text.replace(token, "")
+        if request.prompt is None and request.may_call:
+            text, calls = self.parser(text, request.tools)
         tool_calls = tuple(
             ToolCall(name, arguments, call_id(calls_id, index)) for index, (name, arguments) in enumerate(calls)
         )
         return ModelAnswer(
             id=answer_id,
             created=created,
-            text=text,
+            text=self._without_special(text),
             finish_reason="tool_calls" if tool_calls else "length" if sampled.finish_reason == "length" else "stop",
             prompt_token_ids=prompt,
             token_ids=sampled.token_ids,
@@ -109,29 +104,47 @@ class TurnReader:
 
         Where a tool can be called, text may still turn out to be a call; only of Hermes' form it is known where.
         """
-        ids = np.array(token_ids, dtype=np.int32)
-        nothing = np.zeros(len(ids), dtype=np.float32)
-        sampled = SampledTurn(ids, nothing, ids, "length")
-        words = replace(request, may_call=False)
-        found = self.answer(words, prompt, sampled, answer_id=answer_id, created=created, calls_id="")
         marks = (*request.stop, THOUGHT_BEGIN, THOUGHT_END, HERMES_BEGIN, *self.template.special_tokens)
-        text = _certain(found.text, request.stop, marks)
+        reasoning, text = self._split(request, _certain(self._decoded(token_ids), request.stop, marks))
         if request.tools and request.may_call and self.parser is not PARSERS["none"]:
             text = text.partition(HERMES_BEGIN)[0] if self.parser is PARSERS["hermes"] else ""
-        return replace(found, text=text, reasoning=_certain(found.reasoning or "", request.stop, marks) or None)
+        return ModelAnswer(
+            id=answer_id,
+            created=created,
+            text=self._without_special(text) if text.strip() else "",  # before a thought, space is no text
+            finish_reason="length",
+            prompt_token_ids=prompt,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            reasoning=reasoning,
+        )
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self.decoder.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _split(self, request: ModelRequest, text: str) -> tuple[str | None, str]:
+        """Return the thoughts and the rest of what was written."""
+        if request.prompt is not None:
+            return None, text
+        return split_thoughts(text, begun=isinstance(self.template, ChatTurns) and bool(self.template.opening))
+
+    def _without_special(self, text: str) -> str:
+        for token in self.template.special_tokens:
+            text = text.replace(token, "")
+        return text
 
 
 def _certain(text: str, stops: Sequence[str], marks: Sequence[str]) -> str:
-    """Return the part of a text that stays, whatever follows: without its end if that may be half of a character, or
-    the beginning of a mark."""
-    text = text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    """Return the part of a text that stays, whatever follows: without its end if that may be half of a character, a
+    mark or the beginning of one."""
+    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if ends:
+        return text[: min(ends)]
     text = text.rstrip(_UNFINISHED)
-    longest = max(map(len, marks))
-    for size in range(min(longest - 1, len(text)), 0, -1):
+    for size in range(min(max(map(len, marks)), len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
-            text = text[:-size]
-            break
-    return text if text.strip() else ""
+            return text[:-size]
+    return text
 
 
 def message_of(answer: ModelAnswer) -> Message:

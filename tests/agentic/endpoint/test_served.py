@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -19,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.agentic.agents import DIALECTS
-from roll.agentic.endpoint.records import ModelRequest
-from roll.agentic.endpoint.served import ServedModel, ServedSampling
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest
+from roll.agentic.endpoint.served import TELL_SHARE, ServedModel, ServedSampling
 from roll.agentic.endpoint.server import Endpoint
 from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.endpoint.turns import TurnReader
@@ -31,6 +34,7 @@ from tests.tiers import examples
 
 DEADLINE_SECONDS = 60
 NAME = "hermes"
+END = tokenizer_of(NAME).convert_tokens_to_ids("<|im_end|>")
 
 
 def reader(parser: str = NAME) -> TurnReader:
@@ -241,6 +245,93 @@ def test_an_answer_ends_when_its_client_goes_away(streams):
         assert sampler.cancelled.wait(DEADLINE_SECONDS)
 
 
+@pytest.fixture
+def endpoints(monkeypatch):
+    """The endpoints that serve a model."""
+    made, serve = list[Endpoint](), Endpoint.serve
+    monkeypatch.setattr(Endpoint, "serve", lambda self, *given: made.append(self) or serve(self, *given))
+    return made
+
+
+@pytest.mark.parametrize("language", ["chat", "messages"])
+def test_what_was_told_as_text_stays_text_if_it_turns_out_to_be_a_thought(language):
+    text = "You go left</think>right"
+    sampler = Sampler(text, waits=len(encode("You go")))
+    read = ""
+    with served(sampler) as address, anthropic.Anthropic(base_url=address.removesuffix("/v1"), api_key="a") as other:
+        if language == "messages":
+            thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+            asked: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": [user("go")], "thinking": thinking}
+            with other.messages.stream(**asked) as stream:
+                for piece in stream.text_stream:
+                    read += piece
+                    sampler.goes_on.set()
+                (block,) = stream.get_final_message().content
+            assert block.text == text
+        else:
+            with openai_at(address) as client:
+                for chunk in client.chat.completions.create(model="m", messages=[user("go")], stream=True):
+                    read += chunk.choices[0].delta.content or ""
+                    if read:
+                        sampler.goes_on.set()
+    assert read == text
+
+
+def test_each_of_two_equal_requests_is_sampled_and_nothing_of_them_is_kept(endpoints):
+    """Also if one of the clients asks for the second time: the answer that it would get is another client's."""
+    sampler = Sampler("left")
+    with served(sampler) as address, openai_at(address) as client:
+        for headers in ({}, {"x-stainless-retry-count": "1"}, {"idempotency-key": "k"}, {"idempotency-key": "k"}):
+            client.chat.completions.create(model="m", messages=[user("go")], extra_headers=headers)
+        assert len(sampler.asked) == 4
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while endpoints[0]._episodes[""].calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not endpoints[0]._episodes[""].calls
+
+
+def test_a_client_that_goes_away_is_no_error_in_the_log(monkeypatch, caplog):
+    """It may go away just when a part is written."""
+
+    async def gone(self: Any, data: bytes) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", gone)
+    with served(Sampler("left")) as address, openai_at(address) as client:
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            list(client.chat.completions.create(model="m", messages=[user("go")], stream=True))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_telling_leaves_the_loop_time_for_others(monkeypatch):
+    """A part of a long answer takes long to make; no second one waits for its turn meanwhile."""
+    parts = []
+
+    def slow(self: TurnReader, request: ModelRequest, prompt: np.ndarray, ids: list[int], **more: Any) -> ModelAnswer:
+        parts.append(len(ids))
+        time.sleep(0.2)
+        return begun_answer(self, request, prompt, ids, **more)
+
+    begun_answer = TurnReader.begun_answer
+    monkeypatch.setattr(TurnReader, "begun_answer", slow)
+
+    class Slowly(Sampler):
+        async def __call__(self, *given: Any, on_tokens: Callable[[np.ndarray], None], **more: Any) -> SampledTurn:
+            for token in said(self.text):
+                on_tokens(np.array([token], dtype=np.int32))
+                await asyncio.sleep(0.03)
+            return await super().__call__(*given, on_tokens=lambda token_ids: None, **more)
+
+    text = "You go left, and right, and left again." * 2
+    with served(Slowly(text)) as address, openai_at(address) as client:
+        asked: dict[str, Any] = {"model": "m", "messages": [user("go")], "stream": True}
+        begun = time.monotonic()
+        pieces = [each.choices[0].delta.content or "" for each in client.chat.completions.create(**asked)]
+        seconds = time.monotonic() - begun
+    assert "".join(pieces) == text
+    assert 1 <= len(parts) <= 1 + seconds / (0.2 / TELL_SHARE)
+
+
 def test_many_are_answered_at_once():
     sampler = Sampler("left", waits=0)
     answers: list[str | None] = []
@@ -284,14 +375,20 @@ def test_what_is_told_of_an_answer_stays(pieces, stops, parser, tools):
         text = text.replace("</think>", "")
     ids = encode(text)
     request = ModelRequest((user("go"),), tools=tools, stop=tuple(stops))
-    prompt, nothing = np.array([1], np.int32), np.zeros(len(ids), np.float32)
+    prompt = np.array([1], np.int32)
     made = reader(parser)
     # The engine ends at the first token after which a stop string is there.
     decode = tokenizer_of(NAME).decode
     end = next((n for n in range(len(ids) + 1) if any(stop in decode(ids[:n]) for stop in stops)), len(ids))
-    ids = ids[:end]
-    sampled = SampledTurn(np.array(ids, np.int32), nothing[:end], np.array(ids, np.int32), "stop")
+    ids = ids[:end] if end < len(ids) or any(stop in text for stop in stops) else [*ids, END]
+    nothing = np.zeros(len(ids), np.float32)
+    sampled = SampledTurn(np.array(ids, np.int32), nothing, np.array(ids, np.int32), "stop")
     whole = made.answer(request, prompt, sampled, answer_id="a", created=0, calls_id="a")
-    for size in range(len(ids)):
+    told = "", ""
+    for size in range(len(ids) + 1):
         part = made.begun_answer(request, prompt, ids[:size], answer_id="a", created=0)
-        assert whole.text.startswith(part.text) and (whole.reasoning or "").startswith(part.reasoning or "")
+        words = part.reasoning or "", part.text
+        assert whole.text.startswith(part.text) and (whole.reasoning or "").startswith(words[0])
+        assert all(now.startswith(before) for now, before in zip(words, told, strict=True))  # nothing is told twice
+        assert not part.text or part.reasoning == whole.reasoning  # thoughts come first
+        told = words

@@ -317,6 +317,7 @@ def test_answers_that_are_not_trained_on_are_counted_by_cause():
         client = Client(session)
         first = [user("count")]
         answer = await client.ask(first)
+        assert session.metrics()["untrained/other_model"] == 0  # counts in a mean over episodes
         await client.ask([user("title?")], model="haiku")
         with pytest.raises(RequestRefused) as refused:
             await client.ask([user("x")])
