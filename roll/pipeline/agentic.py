@@ -35,7 +35,8 @@ from roll.configs.run import AgenticConfig, EnvManagerConfig
 from roll.data.chat import TemplateRefused
 from roll.data.records import Group, Prompt, derive_seed
 from roll.engines.base import GenerateRequest, SamplingParams
-from roll.pipeline.preflight import AgenticPlan, Prepared
+from roll.pipeline.agentic_plan import AgenticPlan
+from roll.pipeline.preflight import Prepared
 from roll.pipeline.rollouts import (
     Generator,
     RolloutSide,

@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,15 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from roll.agentic.base import Unavailable, observation_from
-from roll.agentic.endpoint.session import SessionSettings
-from roll.agentic.endpoint.tool_calls import PARSERS, parser_for
-from roll.agentic.episode import ManagerSettings, Observation
-from roll.agentic.library.agent import AgentEnv
-from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
-from roll.agentic.registry import ENVIRONMENTS, check_env_type, class_of, make_env
-from roll.agentic.tools.base import ToolUnavailable
-from roll.agentic.worker import described
 from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.memory_parts import ShapeUnknown, find_shape
@@ -46,7 +35,6 @@ from roll.configs.roles import FORWARD_ROLES
 from roll.configs.run import (
     AgenticConfig,
     ClusterConfig,
-    CustomEnvConfig,
     ImageConfig,
     PipelineConfig,
     PromptConfig,
@@ -54,11 +42,11 @@ from roll.configs.run import (
     SFTConfig,
 )
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
-from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
 from roll.data.examples import Examples, load_examples
 from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
 from roll.data.tokenizer import load_tokenizer
+from roll.pipeline.agentic_plan import AgenticPlan, plan_agentic
 from roll.rewards.model import check_reward_model
 from roll.rewards.registry import check_machine, check_prompts, check_sight, resolve_verifier, route_domains
 
@@ -75,7 +63,6 @@ CLUSTER_PROBE_SECONDS = 3.0
 """Longest wait for a cluster to answer. Ray itself would try for minutes."""
 TRAINING_PROMPTS, VALIDATION_PROMPTS = "actor_train.data_args", "validation.data_args"
 """Paths of the sections that name the prompts."""
-_TRIAL = ({"role": "user", "content": "observation"},)
 
 
 @dataclass
@@ -367,7 +354,7 @@ def _plan_rollouts(
 ) -> RLVRPlan | AgenticPlan | None:
     """Look up the names that only this pipeline has; None after a problem. ``contacts_models``: see `_plan_rlvr`."""
     if isinstance(config, AgenticConfig):
-        return _plan_agentic(config, tokenizer, problems)
+        return plan_agentic(config, tokenizer, problems)
     return _plan_rlvr(derived.prompted(config), tokenizer, problems, contacts_models=contacts_models)
 
 
@@ -467,158 +454,12 @@ def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[Config
             return
 
 
-AgentSessions = Callable[[ManagerSettings], SessionSettings]
-
-
-@dataclass(frozen=True)
-class AgenticPlan:
-    """The environment managers of an agentic run, and the template with which they write turns."""
-
-    config: AgenticConfig
-    template: TurnTemplate
-    managers: dict[str, EnvManagerFactory]
-    """Factory of the environment manager, by tag."""
-    agents: dict[str, AgentSessions] = field(default_factory=dict)
-    """Settings of the sessions of agents, by tag, once their limits are known."""
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the environments and their shares; see `Prepared.source`."""
-        shares = derived.used_tags(self.config, self.config.train_env_manager)
-        envs = {tag: [self.config.custom_envs[tag].env_type, self.config.custom_envs[tag].env_config] for tag in shares}
-        return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
-
-
 def agentic_plan(config: AgenticConfig) -> tuple[PreTrainedTokenizerBase, AgenticPlan]:
     """Return the tokenizer of the policy and what the episodes need. Raises `ConfigError` with all problems."""
     problems = Problems()
     tokenizer = problems.attempt(_tokenizer, config)
-    plan = _plan_agentic(config, tokenizer, problems)
+    plan = plan_agentic(config, tokenizer, problems)
     problems.raise_any()
     if tokenizer is None or plan is None:
         raise RuntimeError("the preflight has not found everything, and no problem either")
     return tokenizer, plan
-
-
-def _plan_agentic(
-    config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
-) -> AgenticPlan | None:
-    """Look up the named environments, managers and template; what is wrong goes into ``problems``."""
-    managers: dict[str, EnvManagerFactory] = {}
-    for tag, env in config.custom_envs.items():
-        problems.found += check_env_type(tag, env.env_type, env.env_config)
-        path = f"custom_envs.{tag}.env_manager_cls"
-        problems.attempt(_agents_fit, env, path)
-        factory = problems.attempt(ENVIRONMENT_MANAGERS.load, env.env_manager_cls, path)
-        if factory is not None:
-            managers[tag] = factory
-    if tokenizer is None:
-        return None
-    template = problems.attempt(_template, config, tokenizer)
-    if template is None or problems.found:
-        return None
-    problems.found += _template_problems(config, template)
-    agents = {
-        tag: problems.attempt(_agent_sessions, tag, env, config, tokenizer)
-        for tag, env in config.custom_envs.items()
-        if env.env_manager_cls == "agent"
-    }
-    return AgenticPlan(config, template, managers, {tag: each for tag, each in agents.items() if each is not None})
-
-
-def _agents_fit(env: CustomEnvConfig, path: str) -> None:
-    """Require the manager of agents for an agent at an import path, and for no other class there."""
-    kind = class_of(env.env_type) if ":" in env.env_type else None
-    if kind is None:
-        return
-    if issubclass(kind, AgentEnv) and env.env_manager_cls != "agent":
-        message = f"`{env.env_type}` is an agent, and `{env.env_manager_cls}` conducts no agents"
-        raise problem(path, message, f"set `{path}: agent`")
-    if env.env_manager_cls == "agent" and not issubclass(kind, AgentEnv):
-        message = f"`agent` conducts agents, and `{env.env_type}` is none"
-        raise problem(path, message, f"derive it from {AgentEnv.__module__}.{AgentEnv.__name__}, or change the manager")
-
-
-def _agent_sessions(
-    tag: str, env: CustomEnvConfig, config: AgenticConfig, tokenizer: PreTrainedTokenizerBase
-) -> AgentSessions:
-    """Return what an agent's environment says of its sessions. The reader of tool calls is the one that it names, or
-    else that of the chat template."""
-    options = env.env_config
-    named = options.get("tool_parser")
-    if named is None:
-        named = parser_for(tokenizer.get_chat_template()) if config.template == "chat" else "none"
-    if named is None:
-        message = "it is not known how the chat template writes tool calls"
-        remedy = f"name the parser of its calls: {', '.join(PARSERS)} (`none`: calls stay text)"
-        raise problem(f"custom_envs.{tag}.env_config.tool_parser", message, remedy)
-    return partial(
-        SessionSettings,
-        parser=PARSERS[named],
-        earlier_reasoning=options.get("earlier_reasoning", "keep"),
-        untrained_models=frozenset(options.get("untrained_models") or ()),
-        ignore_response_format=options.get("ignore_response_format", False),
-    )
-
-
-def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:
-    if config.template == "raw":
-        turns = config.raw_turns
-        return RawTurns(tokenizer, turns.message_separator, turns.prompt_end, turns.response_end)
-    if not tokenizer.chat_template:
-        message = "chat, but the tokenizer has no chat template"
-        raise problem("template", message, "set `template: raw`, or take an instruction-tuned model")
-    return ChatTurns(tokenizer, config.chat_template_kwargs)
-
-
-def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterator[ConfigProblem]:
-    """Try the template on the first observation of each environment.
-
-    For built-in environments it is the real one, for others a plain text.
-    """
-    for tag, env in config.custom_envs.items():
-        try:
-            first = _first_observation(env) if env.env_type in ENVIRONMENTS.built_in else Observation(_TRIAL)
-            if env.env_manager_cls == "trajectory":
-                require_append_only(template, first.messages, first.tools)
-            else:
-                template.prompt(first.messages, first.tools)
-        except TemplateRefused as refused:
-            remedy = "change what the environment says (`env_config`), or take another model or template"
-            yield ConfigProblem(f"custom_envs.{tag}", str(refused), remedy)
-        except ToolUnavailable as missing:
-            yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that, or leave the tool out")
-        except Unavailable as missing:
-            yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that")
-        except _TooLate as late:
-            yield ConfigProblem(
-                f"custom_envs.{tag}.reset_timeout_seconds", str(late), "find what it waits for, or raise it"
-            )
-
-
-class _TooLate(Exception):
-    """A reset has not ended in its time."""
-
-
-def _first_observation(env: CustomEnvConfig) -> Observation:
-    """Return what an environment says first. Raises `_TooLate`, `ToolUnavailable`, and `Unavailable` for all else."""
-    made = make_env(env.env_type, env.env_config)
-    answer: Future[Observation] = Future()
-
-    def reset() -> None:
-        try:
-            answer.set_result(observation_from(*made.reset(seed=0)))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=reset, name="first reset", daemon=True).start()
-    try:
-        wait([answer], env.reset_timeout_seconds)
-        if not answer.done():
-            raise _TooLate(f"the first reset of `{env.env_type}` took longer than {env.reset_timeout_seconds:g} s")
-        return answer.result()
-    except (_TooLate, ToolUnavailable, Unavailable):
-        raise
-    except Exception as error:
-        raise Unavailable(f"the first reset of `{env.env_type}` failed: {described(error)}") from error
-    finally:
-        made.close()

@@ -20,9 +20,10 @@ from roll.configs.run import PipelineConfig, RunConfig
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.pipeline.agentic import AgenticSide
+from roll.pipeline.agentic_plan import AgenticPlan
 from roll.pipeline.checkpoints import Checkpoint
 from roll.pipeline.image import ImageSide
-from roll.pipeline.preflight import AgenticPlan, Prepared
+from roll.pipeline.preflight import Prepared
 from roll.pipeline.rlvr import RLVRSide, build_rewards
 from roll.pipeline.rollouts import RolloutSide, WorkerProcesses
 from roll.runtime.locks import DeviceLock, build_device_locks

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from roll.configs.run import CustomEnvConfig
-from roll.pipeline.preflight import _template_problems
+from roll.pipeline.agentic_plan import _template_problems
 from tests.tiers import need
 
 need("websockets")
