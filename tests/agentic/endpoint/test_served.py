@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import aiohttp.web
 import anthropic
-import httpx
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -298,7 +298,7 @@ def test_a_client_that_goes_away_is_no_error_in_the_log(monkeypatch, caplog):
 
     monkeypatch.setattr(aiohttp.web.StreamResponse, "write", gone)
     with served(Sampler("left")) as address, openai_at(address) as client:
-        with pytest.raises((openai.APIError, httpx.TransportError)):
+        with pytest.raises((openai.APIError, httpx2.TransportError)):
             list(client.chat.completions.create(model="m", messages=[user("go")], stream=True))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
