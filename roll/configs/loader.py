@@ -300,7 +300,7 @@ def _resolved(
 
 
 def _is_settled(value: Any) -> bool:
-    """Whether a tree is plain and holds nothing that OmegaConf would read as something else."""
+    """Return True if a tree is plain and holds nothing that OmegaConf would read as something else."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_settled(below) for key, below in value.items())
     if isinstance(value, list):

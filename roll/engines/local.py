@@ -73,7 +73,7 @@ async def sampled_turn(
 
 @dataclass(frozen=True)
 class ServedHere:
-    """What is served, how and where."""
+    """Settings of a served model: its engine, its sampling, its address."""
 
     engine: EngineSpec
     device: Literal["cpu", "cuda"]

@@ -29,7 +29,7 @@ TELL_SHARE = 0.2
 
 @dataclass(frozen=True)
 class ServedSampling:
-    """How a model samples where a client does not say."""
+    """Sampling settings of a served model, for what a client leaves open."""
 
     temperature: float = 1.0
     top_p: float = 1.0
