@@ -72,7 +72,7 @@ class Size:
 SIZES = {
     # The quick start's model, with the whole batch at once: large activations of a small model.
     "0.8 M, 256 x 70": Size(128, 4, 99, 256, 70, 256),
-    "7 M, 12 x 256": Size(256, 6, 8192, 12, 256, 4),
+    "7 M, 8 x 256": Size(256, 6, 8192, 8, 256, 4),
     "41 M, 2 x 256": Size(512, 8, 32_000, 2, 256, 2),
 }
 
@@ -244,9 +244,9 @@ def measure_training(folder: Path, wanted: set[str]) -> dict[str, list[float]]:
 
 
 def measure_generation(folder: Path, wanted: set[str]) -> dict[str, list[float]]:
-    """Measure both loads, with 128 rows."""
+    """Measure both loads, with 128 rows filled once and twice."""
     hf_infer_vs_generate.make_model(str(folder))
-    arguments = argparse.Namespace(batch=128, threads=1, repeats=3)
+    arguments = argparse.Namespace(batch=128, requests=128, threads=1, repeats=3)
     figures = asyncio.run(hf_infer_vs_generate.measure(str(folder), arguments))
     names = {"generation, equal lengths": "equal", "generation, long-tailed lengths": "long_tailed"}
     return {name: [1 / figures[load]["ratio"]] for name, load in names.items()}
@@ -258,7 +258,9 @@ def measure_packing(folder: Path, wanted: set[str]) -> dict[str, list[float]]:
     packing.make_model(str(folder), shape)
     generator = np.random.default_rng(0)
     batch = packing.make_batch(packing.spread_lengths(32, 512, generator), 8192, generator)
-    figures = packing.measure(packing.make_sides(str(folder), 4096), batch, repeats=3)
+    sides = packing.make_sides(str(folder), 4096)
+    del sides["padded"]
+    figures = packing.measure(sides, batch, repeats=3)
     return {"packing, spread lengths": [1 / figures["ratio"]["padded, sorted"]]}
 
 

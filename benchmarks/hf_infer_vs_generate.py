@@ -100,8 +100,8 @@ async def measure(path: str, arguments: argparse.Namespace) -> dict[str, object]
     )
     await engine.start()
     loads = {
-        "equal": np.full(256, 64),
-        "long_tailed": long_tailed_lengths(512, 256, generator),
+        "equal": np.full(arguments.requests, 64),
+        "long_tailed": long_tailed_lengths(2 * arguments.requests, 256, generator),
     }
     figures: dict[str, object] = {}
     for name, lengths in loads.items():
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=256, help="batch of generate, and rows of the engine")
+    parser.add_argument("--requests", type=int, default=256, help="of equal lengths; twice as many of long-tailed ones")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()

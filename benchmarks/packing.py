@@ -162,7 +162,7 @@ def measure(sides: dict[str, Side], batch: SampleBatch, repeats: int) -> dict[st
         "samples": len(batch),
         "tokens": tokens,
         "mean_over_longest": round(tokens / len(batch) / longest, 3),
-        "loss_difference": float(f"{abs(runs['packed'][0].loss - runs['padded'][0].loss):.1e}"),
+        "loss_difference": float(f"{abs(runs['packed'][0].loss - runs['padded, sorted'][0].loss):.1e}"),
         "micro_batches": {name: len(side.rows(batch.lengths)) for name, side in sides.items()},
         "computed_tokens": {name: passes[0].computed_tokens for name, passes in runs.items()},
         **compare(tokens, seconds),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import pytest
 
 TIERS = ("quick", "all", "soak")
-BUDGETS = {"quick": 0.2, "all": 1.0, "soak": 20.0}
+BUDGETS = {"quick": 0.2, "all": 0.5, "soak": 20.0}
 """Share of the examples that a property test names."""
 PACKAGES = (
     *("vllm", "deepspeed", "megatron.core", "peft", "mcp", "textarena", "aiohttp", "datasets", "diffusers"),
@@ -38,7 +38,7 @@ def choose(tier: str | None) -> None:
 
 
 def examples(count: int) -> int:
-    """Hypothesis examples of a property test in the chosen tier; ``count`` is for `make test-all`."""
+    """Hypothesis examples of a property test in the chosen tier; ``count`` is what its author found enough."""
     return max(5, round(count * BUDGETS[_tier]))
 
 
@@ -48,6 +48,17 @@ def quick(names: Iterable[str], *chosen: str, soaked: Collection[str] = ()) -> l
     assert {*chosen} <= {*names}
     marks = {name: pytest.mark.tier("soak" if name in soaked else "all") for name in names if name not in chosen}
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
+
+def soak_but(chosen: Container[Any], every: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, each a value or a tuple: the chosen ones run as the test does, others in `make soak`."""
+    return [
+        pytest.param(
+            *(each if isinstance(each, tuple) else (each,)),
+            marks=() if each in chosen else pytest.mark.tier("soak"),
+        )
+        for each in every
+    ]
 
 
 def is_soak() -> bool:

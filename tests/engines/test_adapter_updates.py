@@ -208,6 +208,7 @@ def test_the_base_is_what_the_engine_has_loaded(engine, base_path):
     fresh.close()
 
 
+@pytest.mark.tier("soak")
 @vllm_only
 def test_vllm_in_bfloat16(base_path, tmp_path, monkeypatch):
     """It has the base of a trainer in float32, and leaves no folder. The name is short because paths of sockets are."""

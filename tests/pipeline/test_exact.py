@@ -188,15 +188,9 @@ def test_what_it_cannot_compare_is_refused(task, tmp_path, capsys, arguments, wo
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("soak")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        ("interrupted", "interrupted"),
-        pytest.param("killed", "the plain loop failed", marks=pytest.mark.tier("soak")),
-    ],
-)
+@pytest.mark.parametrize(("harm", "words"), [("interrupted", "interrupted"), ("killed", "the plain loop failed")])
 def test_a_plain_loop_that_is_interrupted_or_killed_leaves_nothing_behind(task, tmp_path, ray_cluster, harm, words):
     file = str(write_config(tmp_path, tiny_config(task, cluster__address=ray_cluster)))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -25,7 +25,7 @@ from roll.rewards.judge import Judge, check_judge
 from roll.runtime.placement import free_port
 from tests.engines.vllm_helpers import EOS, make_model
 
-pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tier("soak"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
 START_SECONDS = 200
 CHARACTERS = [chr(code) for code in range(32, 127)]
 

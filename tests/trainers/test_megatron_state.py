@@ -13,7 +13,7 @@ import torch
 
 from roll.configs.roles import ModelArguments
 from roll.trainers.state import SavedState, write_state
-from tests.tiers import need
+from tests.tiers import need, soak_but
 from tests.trainers.histories import Histories, assert_alike, assert_equal_to_the_bit, refuse
 from tests.trainers.megatron_models import VOCABULARY, write_models
 from tests.trainers.megatron_runs import OBJECTIVE, TRAINING, make_batch
@@ -81,6 +81,13 @@ ELSEWHERE = {
 """Saved by the one, restored by each of the others."""
 OWN = [name for name, trainer in TRAINERS.items() if trainer.strategy == "megatron_train"]
 PAIRS = [(saver, other) for saver, others in ELSEWHERE.items() for other in others]
+PAIRS_FOR_EACH_CHANGE = {
+    ("qwen2, fsdp2", "qwen2, tensors"),
+    ("llama, sequence, plain", "llama, stages"),
+    ("experts", "experts, fsdp2"),
+    ("bfloat16, samples", "bfloat16, tensors, plain"),
+}
+SAVERS_FOR_EACH_CHANGE = {saver for saver, _ in PAIRS_FOR_EACH_CHANGE}
 
 
 def go_on_elsewhere(trainer, folders):
@@ -115,13 +122,13 @@ def seen(folder):
     return Results(jobs, {(saver, other): (saver, None) for saver, other in jobs if other is not None})
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", soak_but(SAVERS_FOR_EACH_CHANGE, OWN))
 def test_the_same_layout_goes_on_to_the_bit(seen, name):
     for expected, found in zip(seen[name, None], seen[name, name], strict=True):
         assert_equal_to_the_bit(found, expected)
 
 
-@pytest.mark.parametrize(("saver", "other"), PAIRS)
+@pytest.mark.parametrize(("saver", "other"), soak_but(PAIRS_FOR_EACH_CHANGE, PAIRS))
 def test_another_layout_goes_on_alike(seen, saver, other):
     expected = seen[saver, None][0]
     for found in seen[saver, other]:
@@ -130,7 +137,7 @@ def test_another_layout_goes_on_alike(seen, saver, other):
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize(("saver", "other"), PAIRS)
+@pytest.mark.parametrize(("saver", "other"), soak_but(PAIRS_FOR_EACH_CHANGE, PAIRS))
 def test_another_layout_has_the_same_state_to_the_bit(seen, folder, saver, other):
     assert seen[saver, other]
     saved, again = SavedState(folder / f"saved {saver}"), SavedState(folder / f"{saver} to {other}")
@@ -140,7 +147,7 @@ def test_another_layout_has_the_same_state_to_the_bit(seen, folder, saver, other
         assert torch.equal(again.read_whole(name, shape), saved.read_whole(name, shape)), name
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", soak_but(SAVERS_FOR_EACH_CHANGE, TRAINERS))
 def test_each_tensor_is_written_once_and_in_float32(seen, folder, name):
     state = SavedState(folder / f"saved {name}")
     assert state.weights() == seen[name, None][0][1].keys() and len(state.names()) == 3 * len(state.weights())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiers import need
+from tests.tiers import need, soak_but
 from tests.trainers.megatron_models import MODELS, VOCABULARY, write_models
 from tests.trainers.megatron_runs import LEFT_OUT, Run, every_next_token
 from tests.trainers.ranks import Results
@@ -50,6 +50,11 @@ MORE_RANKS = [
 ]
 RUNS = (*ONE_RANK, *TWO_RANKS, *MORE_RANKS)
 LAYOUTS = [run for run in RUNS if run.strategy == "megatron_train"]
+FOR_EACH_CHANGE = {
+    *("qwen2-one", "qwen3_moe-one", "qwen2-tensor", "qwen3_moe-tensor", "llama-stages", "qwen3-stages", "qwen2-data"),
+    *("qwen3_moe-experts", "llama-recompute", "qwen3_moe-reference", "qwen3_moe-all", "qwen2-virtual"),
+}
+"""Each model and each way to share it."""
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +82,13 @@ def plain_distributions(path: Path, temperature: float) -> np.ndarray:
     return np.stack(rows)
 
 
-layouts = pytest.mark.parametrize("run", LAYOUTS, ids=lambda run: run.name)
-trained = pytest.mark.parametrize("run", [run for run in LAYOUTS if run.trains], ids=lambda run: run.name)
+def of_layouts(layouts: list[Run]) -> pytest.MarkDecorator:
+    chosen = [run for run in layouts if run.name in FOR_EACH_CHANGE]
+    return pytest.mark.parametrize("run", soak_but(chosen, layouts), ids=lambda run: run.name)
+
+
+layouts = of_layouts(LAYOUTS)
+trained = of_layouts([run for run in LAYOUTS if run.trains])
 
 
 @layouts
