@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "initializer_range": 0.06,
 }
-STEPS = 200
+STEPS = 300
 HABIT = 0.5
 """Share of the questions that the pupil looks up, once he can."""
 BATCH = 24
@@ -132,7 +132,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95))
     chance = random.Random(seed)
     for step in range(steps):
-        looks_up = 1.0 if 2 * step < steps else HABIT  # to repeat what a tool answered is what takes longest
+        looks_up = 1.0 if 3 * step < 2 * steps else HABIT  # to repeat what a tool answered is what takes longest
         rows = [row(tokenizer, lesson(chance, looks_up)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([each + [tokenizer.pad_token_id] * (width - len(each)) for each, _ in rows])
