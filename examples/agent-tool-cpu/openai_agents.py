@@ -45,8 +45,8 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> bool:
         return await ask(client, question(name), numbers) == numbers[name]
 
 
-async def run_forgetful(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Ask two questions and return the share of right answers.
+async def run_forgetful(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Ask two questions; the reward is the share of right answers.
 
     At the second one, only a few words are left of what was said before. So the history is another one than the model
     has read, and each question becomes a sample of its own.
@@ -58,4 +58,4 @@ async def run_forgetful(task: dict[str, Any], base_url: str, api_key: str) -> fl
         for name in names:
             answer = await ask(client, [*asked, {"role": "user", "content": question(name)}], numbers)
             asked, right = remembered(name, answer), right + (answer == numbers[name])
-    return right / len(names)
+    return {"reward": right / len(names), "success": right == len(names)}

@@ -256,6 +256,5 @@ def test_the_example_learns_with_an_unchanged_agent(agent, tasks, ratio, python,
     subprocess.run([python, *example, *overrides], cwd=ROOT, env=environment, check=True)
     steps = [step for step in read_metrics(tmp_path / "run" / "metrics.jsonl") if step["step"] > 0]
     rewards = [step["reward/mean"] for step in steps]
-    assert 0.35 < statistics.mean(rewards[:2]) < 0.65
-    assert statistics.mean(rewards[-5:]) >= 0.95
+    assert 0.3 < rewards[0] < 0.7 and statistics.mean(rewards[-5:]) >= 0.95
     assert {step["env/directory/new_samples/history"] for step in steps} == {float(agent == "run_forgetful")}
