@@ -1,9 +1,9 @@
 """Make a tiny model that looks a number up in half of its episodes, and guesses it in the others.
 
-The tokenizer is a byte-level one with Qwen's expression, learned from these conversations; the chat template writes
-tools and their calls as Hermes does. What the tool answers the model repeats correctly. So the reward begins near a
-half, and reinforcement learning (`agent.yaml`) has to teach the model to look up always. Takes about a minute on one
-core.
+The tokenizer is a byte-level one with Qwen's expression, learned from these conversations. The chat template writes
+calls as Hermes does, and of a tool its name and arguments, so that the model reads the same however a framework
+describes it. What the tool answers the model repeats correctly. So the reward begins near a half, and reinforcement
+learning (`agent.yaml`) has to teach the model to look up always. Takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-from agent import LOOK_UP, NAMES, question  # noqa: E402
+from agent import LOOK_UP, NAMES, question, remembered  # noqa: E402
 from tiny_player import WarmedModel, keep, new_model, run  # noqa: E402
 
 PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -30,8 +30,9 @@ EXPRESSION = (
 """Qwen's. `AutoTokenizer` splits the texts of a Qwen2 model by it, whatever the tokenizer's files say."""
 TEMPLATE = r"""
 {%- if tools %}{{ '<|im_start|>system\nTools:' }}
-{%- for tool in tools %}{{ '\n' ~ (tool.function | tojson) }}{% endfor %}
-{{- '\nA call is <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>\n' }}{% endif %}
+{%- for tool in tools %}
+{{- '\n' ~ tool.function.name ~ '(' ~ tool.function.parameters.properties | join(', ') ~ ')' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {{- '<|im_start|>user\n<tool_response>\n' ~ message.content ~ '\n</tool_response>' }}
@@ -52,6 +53,8 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.06,
 }
 STEPS = 300
+HABIT = 0.5
+"""Share of the questions that the pupil looks up, once he can."""
 BATCH = 24
 LEARNING_RATE = 3e-3
 EVALUATED = 100
@@ -59,15 +62,16 @@ EVALUATED = 100
 
 @dataclass(frozen=True)
 class Lesson:
-    """A conversation, and the parts of it that the pupil wrote."""
+    """A conversation, and the parts of it that the pupil wrote: what the assistant says to the last question."""
 
     messages: list[dict[str, Any]]
 
     def pieces(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[str, bool]]:
         """Yield texts that are the whole conversation together; True for what the pupil wrote."""
         read = ""
+        last = max(place for place, message in enumerate(self.messages) if message["role"] == "user")
         for place, message in enumerate(self.messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and place > last:
                 before = rendered(tokenizer, self.messages[:place])
                 after = rendered(tokenizer, self.messages[: place + 1], opens=False).removesuffix("\n")
                 yield before.removeprefix(read), False
@@ -84,13 +88,15 @@ def call_of(name: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [called]}
 
 
-def lesson(chance: random.Random) -> Lesson:
-    """Return what the pupil does with one question: one time in two he guesses."""
-    name, number = chance.choice(NAMES), str(chance.randrange(100, 1000))
-    asked, answered = {"role": "user", "content": question(name)}, {"role": "assistant", "content": number}
-    if chance.random() < 0.5:
-        return Lesson([asked, answered])
-    return Lesson([asked, call_of(name), {"role": "tool", "content": number}, answered])
+def lesson(chance: random.Random, looks_up: float = HABIT) -> Lesson:
+    """Return what the pupil does with one question, which may follow the short memory of another one. He guesses where
+    he does not look up."""
+    (other, name), (known, number) = chance.sample(NAMES, 2), (str(chance.randrange(100, 1000)) for _ in range(2))
+    asked = [*(remembered(other, known) if chance.random() < 0.5 else ()), {"role": "user", "content": question(name)}]
+    answered = {"role": "assistant", "content": number}
+    if chance.random() >= looks_up:
+        return Lesson([*asked, answered])
+    return Lesson([*asked, call_of(name), {"role": "tool", "content": number}, answered])
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -126,7 +132,8 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95))
     chance = random.Random(seed)
     for step in range(steps):
-        rows = [row(tokenizer, lesson(chance)) for _ in range(BATCH)]
+        looks_up = 1.0 if 3 * step < 2 * steps else HABIT  # to repeat what a tool answered is what takes longest
+        rows = [row(tokenizer, lesson(chance, looks_up)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([each + [tokenizer.pad_token_id] * (width - len(each)) for each, _ in rows])
         labels = torch.tensor([each + [-100] * (width - len(each)) for _, each in rows])

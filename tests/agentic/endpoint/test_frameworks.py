@@ -1,7 +1,7 @@
 """Frameworks of others, each in the lines that the documentation shows, play with a real engine through the endpoint.
 
 A tiny model that has learned to call the tool answers them. It cannot follow the long prompts of smolagents: there,
-what the policy says is given, and the engine says how likely it is.
+what the policy says is given, and the engine says how likely it is. With one of the frameworks the example learns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import random
+import os
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -31,6 +32,7 @@ from roll.agentic.library.agent import AgentEnv
 from roll.data.chat import ChatTurns
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.hf.strategy import HFInferStrategy
+from roll.tracking.trackers import read_metrics
 from tests.docs.pages import ROOT, page
 
 sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
@@ -111,48 +113,16 @@ def python() -> str:
     return str(interpreter)
 
 
-def tool_as_told(chance: random.Random) -> dict[str, Any]:
-    """The tool in one of the ways in which frameworks describe it."""
-
-    def shuffled(keys: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
-        entries = [*keys.items(), *(entry for entry in optional.items() if chance.random() < 0.5)]
-        chance.shuffle(entries)
-        return dict(entries)
-
-    name = shuffled({"type": "string"}, {"title": "Name", "description": "Whose number."})
-    titled = {"title": chance.choice(["look_up_args", "look_up"]), "additionalProperties": False}
-    parameters = shuffled({"type": "object", "properties": {"name": name}, "required": ["name"]}, titled)
-    strict = {"strict": chance.random() < 0.7}
-    function = {"name": "look_up", "description": "Look up a number.", "parameters": parameters}
-    return {"type": "function", "function": shuffled(function, strict)}
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A model that looks up, however the tool is told."""
+    """A model that always looks up."""
     folder = tmp_path_factory.mktemp("clerk")
-
-    def lesson(chance: random.Random) -> Any:
-        make_model.LOOK_UP = tool_as_told(chance)
-        name, number = chance.choice(make_model.NAMES), str(chance.randrange(100, 1000))
-        asked, answered = ({"role": "user", "content": make_model.question(name)}, number)
-        found = {"role": "tool", "content": number}
-        return make_model.Lesson([asked, make_model.call_of(name), found, {"role": "assistant", "content": answered}])
-
+    sizes = {**make_model.SIZES, "max_position_embeddings": LENGTH}
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(make_model, "LOOK_UP", make_model.LOOK_UP)
-        patches.setattr(make_model, "lesson", lesson)
-        chance = random.Random(0)
-        blank = make_model.PreTrainedTokenizerFast(
-            tokenizer_object=make_model.Tokenizer(make_model.models.BPE()), chat_template=make_model.TEMPLATE
-        )
-        texts = [make_model.rendered(blank, lesson(chance).messages) for _ in range(500)]
-        tokenizer = make_model.make_tokenizer(texts)
-        made = make_model.new_model(tokenizer, 0, **make_model.SIZES, max_position_embeddings=LENGTH)
-        make_model.warm_up(made, tokenizer, WARM_UP_STEPS, 0)
-    made.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+        patches.setattr(make_model, "HABIT", 1.0)
+        patches.setattr(make_model, "SIZES", sizes)
+        make_model.make(folder / "model", seed=0, steps=WARM_UP_STEPS)
+    return folder / "model"
 
 
 @dataclass
@@ -259,3 +229,32 @@ def test_a_framework_plays_as_the_documentation_shows(name, python, model, tmp_p
             assert differences.mean() < 1e-5
             turns += 1
     assert turns == len(policy.sampled), "each turn is trained on once"
+
+
+@pytest.fixture(scope="module")
+def pupil(tmp_path_factory) -> Path:
+    """The example's model, which looks up in half of the cases."""
+    folder = tmp_path_factory.mktemp("pupil") / "model"
+    make_model.make(folder, seed=0, steps=make_model.STEPS)
+    return folder
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.parametrize(("agent", "tasks"), [("run", 8), ("run_forgetful", 4)])
+def test_the_example_learns_with_an_unchanged_agent(agent, tasks, ratio, python, pupil, tmp_path):
+    """Also with one that forgets: each of its episodes has a history that could not be continued, and two samples."""
+    settings = {
+        "pretrain": pupil,
+        "output_dir": tmp_path / "run",
+        "async_generation_ratio": ratio,
+        "rollout_batch_size": tasks,
+        "custom_envs.directory.env_config.run": f"examples.agent-tool-cpu.openai_agents:{agent}",
+    }
+    example = ["-m", "roll.cli.main", "train", "examples/agent-tool-cpu/agent.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    subprocess.run([python, *example, *overrides], cwd=ROOT, env=environment, check=True)
+    steps = [step for step in read_metrics(tmp_path / "run" / "metrics.jsonl") if step["step"] > 0]
+    rewards = [step["reward/mean"] for step in steps]
+    assert 0.3 < rewards[0] < 0.7 and statistics.mean(rewards[-5:]) >= 0.95
+    assert {step["env/directory/new_samples/history"] for step in steps} == {float(agent == "run_forgetful")}
