@@ -151,22 +151,20 @@ def configuration(bench: Bench, changes: dict[str, Any], *, large: bool = True) 
     """Return a short run in the bench's folder; ``changes`` are dotted keys. ``large``: its embedding is."""
     hidden = (1024 if bench.on_gpu else 512) if large else 128
     model = make_model(bench.folder, VOCABULARY if large else SMALL_VOCABULARY, hidden)
-    apart, devices = bench.apart, max(2, bench.gpus) if bench.on_gpu else 3
     config: dict[str, Any] = {
         "pipeline": "rlvr",
         "exp_name": "doctor",
         "seed": 7,
         "pretrain": model,
         "output_dir": str(bench.folder / "run"),
-        "cluster": {"device": bench.device, "num_devices_per_node": devices if apart else 1},
+        "cluster": {"device": bench.device, "num_devices_per_node": 2 if bench.apart else 1},
         "max_steps": STEPS,
         "rollout_batch_size": 4,
         "num_return_sequences_in_group": 4,
         "prompt_length": 8,
         "response_length": 16,
-        "async_generation_ratio": 1 if apart else 0,
+        "async_generation_ratio": 1 if bench.apart else 0,
         "track_with": [],
-        "stall_timeout_seconds": 120,
         "actor_train": {
             "device_mapping": [0],
             "model_args": {"dtype": bench.dtype},
@@ -174,11 +172,11 @@ def configuration(bench: Bench, changes: dict[str, Any], *, large: bool = True) 
             "data_args": {"file_name": str(bench.folder / "train.jsonl")},
         },
         "actor_infer": {
-            "device_mapping": [1 if apart else 0],
+            "device_mapping": [1 if bench.apart else 0],
             "model_args": {"dtype": bench.dtype},
             "strategy_args": {"strategy_name": "hf_infer"},
         },
-        "rewards": {"doctor": {"verifier": f"{parity.__module__}:{parity.__name__}"}},
+        "rewards": {"doctor": {"verifier": "roll.doctor.gpu_checks:parity"}},
         "weight_update": {"canary_interval": 1},
     }
     for path, value in changes.items():
@@ -274,7 +272,11 @@ def _gathered(bench: Bench, name: str) -> Figures:
 def two_devices(bench: Bench) -> Figures:
     """Two ranks of the trainer, and an engine over two GPUs. On a CPU the ranks alone, with gloo."""
     bench.need(2, *(("vllm",) if bench.on_gpu else ()))
-    changes: dict[str, Any] = {"actor_train.device_mapping": [0, 1], "actor_infer.device_mapping": [2]}
+    changes: dict[str, Any] = {
+        "cluster.num_devices_per_node": 2 if bench.on_gpu else 3,
+        "actor_train.device_mapping": [0, 1],
+        "actor_infer.device_mapping": [2],
+    }
     if bench.on_gpu:
         engine, options = bench.engine()
         changes |= {
