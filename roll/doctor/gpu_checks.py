@@ -233,7 +233,10 @@ def pushed(name: Literal["nccl", "cuda_ipc"]) -> Callable[[Bench], Figures]:
         engine, options = bench.engine()
         changes: dict[str, Any] = {
             "weight_update.transport": name,
-            "actor_infer.strategy_args": {"strategy_name": engine, "strategy_config": options | {"enforce_eager": True}},
+            "actor_infer.strategy_args": {
+                "strategy_name": engine,
+                "strategy_config": options | {"enforce_eager": True},
+            },
         }
         if name == "cuda_ipc":
             changes |= {"actor_infer.device_mapping": [0], "async_generation_ratio": 0}
@@ -263,10 +266,8 @@ def _gathered(bench: Bench, name: str) -> Figures:
     differing = sorted(each for each in wanted if publication.checksums.get(each) != wanted[each])
     if differing or publication.checksums.keys() != wanted.keys():
         raise RuntimeError(f"the copy differs: {differing[:3] or sorted(publication.checksums.keys() ^ wanted.keys())}")
-    return {f"{each}_seconds": round(seconds, 4) for each, seconds in publication.seconds.items()} | {
-        "bytes": publication.total_bytes,
-        "chunks": len(publisher.offer(2)),
-    }
+    figures: Figures = {f"{each}_seconds": round(seconds, 4) for each, seconds in publication.seconds.items()}
+    return figures | {"bytes": publication.total_bytes, "chunks": len(publisher.offer(2))}
 
 
 def two_devices(bench: Bench) -> Figures:
@@ -282,7 +283,10 @@ def two_devices(bench: Bench) -> Figures:
         changes |= {
             "actor_infer.device_mapping": [0, 1],
             "actor_infer.num_gpus_per_engine": 2,
-            "actor_infer.strategy_args": {"strategy_name": engine, "strategy_config": options | {"enforce_eager": True}},
+            "actor_infer.strategy_args": {
+                "strategy_name": engine,
+                "strategy_config": options | {"enforce_eager": True},
+            },
             "async_generation_ratio": 0,
         }
     return figures_of(run(bench, configuration(bench, changes, large=False)))
@@ -397,9 +401,7 @@ def sleep_and_wake(bench: Bench) -> Figures:
     return _with_engine(bench, path, check, shares_devices=True)
 
 
-def _with_engine(
-    bench: Bench, path: str, check: Callable[[InferStrategy], Any], *, shares_devices: bool
-) -> Figures:
+def _with_engine(bench: Bench, path: str, check: Callable[[InferStrategy], Any], *, shares_devices: bool) -> Figures:
     """Run a check on an engine in this process."""
     from roll.engines.local import running_engine
     from roll.engines.worker import EngineSpec

@@ -56,7 +56,8 @@ found = []
 for index in range(torch.cuda.device_count()):
     facts = torch.cuda.get_device_properties(index)
     torch.ones(1, device=f"cuda:{index}").sum().item()
-    found.append({"name": facts.name, "gib": round(facts.total_memory / 2**30, 1), "capability": [facts.major, facts.minor]})
+    gib, capability = round(facts.total_memory / 2**30, 1), [facts.major, facts.minor]
+    found.append({"name": facts.name, "gib": gib, "capability": capability})
 print(json.dumps({"cuda": torch.version.cuda, "gpus": found}))
 """
 
@@ -165,7 +166,9 @@ def look(runner: Runner) -> Machine:
             with suppress(ValueError):
                 found = json.loads(line)
                 return Machine(found["gpus"], found["cuda"])
-    return Machine(problem=f"torch cannot compute on the GPUs: {_ending(ended, LOOK_SECONDS)}; {' | '.join(lines[-3:])}")
+    return Machine(
+        problem=f"torch cannot compute on the GPUs: {_ending(ended, LOOK_SECONDS)}; {' | '.join(lines[-3:])}"
+    )
 
 
 def judge(name: str, check: Check, machine: Machine, runner: Runner) -> Verdict:
@@ -237,7 +240,10 @@ def facts(machine: Machine) -> dict[str, Any]:
         "cuda": machine.cuda,
         "gpus": list(machine.gpus),
         "problem": machine.problem,
-        "nvidia-smi": [_said("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv"), _said("nvidia-smi", "topo", "-m")],
+        "nvidia-smi": [
+            _said("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv"),
+            _said("nvidia-smi", "topo", "-m"),
+        ],
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "NCCL", "VLLM"))},
     }
 

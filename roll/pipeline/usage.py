@@ -54,12 +54,12 @@ class EngineLoads:
         for engine in engines:
             load: Mapping[str, float] = engine.get("load", {})
             before = self._before.get(engine["name"], {})
-            if load.get("steps", 0) < before.get("steps", 0):
+            if any(load.get(name, 0) < total for name, total in before.items()):
                 before = {}  # another process has taken its place
             for name, total in load.items():
                 gained[name] = gained.get(name, 0.0) + total - before.get(name, 0)
             self._before[engine["name"]] = load
-        metrics = {}
+        metrics: dict[str, float] = {}
         if gained.get("steps"):
             means = {"running": "running", "waiting": "waiting", "kv_cache_use": "cache_use"}
             metrics = {
@@ -77,7 +77,7 @@ def rates_per_device(rates: Mapping[str, float], roles: Mapping[str, WorkerConfi
     per_device = {}
     for name, rate in rates.items():
         family, _, role = name.partition("/")
-        devices = parse_device_mapping(roles[role].device_mapping) if role in roles else []
-        if family == "tokens_per_second" and devices:
-            per_device[f"tokens_per_second_per_device/{role}"] = rate / len(devices)
+        mapping = roles[role].device_mapping if role in roles else None
+        if family == "tokens_per_second" and mapping is not None:
+            per_device[f"tokens_per_second_per_device/{role}"] = rate / len(parse_device_mapping(mapping))
     return per_device

@@ -213,6 +213,8 @@ class _Passes:
         if measured is not None:
             return self._given.scale * measured * tokens.total / self._ranks**self._given.exponent
         peak = self._flops * mfu / passes
-        together = self._shape.forward_operations(tokens.total, tokens.squares) / (peak * self._ranks**self._given.exponent)
+        together = self._shape.forward_operations(tokens.total, tokens.squares) / (
+            peak * self._ranks**self._given.exponent
+        )
         longest = self._shape.forward_operations(tokens.longest, tokens.longest**2) / (peak * self._of_one_model)
         return self._given.scale * max(together, longest)

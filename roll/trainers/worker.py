@@ -162,9 +162,7 @@ class TrainWorker(Worker):
         """Forward passes that a pass with gradients is worth; frozen weights have no gradients of their own."""
         return 2 if self._setup.trains_adapters else 3
 
-    async def _counted(
-        self, batch: SampleBatch, passes: float, work: Callable[..., Result], *args: object
-    ) -> Result:
+    async def _counted(self, batch: SampleBatch, passes: float, work: Callable[..., Result], *args: object) -> Result:
         """Do work in the thread, and count its seconds and the operations of so many forward passes."""
 
         def timed() -> tuple[Result, float]:
