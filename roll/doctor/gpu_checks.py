@@ -45,7 +45,8 @@ VOCABULARY = 152_064
 """Of Qwen2.5: the embedding has 311 MB, more than the 256 MiB of a bucket and of vLLM's packed buffer."""
 SMALL_VOCABULARY = 512
 LONGEST = 64
-STEPS = 3
+STEPS = 2
+"""Of a run: three versions are published."""
 ESTIMATE_EXCEEDED = 1.1
 """Measured memory / estimated memory from which an estimate counts as too low."""
 FAR_ENOUGH = 4.0
@@ -159,7 +160,7 @@ def configuration(bench: Bench, changes: dict[str, Any], *, large: bool = True) 
         "output_dir": str(bench.folder / "run"),
         "cluster": {"device": bench.device, "num_devices_per_node": 2 if bench.apart else 1},
         "max_steps": STEPS,
-        "rollout_batch_size": 4,
+        "rollout_batch_size": 2,
         "num_return_sequences_in_group": 4,
         "prompt_length": 8,
         "response_length": 16,
@@ -298,7 +299,7 @@ def killed_engine(bench: Bench) -> Figures:
     changes: dict[str, Any] = {
         "chaos": {"enabled": True, "events": [{"kind": "kill", "role": "actor_infer", "at_step": 1}]},
         "actor_infer.strategy_args": {"strategy_name": engine, "strategy_config": options},
-        "max_steps": STEPS + 1,
+        "max_steps": 2 * STEPS,
     }
     steps = run(bench, configuration(bench, changes, large=False))
     restarts = steps[-1].get("engine/restarts")
@@ -309,7 +310,8 @@ def killed_engine(bench: Bench) -> Figures:
 
 def memory(bench: Bench) -> Figures:
     """Compare what `roll check` estimates for trainer and engine with what they took."""
-    config = configuration(bench, {"prompt_length": 16, "response_length": 240, "async_generation_ratio": 0})
+    response = 240 if bench.on_gpu else 48
+    config = configuration(bench, {"response_length": response, "async_generation_ratio": 0})
     steps = run(bench, config)
     estimate = estimate_memory(check_config(read_config(str(bench.folder / "run.yaml"), [], lambda text: None)))
     figures: Figures = {}
