@@ -47,8 +47,8 @@ SMALL_VOCABULARY = 512
 LONGEST = 64
 STEPS = 2
 """Of a run: three versions are published."""
-ESTIMATE_EXCEEDED = 1.1
-"""Measured memory / estimated memory from which an estimate counts as too low."""
+ESTIMATE_EXCEEDED = {"cuda": 1.1, "cpu": 1.25}
+"""Device -> measured / estimated memory above which an estimate is too low. What libraries occupy on a host differs."""
 FAR_ENOUGH = 4.0
 """After an update the engine's log-probabilities must be so many times nearer to the new weights than to the old."""
 _LAST_LINES = 4_000
@@ -312,8 +312,8 @@ def memory(bench: Bench) -> Figures:
     """Compare what `roll check` estimates for trainer and engine with what they took."""
     response = 240 if bench.on_gpu else 48
     config = configuration(bench, {"response_length": response, "async_generation_ratio": 0})
+    estimate = estimate_memory(check_config(read_config(config)))
     steps = run(bench, config)
-    estimate = estimate_memory(check_config(read_config(str(bench.folder / "run.yaml"), [], lambda text: None)))
     figures: Figures = {}
     for role in estimate.roles:
         name = f"memory/{role.role}/peak_gib"
@@ -323,7 +323,7 @@ def memory(bench: Bench) -> Figures:
         estimated = (role.peak - driver if bench.on_gpu else role.peak + role.host_bytes) / GIB
         if taken:
             figures |= {f"{role.role}/estimated_gib": round(estimated, 3), f"{role.role}/measured_gib": max(taken)}
-            if max(taken) > ESTIMATE_EXCEEDED * estimated:
+            if max(taken) > ESTIMATE_EXCEEDED[bench.device] * estimated:
                 raise RuntimeError(f"{role.role} took {max(taken):.2f} GiB, and {estimated:.2f} were estimated")
     if not figures:
         raise RuntimeError("the run did not tell what memory it took")
@@ -503,51 +503,45 @@ class Check:
     """What it does with GPUs."""
     here: str
     """What its part for CPUs does."""
-    seconds: float
-    """Longest time that it may take."""
     run: Callable[[Bench], Figures]
 
 
 _LARGE = "a run whose embedding of 311 MB travels"
 CHECKS: dict[str, Check] = {
     "shared_memory": Check(
-        f"{_LARGE} through the host's memory, canaries at each version", "the same", 180, transport("shared_memory")
+        f"{_LARGE} through the host's memory, canaries at each version", "the same", transport("shared_memory")
     ),
     "object_store": Check(
-        f"{_LARGE} through Ray's store, canaries at each version", "the same", 180, transport("object_store")
+        f"{_LARGE} through Ray's store, canaries at each version", "the same", transport("object_store")
     ),
-    "checkpoint": Check(f"{_LARGE} through files, canaries at each version", "the same", 180, transport("checkpoint")),
+    "checkpoint": Check(f"{_LARGE} through files, canaries at each version", "the same", transport("checkpoint")),
     "nccl": Check(
-        f"{_LARGE} from the trainer's GPU to vLLM's", "the trainer's copy, every tensor compared", 240, pushed("nccl")
+        f"{_LARGE} from the trainer's GPU to vLLM's", "the trainer's copy, every tensor compared", pushed("nccl")
     ),
     "cuda_ipc": Check(
         f"{_LARGE} within one GPU that trainer and vLLM share in turn",
         "the trainer's copy in chunks, every tensor compared",
-        240,
         pushed("cuda_ipc"),
     ),
     "two_devices": Check(
-        "two ranks of the trainer (NCCL), and vLLM over the same two GPUs", "two ranks (gloo)", 240, two_devices
+        "two ranks of the trainer (NCCL), and vLLM over the same two GPUs", "two ranks (gloo)", two_devices
     ),
     "experts": Check(
         "updates of a mixture of experts, kind by kind, compared with transformers token by token",
         "the same",
-        240,
         experts,
     ),
     "sleep_and_wake": Check(
         "sleep with requests under way, memory freed, wake, also without the weights; compared token by token",
         "the same, without memory",
-        240,
         sleep_and_wake,
     ),
     "killed_engine": Check(
-        "a run whose engine is killed, and replaced with the same weights", "the same", 240, killed_engine
+        "a run whose engine is killed, and replaced with the same weights", "the same", killed_engine
     ),
     "memory": Check(
         "what `roll check` estimates for trainer and engine against what torch counted",
         "the same against the memory of the processes",
-        240,
         memory,
     ),
 }

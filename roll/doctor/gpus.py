@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 from roll.configs.errors import MASK, is_secret
 from roll.distribution import NAME
-from roll.doctor.gpu_checks import CHECKS, Check
+from roll.doctor.gpu_checks import CHECKS
 from roll.tracking.logs import last_lines
 
 FINE, FAILED = 0, 1
@@ -44,6 +44,8 @@ PACKAGES = (
     "flash-attn", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "safetensors", "numpy",
 )  # fmt: skip
 GPU_FIELDS = "name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,pcie.link.gen.max"
+LIMIT_SECONDS = 300.0
+"""Longest time that a check may take."""
 LOOK_SECONDS = 60.0
 """Longest time that looking at the GPUs may take."""
 ENDING_SECONDS = 10.0
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         print(line, flush=True)
     verdicts = []
     for name in options.only:
-        verdicts.append(judge(name, CHECKS[name], machine, run_in_process))
+        verdicts.append(judge(name, machine, run_in_process))
         print("\n".join(row(verdicts[-1], on_gpus=bool(machine.gpus))), flush=True)
     report = masked(facts(machine) | {"checks": [asdict(verdict) for verdict in verdicts]}, os.environ)
     Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -171,14 +173,14 @@ def look(runner: Runner) -> Machine:
     )
 
 
-def judge(name: str, check: Check, machine: Machine, runner: Runner) -> Verdict:
+def judge(name: str, machine: Machine, runner: Runner) -> Verdict:
     """Run a check in a folder of its own, and return the verdict on how it ended."""
     folder = Path(tempfile.mkdtemp(prefix=f"roll-doctor-{name}-"))
     try:
         output, result = folder / "output.txt", folder / "result.json"
         device = "cuda" if machine.gpus else "cpu"
         command = [sys.executable, "-m", "roll.doctor.gpu_checks", name, str(folder), device, str(len(machine.gpus))]
-        ended = runner(command, output, check.seconds)
+        ended = runner(command, output, LIMIT_SECONDS)
         lines = last_lines(output, LAST_LINES, LAST_BYTES)
         try:
             said: dict[str, Any] = json.loads(result.read_text())
@@ -192,7 +194,7 @@ def judge(name: str, check: Check, machine: Machine, runner: Runner) -> Verdict:
     if "failed" in said:
         return Verdict(name, "failed", seconds, said["failed"], output=lines)
     if ended.code != 0 or "figures" not in said:
-        return Verdict(name, "failed", seconds, _ending(ended, check.seconds), output=lines)
+        return Verdict(name, "failed", seconds, _ending(ended, LIMIT_SECONDS), output=lines)
     return Verdict(name, "passed", seconds, figures=said["figures"])
 
 

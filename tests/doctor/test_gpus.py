@@ -12,12 +12,16 @@ import time
 import psutil
 import pytest
 
+from roll.check.config import check_config, read_config
+from roll.check.memory import estimate_memory
 from roll.cli.main import main
+from roll.configs import derived
+from roll.configs.devices import parse_device_mapping
 from roll.doctor import gpu_checks, gpus
 from roll.doctor.gpu_checks import CHECKS, Bench, NotHere
 from roll.doctor.gpus import Ended, Machine, judge, look, masked, run_in_process
+from tests.tiers import need
 
-CHECK = CHECKS["cuda_ipc"]
 TWO = Machine([{"name": "NVIDIA H100"}, {"name": "NVIDIA H100"}], "13.0")
 
 
@@ -40,8 +44,8 @@ def ending(code, said=None, words=""):
         (ending(0, {"not_here": "needs 2 GPUs, 1 here"}), "not here", "needs 2 GPUs, 1 here"),
         (ending(1, {"failed": "WeightsDiffer: the content of 'a'"}), "failed", "WeightsDiffer: the content of 'a'"),
         (ending(-signal.SIGSEGV), "failed", "its process was ended by SIGSEGV"),
-        (ending(None), "failed", f"it took longer than {CHECK.seconds:g} s"),
-        (ending(None, {"figures": {}}), "failed", f"it took longer than {CHECK.seconds:g} s"),
+        (ending(None), "failed", f"it took longer than {gpus.LIMIT_SECONDS:g} s"),
+        (ending(None, {"figures": {}}), "failed", f"it took longer than {gpus.LIMIT_SECONDS:g} s"),
         (ending(-signal.SIGABRT, {"figures": {}}), "failed", "its process was ended by SIGABRT"),
         (ending(0), "failed", "its process ended with status 0"),
         (ending(0, '{"figures'), "failed", "its process ended with status 0"),
@@ -49,7 +53,7 @@ def ending(code, said=None, words=""):
     ],
 )
 def test_however_a_check_ends_it_is_a_verdict(runner, verdict, reason):
-    found = judge("cuda_ipc", CHECK, TWO, runner)
+    found = judge("cuda_ipc", TWO, runner)
     assert (found.verdict, found.reason) == (verdict, reason)
 
 
@@ -58,10 +62,10 @@ def test_the_last_words_of_a_check_that_failed_are_kept_and_its_folder_is_not():
 
     def runner(command, output, seconds):
         folders.append(output.parent)
-        assert command[-3:] == [str(output.parent), "cuda", "2"] and seconds == CHECK.seconds
+        assert command[-3:] == [str(output.parent), "cuda", "2"] and seconds == gpus.LIMIT_SECONDS
         return ending(-signal.SIGKILL, words="first\nout of memory\n")(command, output, seconds)
 
-    assert judge("cuda_ipc", CHECK, TWO, runner).output == ["first", "out of memory"]
+    assert judge("cuda_ipc", TWO, runner).output == ["first", "out of memory"]
     assert not folders[0].exists()
 
 
@@ -131,6 +135,46 @@ def test_a_check_that_failed_is_the_exit_code(tmp_path, monkeypatch, capsys):
     assert "failed: nccl, memory" in capsys.readouterr().out
 
 
+RUNS = ("shared_memory", "object_store", "checkpoint", "nccl", "cuda_ipc", "two_devices", "killed_engine", "memory")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_run_on_gpus_is_a_configuration_that_can_work(name, count, tmp_path, monkeypatch):
+    """As `roll check` sees it, on a machine with so many GPUs."""
+    need("vllm")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    small = gpu_checks.make_model
+    monkeypatch.setattr(gpu_checks, "make_model", lambda folder, vocabulary, hidden: small(folder, 512, 128))
+    seen = []
+
+    def run(bench, config):
+        seen.append(check_config(read_config(config)))
+        assert estimate_memory(seen[0]).unknown == []
+        return [{"engine/restarts": 1.0, "engine/reissued": 0.0, "memory/actor_train/peak_gib": 0.01}]
+
+    monkeypatch.setattr(gpu_checks, "run", run)
+    bench = Bench(tmp_path, "cuda", count)
+    if count == 1 and name in ("nccl", "two_devices"):
+        with pytest.raises(NotHere):
+            CHECKS[name].run(bench)
+        return
+    CHECKS[name].run(bench)
+    (config,) = seen
+    devices = {
+        role: parse_device_mapping(getattr(config, role).device_mapping) for role in ("actor_train", "actor_infer")
+    }
+    assert max(max(each) for each in devices.values()) < count and config.cluster.device == "cuda"
+    assert config.weight_update.canary_interval == 1
+    if name in ("nccl", "cuda_ipc"):
+        assert (derived.weight_transport(config), derived.shares_devices(config, "actor_infer")) == (
+            name,
+            name == "cuda_ipc",
+        )
+    if name == "two_devices":
+        assert config.actor_infer.num_gpus_per_engine == 2 == derived.data_parallel_ranks(config.actor_train)
+
+
 def test_what_a_machine_lacks_is_said(tmp_path):
     with pytest.raises(NotHere, match="needs 2 GPUs, 1 here"):
         Bench(tmp_path, "cuda", 1).need(2)
@@ -143,7 +187,7 @@ def test_a_check_that_raises_says_so_in_its_result(tmp_path, monkeypatch):
     def check(bench):
         raise ValueError("wrong tensor")
 
-    monkeypatch.setitem(CHECKS, "memory", gpu_checks.Check("", "", 1, check))
+    monkeypatch.setitem(CHECKS, "memory", gpu_checks.Check("", "", check))
     assert gpu_checks.main(["memory", str(tmp_path), "cpu", "0"]) == 1
     assert json.loads((tmp_path / "result.json").read_text()) == {"failed": "ValueError: wrong tensor"}
 
