@@ -53,11 +53,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine the run named on the command line, or with ``--gpu`` this machine; return the exit code."""
-    if "--gpu" in arguments:
-        from roll.doctor.gpus import main as examine_gpus
-
-        return examine_gpus(arguments)
+    """Examine the run named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="roll doctor",
         description="Say how a run is, alive or dead: who waits for whom, since when, and the likely culprit.",
