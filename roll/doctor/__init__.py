@@ -1,5 +1,5 @@
-"""`roll doctor`: who waits for whom in a run, and what became of it; with ``--gpu``, whether the paths that need GPUs work
-on this machine."""
+"""`roll doctor`: who waits for whom in a run, and what became of it. With ``--gpu``: whether the paths that need GPUs
+work on this machine."""
 
 from __future__ import annotations
 

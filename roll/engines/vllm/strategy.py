@@ -77,7 +77,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def memory(self) -> Mapping[str, float]:
         """See `InferStrategy.memory`; of the worker that has most. A step that lasts long is not waited for: then it
         is what was last told."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, EngineFailed):  # a death is noticed elsewhere
             async with asyncio.timeout(_MEMORY_SECONDS):
                 workers = await self._answer(self._live_engine().collective_rpc("roll_memory"))
                 names = dict.fromkeys(name for worker in workers for name in worker)
