@@ -70,7 +70,6 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     _policy: LoRARequest | None = None
     """vLLM's name for the adapter, whose folder it read once; None before the first one is loaded."""
 
-    _known_load = tuple(field.name for field in fields(EngineLoad))
     _memory: Mapping[str, float] = MappingProxyType({})
     """As last told."""
 
@@ -96,6 +95,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
             adapter_rank=self._adapter_rank,
         )
+        if not self._strategy_config.get("disable_log_stats"):
+            self._known_load = tuple(field.name for field in fields(EngineLoad))
         _set_environment(arguments)
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -107,7 +108,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         context = UsageContext.OPENAI_API_SERVER
         engine_args = AsyncEngineArgs(**arguments)
         try:
-            loggers = [load_logger(self._load_totals)]
+            loggers = [load_logger(self._load_totals)] if self._known_load else []
             engine = AsyncLLM.from_engine_args(engine_args, usage_context=context, stat_loggers=loggers)
         except Exception as error:
             if self._adapter_rank is not None:
