@@ -204,6 +204,24 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.root_parameters
 
     @property
+    def active_parameters(self) -> float:
+        """Parameters that a token passes through; of the embedding it reads a row only."""
+        share = 1 - self.experts_per_token / self.experts if self.experts else 0.0
+        return self.parameters - self.layers * self.expert_parameters * share - self._looked_up
+
+    @property
+    def _looked_up(self) -> int:
+        return 0 if self.tied and not self.value_head else self.embedding_parameters
+
+    def forward_operations(self, tokens: float, squares: float) -> float:
+        """Return the floating-point operations of a forward pass over sequences.
+
+        2 for each active parameter and token, and 4 for each layer, query element and pair of tokens, halved by the
+        causal mask (arXiv 2001.08361, 2104.04473). ``squares``: sum of the squares of the lengths.
+        """
+        return 2 * self.active_parameters * tokens + 2 * self.layers * self.queries * squares
+
+    @property
     def largest_matrix(self) -> int:
         """Elements of the largest parameter."""
         experts = self.expert_parameters * 2 // 3  # gate and up projections of all experts are one tensor

@@ -64,7 +64,7 @@ COMMANDS = {
         "MODEL", "a finished model, at an address for OpenAI's and Anthropic's clients", "roll.cli.serve:main"
     ),
     "chat": Command("MODEL", "talk to a finished model", "roll.cli.chat:main"),
-    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis:main"),
+    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor:main"),
     "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page:main"),
     "completion": Command("SHELL", "completion of commands, files and keys", "roll.cli.completion:main"),
 }

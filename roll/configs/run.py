@@ -107,6 +107,11 @@ class ClusterConfig:
         "Memory of one GPU in GiB. With it, `roll check` and the start of a run say what will not fit.",
         needs="device: cuda",
     )
+    device_tflops: Positive | None = option(
+        None,
+        "Peak of one device in 10^12 operations a second, of which `mfu/<role>` is a share. Default: NVIDIA's figure "
+        "for dense bfloat16 by the GPU's name, for A100, H100, H800, H20, H200 and GB200; else no `mfu`.",
+    )
     cpu_threads_per_device: Count | None = option(
         None, "Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node."
     )

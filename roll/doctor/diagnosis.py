@@ -48,6 +48,7 @@ _EPILOG = """\
 examples:
   roll doctor output/quickstart/latest
   roll doctor --json /runs/mine
+  roll doctor --gpu                 # no run: do the paths that need GPUs work on this machine
 """
 
 

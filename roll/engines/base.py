@@ -25,6 +25,7 @@ import torch
 from roll.configs.errors import ConfigError
 from roll.configs.pictures import PictureSampling
 from roll.data import tokenizer
+from roll.runtime.usage import memory_in_use
 from roll.tracking.timeline import BusySpans
 from roll.weights.adapters import LayerShapes, linear_layers
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, WeightMismatch
@@ -159,6 +160,25 @@ class PreparedWeights:
     """Filled in by an engine that compares it with what it holds after the load."""
 
 
+@dataclass
+class EngineLoad:
+    """Totals over all steps of an engine. Divided by ``steps``, differences of them are means over a time."""
+
+    steps: int = 0
+    running: int = 0
+    """Requests that were computed."""
+    waiting: int = 0
+    """Requests that waited for a place inside the engine."""
+    cache_use: float = 0.0
+    """Share of the room for keys and values that was in use."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that joined, not summed over steps."""
+    shared_tokens: int = 0
+    """Those of them whose keys and values were there already."""
+    preemptions: int = 0
+    """Running requests that lost their place, and are computed again."""
+
+
 class InferStrategy(ABC):
     """One engine replica."""
 
@@ -277,11 +297,16 @@ class InferStrategy(ABC):
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Return at least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total) and
-        `busy_spans` (the latest ones, in seconds since the epoch; see `BusySpans`)."""
+        `busy_spans` (the latest ones, in seconds since the epoch; see `BusySpans`); and `load`, the fields of
+        `EngineLoad` that are known."""
 
     @abstractmethod
     async def shutdown(self) -> None:
         """End all requests as aborted and free everything. Harmless to repeat."""
+
+    async def memory(self) -> Mapping[str, float]:
+        """Return the memory of the process that computes (see `memory_in_use`); empty if it is not known."""
+        return memory_in_use()
 
     async def base_checksums(self) -> Mapping[str, int]:
         """Return the checksums of the model that was loaded at the start, in the engine's precision, by the names of a

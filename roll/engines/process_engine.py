@@ -30,6 +30,7 @@ from roll.engines.base import (
     BusyClock,
     Completion,
     EngineFailed,
+    EngineLoad,
     FinishReason,
     GenerateRequest,
     InferStrategy,
@@ -314,6 +315,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     _engine: Engine | None = None
     _paused = _asleep = _without_weights = False
     _version = _generated_tokens = 0
+    _known_load: Collection[str] = ()
+    """Fields of the load that the library tells."""
     _loads = 0
     """Number of weight updates. It tells caches apart: a version that is trained anew comes with other weights."""
 
@@ -323,7 +326,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         config, self._names, self._layers = model_facts(self._spec)
         self._shapes, self._buffers = self._names.shapes, self._names.uncast
         self._read_facts(config)
-        self._clock = BusyClock()
+        self._clock, self._load_totals = BusyClock(), EngineLoad()
         self._scoring = asyncio.Lock()
         self._engine, slots = await self._launch(config)
         # One slot is kept for scoring: a score follows an update, which must not wait for requests that have not begun.
@@ -478,8 +481,12 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
             "waiting": self._requests.gate.waiting,
             "version": self._version,
             "generated_tokens": self._generated_tokens,
+            "load": {name: total for name, total in vars(self._load_totals).items() if name in self._known_load},
             **self._clock.stats(),
         }
+
+    async def memory(self) -> Mapping[str, float]:
+        return {}
 
     async def shutdown(self) -> None:
         engine, self._engine = self._engine, None

@@ -325,5 +325,5 @@ class InferWorker(Worker):
             await self._strategy.resume()
 
     async def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`."""
-        return self._strategy.stats()
+        """See `InferStrategy.stats`; also returns the `memory` of the engine."""
+        return self._strategy.stats() | {"memory": await self._strategy.memory()}

@@ -31,7 +31,9 @@ from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
 from roll.pipeline.rollouts import ValidationResult, WorkerProcesses
+from roll.pipeline.usage import EngineLoads, engine_memory, rates_per_device, trainer_usage
 from roll.rollout.scheduler import RolloutScheduler
+from roll.runtime.usage import Usage
 from roll.tracking.console import Console, say_beside
 from roll.tracking.logs import LogWatch
 from roll.tracking.plugins.process import Ending, PlugIns, open_plug_ins
@@ -40,6 +42,7 @@ from roll.tracking.summary import ReadableSample, ReadableTokens, SampleLog, Sum
 from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import MetricsLog, TensorBoardTracker, read_metrics
 from roll.tracking.waits import LOGP, WaitBoard
+from roll.trainers.worker import TrainerGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -278,6 +281,8 @@ class RunRecorder:
         self._busy_since: dict[str, float] = {}
         self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
+        self._loads = EngineLoads()
+        self._tflops, self._roles = config.cluster.device_tflops, present_roles(config)
 
     def _open_files(self, after_step: int | None) -> None:
         """Open the files that have records of steps."""
@@ -341,6 +346,7 @@ class RunRecorder:
         scheduler: RolloutScheduler[Any, Group],
         pool: InferencePool,
         workers: WorkerProcesses,
+        trainers: Mapping[str, TrainerGroup],
     ) -> None:
         """Measure a finished training step, add the results to its metrics, and show them."""
         step = batch.step + 1
@@ -350,12 +356,19 @@ class RunRecorder:
         fields = {**{role: f"{role}_logprobs" for role in COMPARED_ROLES}, "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
         others += self._beside
-        engines = await pool.stats()
+        engines, *used = await asyncio.gather(pool.stats(), *(trainer.usage() for trainer in trainers.values()))
         spans = workers.busy_spans()
         self._draw({**spans, **{engine["name"]: engine["busy_spans"] for engine in engines}})
         batch.metrics |= {
             **{f"ledger/{name}": float(count) for name, count in self.ledger.items()},
             **self._rates(engines, window, others),
+            **self._loads.metrics(engines),
+            **engine_memory("actor_infer", engines),
+            **{
+                name: value
+                for role, ranks in zip(trainers, used, strict=True)
+                for name, value in trainer_usage(role, ranks, self._tflops).items()
+            },
             **{f"idle/{role}": self.timeline.idle_share(role, window) for role in spans},
             "time/step": window[1] - window[0],
             "engine/restarts": float(pool.restarts),
@@ -448,14 +461,17 @@ class RunRecorder:
                     self.timeline.busy(role or name, start, end, worker if role else "all")
                     self._drawn_until[name] = end
 
-    def supervised_step(self, metrics: dict[str, float], step: int) -> None:
+    def supervised_step(self, metrics: dict[str, float], step: int, used: Sequence[Usage]) -> None:
         """Measure a finished step of a run without rollouts, add its rates to its metrics, and show and log them."""
         window = (self._step_ended, time.time())
         self._step_ended = window[1]
         seconds = max(window[1] - window[0], 1e-9)
         counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
+        rates = {"tokens_per_second/actor_train": counted["actor_train"] / seconds}
         metrics |= {
-            "tokens_per_second/actor_train": counted["actor_train"] / seconds,
+            **rates,
+            **rates_per_device(rates, self._roles),
+            **trainer_usage("actor_train", used, self._tflops),
             "idle/actor_train": self.timeline.idle_share("actor_train", window),
             "time/step": seconds,
         }
@@ -481,4 +497,4 @@ class RunRecorder:
         for role in ("actor_train", *others):
             rates[f"tokens_per_second/{role}"] = counted[role] / seconds
             rates[f"idle/{role}"] = self.timeline.idle_share(role, window)
-        return rates
+        return rates | rates_per_device(rates, self._roles)

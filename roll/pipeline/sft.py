@@ -128,7 +128,7 @@ class SupervisedRun:
             if config.eval_steps and (step % config.eval_steps == 0 or step == config.max_steps):
                 metrics |= await self._validation(step)
             self._done = step
-            recorder.supervised_step(metrics, step)
+            recorder.supervised_step(metrics, step, await self._trainer.usage())
             if due:
                 await recorder.sync()
                 await self.checkpoints.step_recorded(step)

@@ -294,7 +294,8 @@ async def record(run: RunContext, batch: TrainingBatch) -> None:
     step = batch.step + 1
     if run.critic is not None:
         await run.critic_steps.reached(step)
-    await run.recorder.step(batch, run.scheduler, run.pool, run.side.workers)
+    trainers = {"actor_train": run.trainer} | ({"critic": run.critic} if run.critic is not None else {})
+    await run.recorder.step(batch, run.scheduler, run.pool, run.side.workers, trainers)
     run.records.put(step, batch.metrics)
     if step == run.config.max_steps:
         await run.records.written()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.check.hardware import Hardware
 from roll.check.memory import find_shape
 from roll.check.memory_parts import ELEMENT_BYTES, GIB, ModelShape, ShapeUnknown
 from roll.check.memory_roles import HF_MAX_RUNNING, SGLANG_MAX_RUNNING, VLLM_BATCHES, engine_share
@@ -26,7 +27,7 @@ from roll.configs.plugins import problem
 from roll.configs.roles import WorkerConfig
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import Options
-from roll.simulation.inputs import Hardware, Inputs
+from roll.simulation.inputs import Inputs
 
 PCIE_BANDWIDTH = 2e10
 """Bytes a second between host and device."""
@@ -101,12 +102,6 @@ def shape_of(config: PipelineConfig, role: WorkerConfig) -> ModelShape:
         raise problem("pretrain", str(reason), remedy) from reason
 
 
-def active_parameters(shape: ModelShape) -> float:
-    """Return the weights that a token passes through; of the embedding it reads a row only."""
-    idle = shape.layers * shape.expert_parameters * (1 - _chosen_share(shape)) if shape.experts else 0.0
-    return shape.parameters - idle - (0 if shape.tied else shape.embedding_parameters)
-
-
 def _chosen_share(shape: ModelShape) -> float:
     return shape.experts_per_token / shape.experts
 
@@ -153,7 +148,7 @@ def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hard
     element = ELEMENT_BYTES[config.actor_infer.model_args.dtype]
     running = given.max_running or _running(config, hardware)
     bandwidth, flops = given.bandwidth * hardware.bandwidth * gpus, given.efficiency * hardware.flops * gpus
-    active = active_parameters(shape)
+    active = shape.active_parameters
     experts = float(shape.layers * shape.expert_parameters)
     dense = shape.parameters - experts - (0 if shape.tied else shape.embedding_parameters)
     sums = 2 * shape.layers * given.communication_seconds if gpus > 1 else 0.0
@@ -201,9 +196,7 @@ class _Passes:
     """The passes of a role over tokens."""
 
     def __init__(self, config: PipelineConfig, inputs: Inputs, hardware: Hardware, role: WorkerConfig) -> None:
-        self._given, shape = inputs.trainer, shape_of(config, role)
-        self._weights = active_parameters(shape)
-        self._pairs = shape.layers * shape.queries
+        self._given, self._shape = inputs.trainer, shape_of(config, role)
         self._ranks = len(parse_device_mapping(role.device_mapping)) or 1
         self._of_one_model = self._ranks / max(1, derived.data_parallel_ranks(role))
         self._flops = hardware.flops
@@ -220,10 +213,8 @@ class _Passes:
         if measured is not None:
             return self._given.scale * measured * tokens.total / self._ranks**self._given.exponent
         peak = self._flops * mfu / passes
-        together = self._operations(tokens.total, tokens.squares) / (peak * self._ranks**self._given.exponent)
-        longest = self._operations(tokens.longest, tokens.longest**2) / (peak * self._of_one_model)
+        together = self._shape.forward_operations(tokens.total, tokens.squares) / (
+            peak * self._ranks**self._given.exponent
+        )
+        longest = self._shape.forward_operations(tokens.longest, tokens.longest**2) / (peak * self._of_one_model)
         return self._given.scale * max(together, longest)
-
-    def _operations(self, total: float, squares: float) -> float:
-        """Return the operations of one forward pass."""
-        return 2 * self._weights * total + 2 * self._pairs * squares

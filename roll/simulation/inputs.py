@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from omegaconf import OmegaConf
 
+from roll.check.hardware import DEVICES, Hardware
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among
 from roll.configs.fields import Count, NotNegative, Nucleus, Positive, Range, Share, changes, option, values_below
@@ -26,30 +27,6 @@ from roll.configs.run import PipelineConfig
 
 Origin = Literal["default", "given", "fitted", "measured"]
 Section = TypeVar("Section")
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Peak figures of one device, from its data sheet."""
-
-    flops: float
-    """Dense bfloat16 operations a second; of a CPU slot: float32, measured."""
-    bandwidth: float
-    """Bytes a second from the device's memory."""
-    memory: float
-    """Bytes."""
-
-
-DEVICES: dict[str, Hardware] = {
-    "A100": Hardware(312e12, 2.04e12, 80e9),
-    "H100": Hardware(989e12, 3.35e12, 80e9),
-    "H800": Hardware(989e12, 3.35e12, 80e9),
-    "H20": Hardware(148e12, 4.0e12, 96e9),
-    "H200": Hardware(989e12, 4.8e12, 141e9),
-    "GB200": Hardware(2450e12, 8.0e12, 186e9),
-    "CPU": Hardware(7e10, 1e10, 8e9),
-}
-"""NVIDIA's data sheets (SXM variants; GB200: one of its GPUs), and a core of the machine of `benchmarks/README.md`."""
 
 
 @dataclass

@@ -11,21 +11,23 @@ deadline fits. A waiting caller checks for movement: bytes in the file, allocate
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
 import torch
 
 from roll.algorithms.metrics import mean_over_updates
-from roll.check.memory_parts import GIB
+from roll.check.memory_parts import GIB, ModelShape, ShapeUnknown, find_shape
 from roll.data.records import SampleBatch, derive_seed
+from roll.runtime.usage import Usage, device_name, memory_in_use
 from roll.runtime.workers import Worker, WorkerGroup, WritingStuck
 from roll.tracking.files import sync_file
 from roll.tracking.status import Attention
@@ -43,6 +45,7 @@ LOOK_SECONDS = 30.0
 """Longest interval between two progress checks of a write. Its completion is noticed at once."""
 
 
+Result = TypeVar("Result")
 HELD_TENSORS = 8
 """Number of tensors, about, that a forward-only role reads back from its model after it has loaded a version."""
 
@@ -81,10 +84,14 @@ class TrainWorker(Worker):
     """Checksums of the base model, if only adapters are published."""
     _writing: list[Writing]
     """Writes in progress, oldest first."""
+    _used: Usage
+    """Work since it was last told."""
+    _shape: ModelShape | None
+    """Sizes of the model; None if they are unknown."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
-        self._writing = []
+        self._writing, self._used, self._shape = [], Usage(), shape_of(spec.setup)
         me = self.identity
         host = (await self.describe())["host"]
         if spec.transport is not None:
@@ -113,15 +120,15 @@ class TrainWorker(Worker):
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Return log-probabilities of the batch's tokens on rank 0, None elsewhere."""
-        return self._from_first(await self.in_thread(self._strategy.log_probs, batch, temperature))
+        return self._from_first(await self._counted(batch, 1, self._strategy.log_probs, batch, temperature))
 
     async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Return the log-probabilities without the trained adapters on rank 0, None elsewhere."""
-        return self._from_first(await self.in_thread(self._trainer.base_log_probs, batch, temperature))
+        return self._from_first(await self._counted(batch, 1, self._trainer.base_log_probs, batch, temperature))
 
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
         """Return a critic's values of the batch's tokens on rank 0, None elsewhere."""
-        return self._from_first(await self.in_thread(self._trainer.values, batch))
+        return self._from_first(await self._counted(batch, 1, self._trainer.values, batch))
 
     def _from_first(self, values: np.ndarray) -> np.ndarray | None:
         """Return the values on rank 0 only: all ranks have the same, and one copy of them travels."""
@@ -137,7 +144,7 @@ class TrainWorker(Worker):
             ]
             return mean_over_updates(updates)
 
-        return await self.in_thread(train)
+        return await self._counted(batch, plan.epochs * self._passes, train)
 
     async def train_part(
         self, batch: SampleBatch, objective: Objective, temperature: float, completes: bool
@@ -147,8 +154,32 @@ class TrainWorker(Worker):
         def train() -> tuple[dict[str, float], np.ndarray | None]:
             return self._trainer.train_part(batch, objective, temperature, completes=completes)
 
-        metrics, logprobs = await self.in_thread(train)
+        metrics, logprobs = await self._counted(batch, self._passes, train)
         return metrics, None if logprobs is None else self._from_first(logprobs)
+
+    @property
+    def _passes(self) -> int:
+        """Forward passes that a pass with gradients is worth; frozen weights have no gradients of their own."""
+        return 2 if self._setup.trains_adapters else 3
+
+    async def _counted(self, batch: SampleBatch, passes: float, work: Callable[..., Result], *args: object) -> Result:
+        """Do work in the thread, and count its seconds and the operations of so many forward passes."""
+
+        def timed() -> tuple[Result, float]:
+            began = time.perf_counter()
+            return work(*args), time.perf_counter() - began
+
+        result, seconds = await self.in_thread(timed)
+        self._used.seconds += seconds
+        if self._shape is not None:
+            lengths = batch.lengths.astype(np.float64)
+            self._used.operations += passes * self._shape.forward_operations(lengths.sum(), (lengths**2).sum())
+        return result
+
+    async def usage(self) -> Usage:
+        """Return what this rank has computed since the last call, and its memory."""
+        used, self._used = self._used, Usage()
+        return replace(used, device=device_name(), memory=memory_in_use())
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
@@ -268,6 +299,16 @@ class TrainWorker(Worker):
         await self.in_thread(self._strategy.load_states)
 
 
+def shape_of(setup: TrainerSetup) -> ModelShape | None:
+    """Return the sizes of the model; None if they are unknown, or it is one of pictures."""
+    if setup.pictures is not None:
+        return None
+    try:
+        return replace(find_shape(setup.model_path), value_head=setup.kind == "value")
+    except ShapeUnknown:
+        return None
+
+
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
     """Return the rows of each optimizer step, for all epochs. Rows are shuffled if an epoch has several steps."""
     batches: list[np.ndarray] = []
@@ -369,6 +410,10 @@ class TrainerGroup:
     ) -> tuple[dict[str, float], np.ndarray | None]:
         """Train on a part of a batch; the last one ``completes`` the step. See `TrainStrategy.train_part`."""
         return (await self._call("train_part", ray.put(batch), objective, plan.temperature, completes))[0]
+
+    async def usage(self) -> list[Usage]:
+        """Return what each rank has computed since the last call, and its memory."""
+        return await self._call_beside("usage")
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update."""

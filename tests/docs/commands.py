@@ -25,6 +25,7 @@ PROGRAMS = ("roll", "python", "make", "pip", "ray", "eval", "pytest", "tensorboa
 INSTEAD = {
     "roll train": "`roll check` looks up all that a run looks up before it starts; whole runs are in tests/pipeline",
     "roll check-agent": "the file exists; its model is made first, and tests/cli/test_check_agent.py plays agents",
+    "roll doctor --gpu": "it takes minutes: tests/doctor/test_gpus.py",
     "roll serve": "it serves until it is ended, and chats by itself: tests/cli/test_serve.py",
     "make": "the target and its variables exist; a target installs packages or takes minutes to hours",
     "python script": "the file and its flags exist; tests/examples and tests/benchmarks run what they do",

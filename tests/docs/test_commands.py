@@ -82,6 +82,8 @@ def kind(command: Command) -> str:
         return module if module in INSTEAD else "python script"
     if command.words[:2] in (("roll", "serve"), ("roll", "chat")):
         return "roll serve"
+    if command.words[:3] == ("roll", "doctor", "--gpu"):
+        return "roll doctor --gpu"
     return "roll check-agent" if command.words[:2] == ("roll", "check-agent") else command.program
 
 

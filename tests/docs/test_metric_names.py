@@ -16,7 +16,8 @@ from tests.docs.pages import ROOT, Page, pages
 
 FAMILIES = (
     "actor", "advantage", "correction", "critic", "engine", "env_tokens", "env_workers", "idle", "kl_penalty", "lag",
-    "ledger", "metrics", "mismatch", "reward", "rewards", "response", "time", "tokens_per_second", "val", "weights",
+    "ledger", "memory", "metrics", "mfu", "mismatch", "reward", "rewards", "response", "time", "tokens_per_second",
+    "tokens_per_second_per_device", "val", "weights",
 )  # fmt: skip
 """First parts of metrics' names. Those of environments (`env`) follow from what environments report."""
 _NAME = re.compile(rf"({'|'.join(FAMILIES)})(/[a-z_0-9]+|/<[a-z_]+>|/[a-z]+_<n>)+")

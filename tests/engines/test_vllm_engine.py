@@ -57,6 +57,24 @@ def engine(vllm_path, vllm_model):
 # vLLM's own ways
 
 
+def test_its_load_is_told_in_totals_and_the_memory_of_its_worker(published):
+    strategy, before = published.strategy, published.strategy.stats()["load"]
+    prompt = tuple(np.random.default_rng(0).integers(2, 90, 140).tolist())  # a block has 128 tokens
+
+    async def scenario():
+        requests = [request(f"load {i}", 20, prompt=prompt, seed=i, ignore_eos=True) for i in range(8)]
+        await strategy.generate(requests[0])
+        await asyncio.gather(*map(strategy.generate, requests[1:]))
+        return await strategy.memory()
+
+    memory = published.run(scenario)
+    gained = {name: total - before[name] for name, total in strategy.stats()["load"].items()}
+    assert 38 <= gained["steps"] <= 80 and 1 < gained["running"] / gained["steps"] <= 7
+    assert 0 < gained["cache_use"] / gained["steps"] <= 1 and gained["preemptions"] == 0
+    assert (gained["prompt_tokens"], gained["shared_tokens"]) == (8 * 140, 7 * 128)
+    assert memory["peak_gib"] > 0.1
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 12, 0.8)]
 )

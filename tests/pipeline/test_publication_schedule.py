@@ -126,7 +126,7 @@ class Recorder:
     async def validation(self, result):
         self.validated.append(result.version)
 
-    async def step(self, batch, scheduler, pool, workers):
+    async def step(self, batch, scheduler, pool, workers, trainers):
         self.ends[batch.step + 1] = asyncio.get_running_loop().time()
 
     def log(self, metrics, step):

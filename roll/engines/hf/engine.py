@@ -28,6 +28,7 @@ from roll.algorithms.logprobs import token_logprobs
 from roll.engines.base import (
     BusyClock,
     Completion,
+    EngineLoad,
     FinishReason,
     GenerateRequest,
     StopStringMatcher,
@@ -74,6 +75,7 @@ class HFEngine(ModelEngine):
         bring; None if they bring all weights."""
         super().__init__(model, adapter_rank)
         self.clock = BusyClock()
+        self.load = EngineLoad()
         self.generated_tokens = 0
         self.prefill_tokens = 0
         """Number of prompt tokens computed; a prompt shared by several requests counts once."""
@@ -163,9 +165,17 @@ class HFEngine(ModelEngine):
             self._caches_dropped = False
         if admit:
             self._admit()
+        self._count_step()
         if self.running:
             self._decode()
         self.clock.set(False)
+
+    def _count_step(self) -> None:
+        room = self._options.max_running_requests * self._max_length
+        self.load.steps += 1
+        self.load.running += self.running
+        self.load.waiting += self.waiting
+        self.load.cache_use += float(self._table.column("length").sum()) / room
 
     def drop_caches(self) -> None:
         """Free all keys and values. The next step recomputes them from the tokens, with the weights of that moment."""
@@ -228,6 +238,7 @@ class HFEngine(ModelEngine):
             if len(tokens):
                 same_length = buckets.setdefault(prefill_length(len(tokens), self._max_length), {})
                 same_length.setdefault(tokens.tobytes(), []).append(row)
+                self.load.prompt_tokens += len(tokens)
         for length, rows_of_prompt in sorted(buckets.items()):
             groups = list(rows_of_prompt.values())
             per_pass = max(1, self._options.max_prefill_tokens // length)
@@ -242,6 +253,7 @@ class HFEngine(ModelEngine):
             tokens = self._table.cached_tokens(rows[0])
             input_ids[index, : len(tokens)] = tokens
             self.prefill_tokens += len(tokens)
+            self.load.shared_tokens += len(tokens) * (len(rows) - 1)
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         self._model(
             input_ids=torch.from_numpy(input_ids).to(self._device),

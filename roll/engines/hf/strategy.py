@@ -316,6 +316,7 @@ class HFInferStrategy(InferStrategy):
             "generated_tokens": engine.generated_tokens,
             "prefill_tokens": engine.prefill_tokens,
             "kv_bytes": engine.kv_bytes,
+            "load": {name: total for name, total in vars(engine.load).items() if name != "preemptions"},
             **engine.clock.stats(),
         }
 

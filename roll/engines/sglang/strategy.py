@@ -60,6 +60,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
     _loader: LoaderCheck | None = None
     """What the first weight update has shown of SGLang's loader."""
     _reads_back = True
+    _known_load = ("prompt_tokens", "shared_tokens")
 
     async def _launch(self, config: PretrainedConfig) -> tuple[SGLangServer, int]:
         arguments = server_arguments(
@@ -114,6 +115,9 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         known = len(response.token_ids)
         stopped_here = take_message(response, message)
         self._generated_tokens += len(response.token_ids) - known
+        if response.finish_reason is not None and not stopped_here:
+            self._load_totals.prompt_tokens += len(response.request.prompt_token_ids)
+            self._load_totals.shared_tokens += message["meta_info"]["cached_tokens"]
         if response.finish_reason == "length" and len(response.token_ids) < most:
             raise ValueError(
                 f"request {name!r} was cut at {len(response.token_ids)} of {most} tokens: SGLang has no memory for the "

@@ -13,15 +13,25 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import asdict
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import asdict, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
 import torch
 
 from roll.data.records import derive_seed
-from roll.engines.base import EngineFailed, FinishReason, GenerateRequest, Layout, PauseMode, PreparedWeights, checked
+from roll.engines.base import (
+    EngineFailed,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    Layout,
+    PauseMode,
+    PreparedWeights,
+    checked,
+)
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE, engine_arguments, stream_interval
 from roll.engines.process_engine import ProcessEngine, Response
 from roll.weights.adapters import adapted_layers, adapter_config, adapter_folder
@@ -48,6 +58,8 @@ _FAREWELL_SECONDS = 5.0
 """Longest time that a shutdown waits for aborted requests to end."""
 _LOOK_SECONDS = 1.0
 """Interval at which a call that has no answer yet looks whether the engine is alive."""
+_MEMORY_SECONDS = 2.0
+"""Longest wait for what vLLM's workers tell of their memory."""
 Result = TypeVar("Result")
 
 
@@ -57,6 +69,19 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     _policy: LoRARequest | None = None
     """vLLM's name for the adapter, whose folder it read once; None before the first one is loaded."""
+
+    _memory: Mapping[str, float] = MappingProxyType({})
+    """As last told."""
+
+    async def memory(self) -> Mapping[str, float]:
+        """See `InferStrategy.memory`; of the worker that has most. A step that lasts long is not waited for: then it
+        is what was last told."""
+        with suppress(TimeoutError, EngineFailed):  # a death is noticed elsewhere
+            async with asyncio.timeout(_MEMORY_SECONDS):
+                workers = await self._answer(self._live_engine().collective_rpc("roll_memory"))
+                names = dict.fromkeys(name for worker in workers for name in worker)
+                self._memory = {name: max(worker.get(name, 0.0) for worker in workers) for name in names}
+        return self._memory
 
     async def _launch(self, config: PretrainedConfig) -> tuple[AsyncLLM, int]:
         """Start vLLM. Blocks the event loop meanwhile, because vLLM's start does."""
@@ -70,16 +95,21 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
             adapter_rank=self._adapter_rank,
         )
+        if not self._strategy_config.get("disable_log_stats"):
+            self._known_load = tuple(field.name for field in fields(EngineLoad))
         _set_environment(arguments)
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from roll.engines.vllm.load import load_logger
+
         # vLLM's defaults for the size of a batch depend on who asks. These are those of its own server.
         context = UsageContext.OPENAI_API_SERVER
         engine_args = AsyncEngineArgs(**arguments)
         try:
-            engine = AsyncLLM.from_engine_args(engine_args, usage_context=context)
+            loggers = [load_logger(self._load_totals)] if self._known_load else []
+            engine = AsyncLLM.from_engine_args(engine_args, usage_context=context, stat_loggers=loggers)
         except Exception as error:
             if self._adapter_rank is not None:
                 _require_adapters(engine_args, error)

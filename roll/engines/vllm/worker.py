@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll.data.records import derive_seed
 from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE
 from roll.engines.process_engine import Layout
+from roll.runtime.usage import memory_in_use
 from roll.weights.adapters import matrix_names
 from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checksum, views
 
@@ -128,6 +129,10 @@ class WorkerCalls:
     weight_transfer_engine: Any
     model_config: Any
     model_runner: Any
+
+    def roll_memory(self) -> dict[str, float]:
+        """Return the memory of this worker."""
+        return memory_in_use()
 
     def roll_unloaded_parameters(self) -> list[str]:
         """Return the parameters that the last update did not touch; none if quantised: scales are computed."""

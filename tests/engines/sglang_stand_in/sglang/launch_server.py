@@ -96,6 +96,7 @@ class StandIn:
             "finish_reason": req.finished,
             "prompt_tokens": len(req.input_ids),
             "completion_tokens": len(req.output_ids),
+            "cached_tokens": 0,  # it computes every prompt anew
             "weight_version": self.version,
         }
         if req.masked:

@@ -1,0 +1,39 @@
+"""Peak figures of devices: what `roll simulate` computes with, and what a run's utilisation is a share of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peak figures of one device, from its data sheet."""
+
+    flops: float
+    """Dense bfloat16 operations a second; of a CPU slot: float32, measured."""
+    bandwidth: float
+    """Bytes a second from the device's memory."""
+    memory: float
+    """Bytes."""
+
+
+DEVICES: dict[str, Hardware] = {
+    "A100": Hardware(312e12, 2.04e12, 80e9),
+    "H100": Hardware(989e12, 3.35e12, 80e9),
+    "H800": Hardware(989e12, 3.35e12, 80e9),
+    "H20": Hardware(148e12, 4.0e12, 96e9),
+    "H200": Hardware(989e12, 4.8e12, 141e9),
+    "GB200": Hardware(2450e12, 8.0e12, 186e9),
+    "CPU": Hardware(7e10, 1e10, 8e9),
+}
+"""NVIDIA's data sheets (SXM variants; GB200: one of its GPUs), and a core of the machine of `benchmarks/README.md`."""
+_SLOWER = re.compile(r"pcie|nvl|mig", re.IGNORECASE)
+"""Variants and parts of a GPU whose peak is another one."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the peak operations a second of a GPU by the name that its driver gives it; None if it is not known."""
+    words = re.split(r"[^A-Za-z0-9]+", name)
+    found = next((DEVICES[word] for word in words if word in DEVICES and word != "CPU"), None)
+    return None if found is None or _SLOWER.search(name) else found.flops
