@@ -528,6 +528,12 @@ class CustomEnvConfig:
         "import path `package.module:Class`. See `docs/environments.md`.",
     )
     env_config: dict[str, Any] = option(dict, "Keyword arguments of the environment.")
+    tools: list[str | dict[str, Any]] = option(
+        list,
+        "Tools that the policy may call in the environment, whatever it is: names, import paths, or mappings of `tool` "
+        "and its options. See `docs/tools.md`.",
+    )
+    tool_settings: dict[str, Any] = option(dict, "How the `tools` are offered and called. See `docs/tools.md`.")
     max_steps: Count = option(10, "Longest episode in turns; an agent's requests beyond them are refused.")
     max_tokens_per_step: Count | None = option(
         None,
