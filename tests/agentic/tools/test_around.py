@@ -12,8 +12,8 @@ import gymnasium
 import pytest
 
 from roll.agentic.base import observation_from
-from roll.agentic.rehearsal import LocalSession
 from roll.agentic.registry import make_env
+from roll.agentic.rehearsal import LocalSession
 from roll.agentic.worker import EnvHost, PoolSettings
 from roll.configs.errors import problems_of
 from roll.configs.run import CustomEnvConfig
