@@ -205,7 +205,7 @@ def _read(space: Any, value: Any, where: str) -> Any:
         for _ in shape:
             value = [value]
     found = np.array(_flat(value, shape, where), dtype=object).reshape(shape)
-    for number, low, high in zip(found.flat, numbers.low.flat, numbers.high.flat, strict=True):
+    for number, low, high in zip(found.flat, numbers.low.ravel().tolist(), numbers.high.ravel().tolist(), strict=True):
         if numbers.whole and number != int(number):
             raise ValueError(f"{where} has {_shown(number)}, which is no whole number")
         is_end = not numbers.whole and _digits(number) in (_digits(low), _digits(high))  # as the policy reads them
@@ -214,7 +214,8 @@ def _read(space: Any, value: Any, where: str) -> Any:
     if numbers.whole:
         return int(found[()]) if isinstance(space, spaces.Discrete) else found.astype(numbers.dtype)
     most = np.finfo(numbers.dtype).max
-    return np.clip(np.clip(found.astype(float), numbers.low, numbers.high), -most, most).astype(numbers.dtype)
+    within = np.clip(np.clip(found.astype(float), numbers.low, numbers.high), -most, most)
+    return np.asarray(within, dtype=numbers.dtype)
 
 
 def _flat(value: Any, shape: tuple[int, ...], where: str) -> list[float]:

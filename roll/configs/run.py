@@ -251,6 +251,12 @@ class RunConfig:
     )
     exp_name: str = option("run", "Name of the experiment.")
     seed: Seed = option(42, "Every random choice derives from it.")
+    on_control_tokens: Literal["plain", "refuse"] = option(
+        "plain",
+        "What becomes of texts that spell control tokens, such as `<|im_end|>` in a message of `template: chat`, an "
+        "observation, a tool's answer or an agent's request. `plain`: they are read as text; `refuse`: the row is a "
+        "configuration error, the episode ends, the request is refused. See `docs/agentic_tokens.md`.",
+    )
     output_dir: str | None = option(
         None, "Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
     )

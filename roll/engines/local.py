@@ -123,7 +123,7 @@ def serving(what: ServedHere) -> Iterator[Serving]:
                 await asyncio.to_thread(endpoint.stop)
 
     def run() -> None:
-        # Ctrl-C reaches each process of a terminal. Those that an engine starts inherit this, and are ended by it alone.
+        # Ctrl-C reaches each process of a terminal; those that an engine starts inherit this, and it alone ends them.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             asyncio.run(serve())

@@ -147,13 +147,15 @@ def _agent_sessions(
 
 
 def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:
+    refuses = config.on_control_tokens == "refuse"
     if config.template == "raw":
         turns = config.raw_turns
-        return RawTurns(tokenizer, turns.message_separator, turns.prompt_end, turns.response_end)
+        texts = turns.message_separator, turns.prompt_end, turns.response_end
+        return RawTurns(tokenizer, *texts, refuse_control_tokens=refuses)
     if not tokenizer.chat_template:
         message = "chat, but the tokenizer has no chat template"
         raise problem("template", message, "set `template: raw`, or take an instruction-tuned model")
-    return ChatTurns(tokenizer, config.chat_template_kwargs)
+    return ChatTurns(tokenizer, config.chat_template_kwargs, refuse_control_tokens=refuses)
 
 
 def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterator[ConfigProblem]:

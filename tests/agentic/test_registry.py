@@ -176,7 +176,7 @@ def test_the_preflight_names_the_tag():
     (problem,) = check_env_type("lake", "frozen_laek", {})
     assert problem.path == "custom_envs.lake.env_type"
     (problem,) = check_env_type("pole", "CartPole-v1", {"action_format": "xml"})
-    assert problem.path == "custom_envs.pole.env_type"
+    assert problem.path == "custom_envs.pole.env_config.action_format"
 
 
 def test_the_preflight_makes_no_environment_of_others():
