@@ -140,7 +140,7 @@ def test_rows_of_prompts_that_spell_one_are_named_before_the_run(rows):
     with pytest.raises(ConfigError) as caught:
         prompts(path)
     second, third = caught.value.problems
-    assert "line 2" in second.message and "line 3" in third.message and REASON in second.message
+    assert "rows.jsonl:2" in second.message and "rows.jsonl:3" in third.message and REASON in second.message
     raw = prompts(rows({"prompt": f"<|im_start|>user\nhi{END}"}), template="raw")
     assert raw[0].token_ids.tolist() == encode(raw[0].text), "a raw prompt is a template of its own"
 
@@ -161,7 +161,7 @@ def test_examples_that_spell_one_are_named_before_the_run(row, rows):
     with pytest.raises(ConfigError) as caught:
         load_examples(arguments, make_tokenizer(NAME), refuse_control_tokens=True, **given)
     (found,) = caught.value.problems
-    assert "line 2" in found.message and REASON in found.message
+    assert "rows.jsonl:2" in found.message and REASON in found.message
 
 
 @pytest.mark.parametrize("kind", ["chat", "raw"])
