@@ -126,7 +126,7 @@ def rows(tmp_path):
 
 
 def prompts(path: str, **options):
-    arguments = DataArguments(file_name=[path], **options)
+    arguments = DataArguments(file_name=[path], **{"template": "chat", **options})
     given = {"prompt_length": 400, "path": "data", "seed": 1}
     return load_prompts(arguments, make_tokenizer(NAME), refuse_control_tokens=True, **given)
 
