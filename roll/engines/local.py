@@ -127,6 +127,7 @@ def serving(what: ServedHere) -> Iterator[Serving]:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             asyncio.run(serve())
+            gc.collect()  # what is left of an engine complains when the interpreter takes its modules away first
         except BaseException as error:
             if started.done():
                 raise
