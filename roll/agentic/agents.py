@@ -44,6 +44,7 @@ LONG_EPISODE = 20_000
 LIMITS: dict[str | None, EpisodeEnd] = {
     "max_steps_exceeded": "max_steps",
     "context_length_exceeded": "sequence_length",
+    "control_token": "control_token",
 }
 """Ends of episodes by the code with which the endpoint refuses a request."""
 

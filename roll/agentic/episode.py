@@ -134,7 +134,8 @@ class Policy(Protocol):
         """
 
 
-EpisodeEnd = Literal["terminated", "truncated", "max_steps", "sequence_length"]
+EpisodeEnd = Literal["terminated", "truncated", "max_steps", "sequence_length", "control_token"]
+"""``control_token``: an observation spells one, and such texts are refused."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ than a context, and chat templates that rewrite earlier turns. Any other manager
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,11 +35,13 @@ from roll.agentic.episode import (
     TurnRecord,
 )
 from roll.configs.plugins import Kind, PlugIn
-from roll.data.chat import Conversation, TurnTemplate
+from roll.data.chat import ControlTokenSpelled, Conversation, TurnTemplate
 from roll.data.records import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT_MANAGERS = Kind(
     "environment manager",
@@ -144,7 +147,10 @@ class BuiltInManager:
             played = await self._play(session, policy, tag, seed)
         finally:
             await session.close()
-        return episode_of(played, self.samples(played))
+        episode = episode_of(played, self.samples(played))
+        if self.template.refuse_control_tokens:
+            episode.metrics["control_tokens"] = float(played.end == "control_token")
+        return episode
 
     def prompter(self) -> Prompter:
         """Return the source of the prompts of one episode."""
@@ -174,7 +180,11 @@ class BuiltInManager:
             end = _end(answer, len(turns), settings.max_steps)
             if end is not None:
                 return PlayedEpisode(tag, seed, tuple(turns), end)
-            following = prompter.following(turns)
+            try:
+                following = prompter.following(turns)
+            except ControlTokenSpelled as spelled:
+                logger.info("%s: its answer ends the episode: %s", where, spelled)
+                return PlayedEpisode(tag, seed, tuple(turns), "control_token")
             if following is None:
                 return PlayedEpisode(tag, seed, tuple(turns), "sequence_length")
             prompt, observation = following, answer

@@ -1,12 +1,12 @@
-"""Environments by name, import path, entry point or gymnasium id, and the adapter for games with discrete actions.
+"""Environments by name, import path, entry point or gymnasium id, and the adapter for games that do not speak text.
 
 The signature is checked before an environment is made. Importing this module registers the built-in ones with gymnasium
 (`gymnasium.make("roll/FrozenLake-v0")`).
 
-`TextAdapter` turns an environment with discrete actions and a text rendering into a text environment. Gymnasium's own
-small games need more than that, namely names of actions, a text where there is no rendering, and a criterion of
-success. Each game has one entry in `KNOWN_GAMES`. A text without an action does not reach the game: the policy is told
-so, and the reward is 0.
+`TextAdapter` turns an environment with actions and observations that `roll.agentic.spaces` can write into a text
+environment. Some of gymnasium's own small games need more than that, namely names of actions, a better text, and a
+criterion of success. Each of them has one entry in `KNOWN_GAMES`. A text without an action does not reach the game: the
+policy is told so, and the reward is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 import gymnasium
 from gymnasium.envs import registration
 from gymnasium.envs.registration import parse_env_id
+from gymnasium.spaces import Discrete, Space, Text
 
+from roll.agentic import spaces
 from roll.agentic.base import ActionFormat, AnyText, BadOption, action_reader
 from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint, problems_of
 from roll.configs.plugins import (
@@ -55,7 +57,7 @@ class Game:
 
 
 class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
-    """A text environment around a game with discrete actions. Rewards are the game's own."""
+    """A text environment around a game that does not speak text. Rewards are the game's own."""
 
     def __init__(
         self,
@@ -64,23 +66,24 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         action_names: Sequence[str] | None = None,
         instructions: bool = True,
     ) -> None:
-        """Wrap ``env``, which must have a `Discrete` action space and be a known game or render as text (`ansi`).
+        """Wrap ``env``: a known game, or one whose actions can be written, and which renders as text (`ansi`) or whose
+        observations can be written.
 
-        ``action_names`` are in the order of the game's actions; by default a known game's names, else numbers. Raises
+        ``action_names`` are in the order of discrete actions; by default a known game's names, else numbers. Raises
         `BadOption`, and `TypeError` for an environment that cannot be written as text.
         """
         super().__init__(env)
         self._game_env = env
-        space = env.action_space
-        if not isinstance(space, gymnasium.spaces.Discrete):
-            raise TypeError(f"{env} has the action space {space}, which is not discrete")
         self._game = _known_game(env)
-        if self._game is None and env.render_mode != "ansi":
-            raise TypeError(f"{env} cannot be written as text: its render mode is {env.render_mode}, not `ansi`")
-        numbers = tuple(str(int(space.start) + index) for index in range(int(space.n)))
-        names = numbers if self._game is None else self._game.action_names
-        self._reader = action_reader(names, action_names, action_format)
-        self._first_action = int(space.start)
+        self._is_rendered = self._game is not None or env.render_mode == "ansi"
+        self._actions = _actions(env, self._game, action_names, action_format)
+        observed = getattr(env, "observation_space", None)
+        if not self._is_rendered and (why := spaces.can_be_written(observed)):
+            raise TypeError(
+                f"{env} cannot be written as text: its render mode is {env.render_mode}, not `ansi`, and of its "
+                f"observations, {why}"
+            )
+        self._observed = None if self._is_rendered or isinstance(observed, Text) else observed
         self._instructions = instructions
         self._seen: Any = NOTHING
         """The game's last observation."""
@@ -96,7 +99,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
     @property
     def example_actions(self) -> tuple[str, ...]:
         """An answer for each action, in the requested format."""
-        return self._reader.examples()
+        return self._actions.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self._seen, info = self.env.reset(seed=seed, options=options)
@@ -105,18 +108,20 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         said = {"state": text}
         if self._instructions:
             rules = "You play a game." if self._game is None else self._game.rules
-            said["system"] = f"{rules} {self._reader.instructions()}"
+            seen = "" if self._observed is None else f" You read {spaces.described(self._observed)}, as JSON."
+            said["system"] = f"{rules}{seen} {self._actions.instructions()}"
         return text, dict(info) | said
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if self._is_over:
             raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
-        chosen = self._reader.read(action)
-        if chosen is None:
+        try:
+            chosen = self._actions.read(action)
+        except spaces.NoAction as why:
             text = self.render()
-            note = f"{self._reader.complaint()}\n" if self._instructions else ""
+            note = f"{why}\n" if self._instructions else ""
             return note + text, 0.0, False, False, {"action_is_valid": False, "state": text}
-        self._seen, reward, terminated, truncated, info = self._game_env.step(self._first_action + chosen)
+        self._seen, reward, terminated, truncated, info = self._game_env.step(chosen)
         self._is_over = bool(terminated or truncated)
         text = self.render()
         said: dict[str, Any] = {"action_is_valid": True, "state": text}
@@ -130,13 +135,30 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
             raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
         if self._game is not None:
             return self._game.describe(self.env.unwrapped, self._seen)
-        return without_colours(str(self.env.render()))
+        return without_colours(str(self.env.render())) if self._is_rendered else spaces.written(self._seen)
 
 
 def without_colours(text: str) -> str:
     """Return the text without terminal escapes and trailing spaces, with coloured parts in brackets."""
     plain = ESCAPE.sub("", COLOURED.sub(r"[\1]", text))
     return "\n".join(line.rstrip() for line in plain.split("\n")).strip("\n")
+
+
+def _actions(
+    env: gymnasium.Env[Any, Any], game: Game | None, names: Sequence[str] | None, action_format: ActionFormat
+) -> spaces.Actions:
+    """Return the texts of an environment's actions. Raises `BadOption`, and `TypeError` if there are none."""
+    space = env.action_space
+    if isinstance(space, Discrete):
+        numbers = tuple(str(int(space.start) + index) for index in range(int(space.n)))
+        reader = action_reader(numbers if game is None else game.action_names, names, action_format)
+        return spaces.NamedActions(reader, int(space.start))
+    if why := spaces.can_be_written(space):
+        raise TypeError(f"{env} takes actions that cannot be written as text: {why}")
+    if names is not None:
+        raise BadOption("action_names", "its actions are not discrete, and have no names", "leave it out")
+    action_reader((), None, action_format)  # which knows the formats
+    return spaces.JsonActions(space, action_format)
 
 
 def _known_game(env: gymnasium.Env[Any, Any]) -> Game | None:
@@ -232,7 +254,7 @@ ENVIRONMENTS = Kind(
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
-    """Make a text environment; wrap an environment with discrete actions in a `TextAdapter`.
+    """Make a text environment; wrap an environment that does not speak text in a `TextAdapter`.
 
     Raises `ConfigError` with the paths `env_type` and `env_config.<key>`. Names and signatures are checked before any
     code of the environment runs, except the import of its module. The environment may still refuse a value or turn out
@@ -306,7 +328,7 @@ class _Source:
         return options, {key: value for key, value in values.items() if key in of_adapter}
 
     def made(self, options: dict[str, Any], adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
-        """Make the environment, in a `TextAdapter` if its actions are discrete. Raises `ConfigError`."""
+        """Make the environment, in a `TextAdapter` if it does not speak text. Raises `ConfigError`."""
         try:
             return self._as_text(self._bare(options), adapter_options)
         except BadOption as bad:
@@ -326,23 +348,31 @@ class _Source:
         if not isinstance(env, gymnasium.Env):
             made = f"`{self.env_type}` made a {type(env).__name__}"
             raise problem(path, made, "name a class of, or a function that returns, a `gymnasium.Env`")
-        space = getattr(env, "action_space", None)
-        if isinstance(space, gymnasium.spaces.Discrete):
+        if not _speaks_text(env):
             try:
                 return TextAdapter(env, **adapter_options)
             except TypeError as cause:
                 remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
                 raise problem(path, str(cause), remedy) from cause
-        takes_text = isinstance(space, gymnasium.spaces.Text) or type(space) is gymnasium.Space  # plain: unspecified
-        if type(space).__module__.startswith("gymnasium.") and not takes_text:
-            message = f"`{self.env_type}` takes actions of {space}, which are no texts"
-            raise problem(path, message, "wrap it into an environment that takes and gives text")
         if adapter_options:
             key = next(iter(adapter_options))
             hint = nearest_name_hint(key, by_name(parameters_of(self.create, self.env_type, path)))
             message = f"`{self.env_type}` has no option `{key}`, and it takes text already"
             raise problem(f"{self.at}env_config.{key}", message, hint)
         return env
+
+
+def _speaks_text(env: gymnasium.Env[Any, Any]) -> bool:
+    """Return True unless the spaces of an environment say that its actions or its observations are no texts."""
+    acts, sees = (getattr(env, name, None) for name in ("action_space", "observation_space"))
+    if not _is_gymnasiums(acts):
+        return True
+    return isinstance(acts, Text) and (isinstance(sees, Text) or not _is_gymnasiums(sees))
+
+
+def _is_gymnasiums(space: Any) -> bool:
+    """Return True for a kind of space that gymnasium has; its plain `Space` says nothing."""
+    return type(space).__module__.startswith("gymnasium.") and type(space) is not Space
 
 
 def _find(env_type: str, at: str) -> _Source:

@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import gymnasium
 
 from roll.agentic.episode import EnvironmentFailed, Observation
+from roll.agentic.tools.environment import with_tools
 from roll.configs.plugins import import_object
 from roll.configs.run import CustomEnvConfig, EnvWorkersConfig
 from roll.runtime.pool import Tasks
@@ -350,12 +351,15 @@ class EnvHost:
             self.counts["reused"] += 1
             return self._idle[tag].pop()
         config = self._envs[tag]
-        make = partial(self._make_env, config.env_type, config.env_config)
+        make = partial(self._made, config)
         limit = ("reset_timeout_seconds", config.reset_timeout_seconds)
         environment = await self.threads.call(make, "making it", *limit, on_late=self._close_late)
         self.counts["made"] += 1
         self._environments[id(environment)] = environment
         return environment
+
+    def _made(self, config: CustomEnvConfig) -> gymnasium.Env:
+        return with_tools(self._make_env(config.env_type, config.env_config), config.tools, config.tool_settings)
 
     def give_back(self, tag: str, environment: gymnasium.Env) -> None:
         """Make the environment available to the tag's next episode."""

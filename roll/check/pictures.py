@@ -41,7 +41,7 @@ _TEXT_KEYS = (
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
     "actor_train.model_args.attn_implementation", "weight_update.canary_interval", "weight_update.canary_prompts",
     "weight_update.canary_tolerance", "entropy_loss_coef", "actor_train.data_args.template",
-    "validation.data_args.template",
+    "validation.data_args.template", "on_control_tokens",
 )  # fmt: skip
 """Keys that say something of text: its tokens, its attention, its probabilities, the entropy of a choice."""
 _NOT_BUILT = (

@@ -42,6 +42,7 @@ from roll.configs.run import (
     ChaosEvent,
     PipelineConfig,
     PromptConfig,
+    RLVRConfig,
     RunConfig,
     SFTConfig,
 )
@@ -130,6 +131,11 @@ def inert_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
 def _inert_keys(config: RunConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
     """Yield prefix and section of keys without effect, their names, the reason and the remedy."""
     yield from _inert_keys_of_roles(config)
+    if isinstance(config, RLVRConfig | SFTConfig):
+        sections = [config.actor_train, *([] if config.validation is None else [config.validation])]
+        if all(section.data_args.template == "raw" for section in sections):
+            reason = "texts of `template: raw` are taken as they are"
+            yield "", config, ("on_control_tokens",), reason, "set `template: chat`, or remove this key"
     if isinstance(config, PipelineConfig):
         yield from _inert_keys_of_rollouts(config)
 

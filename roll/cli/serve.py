@@ -91,6 +91,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, whatever a request asks for")
     parser.add_argument("--tool-parser", metavar="NAME", help="form of tool calls; by default by the chat template")
     parser.add_argument("--chat-template", metavar="FILE", help="used in place of the model's own")
+    parser.add_argument(
+        "--on-control-tokens",
+        choices=("plain", "refuse"),
+        default="plain",
+        help="what becomes of messages that spell control tokens: text (default), or a refused request",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -200,7 +206,8 @@ def _reader(model: str, options: argparse.Namespace) -> TurnReader:
         parser = "none"
     if parser not in PARSERS:
         raise problem("--tool-parser", f"there is no parser {parser!r}", nearest_name_hint(parser, PARSERS))
-    return TurnReader(ChatTurns(tokenizer), tokenizer, PARSERS[parser])
+    refuses = options.on_control_tokens == "refuse"
+    return TurnReader(ChatTurns(tokenizer, refuse_control_tokens=refuses), tokenizer, PARSERS[parser])
 
 
 def _engine_options(name: str, given: Sequence[str]) -> dict[str, Any]:

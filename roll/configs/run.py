@@ -256,6 +256,12 @@ class RunConfig:
     )
     exp_name: str = option("run", "Name of the experiment.")
     seed: Seed = option(42, "Every random choice derives from it.")
+    on_control_tokens: Literal["plain", "refuse"] = option(
+        "plain",
+        "What becomes of texts that spell control tokens, such as `<|im_end|>` in a message of `template: chat`, an "
+        "observation, a tool's answer or an agent's request. `plain`: they are read as text; `refuse`: the row is a "
+        "configuration error, the episode ends, the request is refused. See `docs/agentic_tokens.md`.",
+    )
     output_dir: str | None = option(
         None, "Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
     )
@@ -533,6 +539,12 @@ class CustomEnvConfig:
         "import path `package.module:Class`. See `docs/environments.md`.",
     )
     env_config: dict[str, Any] = option(dict, "Keyword arguments of the environment.")
+    tools: list[str | dict[str, Any]] = option(
+        list,
+        "Tools that the policy may call in the environment, whatever it is: names, import paths, or mappings of `tool` "
+        "and its options. See `docs/tools.md`.",
+    )
+    tool_settings: dict[str, Any] = option(dict, "How the `tools` are offered and called. See `docs/tools.md`.")
     max_steps: Count = option(10, "Longest episode in turns; an agent's requests beyond them are refused.")
     max_tokens_per_step: Count | None = option(
         None,

@@ -40,11 +40,17 @@ class TemplateRefused(ValueError):
     """A template cannot render these messages, or cannot be continued turn by turn. The message says what to do."""
 
 
+class ControlTokenSpelled(TemplateRefused):
+    """A content spells a control token, and the run refuses such contents. The message names the token."""
+
+
 @dataclass(eq=False)
 class TurnTemplate(ABC):
     """A conversion of messages into tokens."""
 
     tokenizer: PreTrainedTokenizerBase
+    refuse_control_tokens: bool = field(default=False, kw_only=True)
+    """True if contents that spell control tokens are refused. What the assistant said itself is not."""
 
     @abstractmethod
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
@@ -63,6 +69,16 @@ class TurnTemplate(ABC):
     def contents(self) -> ContentEncoder:
         """The shield of the contents of messages, and the encoder of what is rendered from them."""
         return ContentEncoder(self.tokenizer)
+
+    def shielded(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages, or descriptions of tools, with stand-ins for what they spell. Raises `ControlTokenSpelled`
+        where that is refused."""
+        for message in messages if self.refuse_control_tokens else ():
+            spelled = None if message.get("role") == "assistant" else self.contents.spelled_in(message)
+            if spelled is not None:
+                by = f"a message of the role {message['role']!r}" if "role" in message else "the description of a tool"
+                raise ControlTokenSpelled(f"{by} spells the control token {spelled!r} (`on_control_tokens: refuse`)")
+        return self.contents.shielded(list(messages))
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids (int32) of a text rendered from shielded contents, without added tokens."""
@@ -123,8 +139,8 @@ class Conversation:
         per turn, in order. Raises `TemplateRefused`, and is then where it was.
         """
         _require_messages(messages)
-        shielded = self._template.contents.shielded
-        tail = self._tail(shielded(list(messages)), shielded(list(tool_calls)))
+        template = self._template
+        tail = self._tail(template.shielded(messages), template.contents.shielded(list(tool_calls)))
         closing = self._template.closing if tail.end is None else self._template.encode(tail.end)
         found = _without_written_stop(sampled, closing, self._template.encode(tail.text), self._template.special_ids)
         self._tail = tail.following
@@ -139,10 +155,10 @@ class ChatTurns(TurnTemplate):
     """The template's own variables, such as ``enable_thinking``."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        return self.encode(self.render(self.contents.shielded(list(messages)), self.contents.shielded(list(tools))))
+        return self.encode(self.render(self.shielded(messages), self.shielded(tools)))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        text = _ChatText(self, self.contents.shielded(list(messages)), self.contents.shielded(list(tools)))
+        text = _ChatText(self, self.shielded(messages), self.shielded(tools))
         return Conversation(self, self.encode(text.read), text.tail)
 
     def end_of(self, text: str) -> str:
@@ -345,7 +361,7 @@ class RawTurns(TurnTemplate):
             )
         text = ""
         block: list[Message] = []
-        for message in self.contents.shielded(list(messages)):
+        for message in self.shielded(messages):
             if message["role"] == "assistant":
                 text += self.block(block) + _plain(message) + self.response_end
                 block = []

@@ -57,6 +57,15 @@ class ContentEncoder:
             return type(value)(map(self.shielded, value))
         return value
 
+    def spelled_in(self, value: Any) -> str | None:
+        """Return the first control token that a text, or any structure of texts, spells; None if there is none."""
+        if isinstance(value, str):
+            return next((token for token in self._spelled.findall(value) if token != BEGIN), None)
+        parts: Sequence[Any] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Mapping):
+            parts = [*value, *value.values()]
+        return next(filter(None, map(self.spelled_in, parts)), None)
+
     def _shielded_text(self, text: str) -> str:
         if self._begins.isdisjoint(text) and self._ends.isdisjoint(text[:1]):
             return text

@@ -33,6 +33,7 @@ from roll.data.sources import (
     check_shares,
     conversation,
     named,
+    require_unspelled,
     required_text,
     usable_rows,
 )
@@ -90,12 +91,19 @@ def batch_of(examples: Sequence[Example]) -> SampleBatch:
 
 
 def load_examples(
-    data_args: ExampleArguments, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, path: str, seed: int
+    data_args: ExampleArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    path: str,
+    seed: int,
+    refuse_control_tokens: bool = False,
 ) -> Examples:
     """Read, tokenise, check and select the examples of one `data_args`.
 
     ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``sequence_length`` counts
-    tokens. With ``max_samples`` see `roll.data.prompts.load_prompts`. Raises `ConfigError`.
+    tokens. With ``max_samples`` and ``refuse_control_tokens`` see `roll.data.prompts.load_prompts`. Raises
+    `ConfigError`.
     """
     problems = Problems()
     rows = usable_rows(data_args, tokenizer, path, problems, seed)
@@ -106,6 +114,8 @@ def load_examples(
     bad = 0
     for row in rows:
         try:
+            if refuse_control_tokens and is_chat:
+                require_unspelled(contents, [*conversation(row, data_args.system_prompt), _response(row), _tools(row)])
             found.append((row, list(make(row))))
         except (BadRow, TemplateRefused) as cause:
             bad += 1

@@ -28,6 +28,7 @@ from roll.data.sources import (
     check_shares,
     conversation,
     named,
+    require_unspelled,
     required_text,
     usable_rows,
 )
@@ -37,17 +38,25 @@ if TYPE_CHECKING:
 
 
 def load_prompts(
-    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int, path: str, seed: int
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_length: int,
+    path: str,
+    seed: int,
+    refuse_control_tokens: bool = False,
 ) -> list[Prompt]:
     """Read, render, check and select the prompts of one `data_args`.
 
     ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``prompt_length`` counts
     tokens. With ``max_samples`` the prompts kept are a random choice by ``seed`` (the first ones without ``shuffle``),
-    in the order of the data. Raises `ConfigError`.
+    in the order of the data. With ``refuse_control_tokens`` a message that spells one is a problem. Raises
+    `ConfigError`.
     """
     problems = Problems()
     rows = usable_rows(data_args, tokenizer, path, problems, seed)
-    prompts = _render(rows, data_args, tokenizer, path, problems)
+    refuse = refuse_control_tokens and data_args.template == "chat"
+    prompts = _render(rows, data_args, tokenizer, path, problems, refuse)
     prompts = _fitting(prompts, data_args, prompt_length, path, problems)
     if not prompts and not problems.found:
         problems.add(path, f"all {len(rows)} prompts are longer than {prompt_length} tokens", "raise `prompt_length`")
@@ -64,6 +73,7 @@ def _render(
     tokenizer: PreTrainedTokenizerBase,
     path: str,
     problems: Problems,
+    refuse_control_tokens: bool,
 ) -> list[Prompt]:
     rendered: list[tuple[PromptRow, list[Message], str]] = []
     spelled: dict[int, np.ndarray] = {}
@@ -71,6 +81,8 @@ def _render(
     for row in rows:
         messages = conversation(row, data_args.system_prompt)
         try:
+            if refuse_control_tokens:
+                require_unspelled(contents, messages)
             text = _text(row, contents.shielded(messages), data_args, tokenizer)
             if data_args.template == "chat" and contents.is_shielded(text):
                 spelled[len(rendered)] = contents.encode(text)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
     from transformers import PreTrainedTokenizerBase
 
+    from roll.data.encoding import ContentEncoder
+
 Message = dict[str, str]
 SHOWN_OFFENDERS = 5
 """Number of prompts named in a message about many."""
@@ -281,6 +283,13 @@ def required_text(text: str, what: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise BadRow(f"{what} has half of a surrogate pair, which is no text")
     return text
+
+
+def require_unspelled(contents: ContentEncoder, texts: Any) -> None:
+    """Raise `BadRow` if a text, or any structure of texts, spells a control token."""
+    spelled = contents.spelled_in(texts)
+    if spelled is not None:
+        raise BadRow(f"a text spells the control token {spelled!r} (`on_control_tokens: refuse`)")
 
 
 def _take_messages(row: dict[str, Any]) -> list[Message] | None:

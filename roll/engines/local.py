@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import gc
 import random
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -27,6 +28,8 @@ from roll.engines.worker import EngineSpec
 
 STOP_SECONDS = 60.0
 """Longest wait for an engine to end."""
+LARGEST_SEED = 2**63
+"""Engines take no larger ones, and none below 0."""
 LEAST_TEMPERATURE = 0.01
 """Below it the most likely token is taken; engines refuse to divide by less."""
 
@@ -120,8 +123,11 @@ def serving(what: ServedHere) -> Iterator[Serving]:
                 await asyncio.to_thread(endpoint.stop)
 
     def run() -> None:
+        # Ctrl-C reaches each process of a terminal; those that an engine starts inherit this, and it alone ends them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             asyncio.run(serve())
+            gc.collect()  # what is left of an engine complains when the interpreter takes its modules away first
         except BaseException as error:
             if started.done():
                 raise
@@ -157,7 +163,7 @@ class _Policy:
             temperature=sampling.temperature if sampling.temperature >= LEAST_TEMPERATURE else 0.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=random.getrandbits(31),
+            seed=random.getrandbits(31) if sampling.seed is None else sampling.seed % LARGEST_SEED,
             stop_strings=stop_strings,
         )
         try:

@@ -149,7 +149,13 @@ def _load_all_examples(
     """Return the examples of training and of validation; what is wrong goes into ``problems``."""
     if tokenizer is None:
         return None, None
-    load = partial(load_examples, tokenizer=tokenizer, sequence_length=config.sequence_length, seed=config.seed)
+    load = partial(
+        load_examples,
+        tokenizer=tokenizer,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        refuse_control_tokens=config.on_control_tokens == "refuse",
+    )
     examples = problems.attempt(load, config.actor_train.data_args, path=TRAINING_PROMPTS)
     if config.validation is None:
         return examples, None
@@ -408,7 +414,13 @@ def _plan_rlvr(
     prompts: list[Prompt] = []
     validation_prompts: list[Prompt] = []
     if tokenizer is not None:
-        load = partial(load_prompts, tokenizer=tokenizer, prompt_length=config.prompt_length, seed=config.seed)
+        load = partial(
+            load_prompts,
+            tokenizer=tokenizer,
+            prompt_length=config.prompt_length,
+            seed=config.seed,
+            refuse_control_tokens=config.on_control_tokens == "refuse",
+        )
         prompts = problems.attempt(load, config.actor_train.data_args, path=TRAINING_PROMPTS) or []
         if config.validation is not None:
             validation_prompts = problems.attempt(load, config.validation.data_args, path=VALIDATION_PROMPTS) or []

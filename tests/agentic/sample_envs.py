@@ -290,10 +290,11 @@ class Walk(gymnasium.Env[int, int]):
 
 class WalkWithoutText(Walk):
     metadata = {"render_modes": ["rgb_array"]}
+    observation_space = gymnasium.spaces.Box(0, 255, (32, 32), np.uint8)
 
 
 class Steering(GoodEnv):
-    action_space = gymnasium.spaces.Box(0, 1)
+    action_space = gymnasium.spaces.Box(0, 1, (100,))
 
 
 def make_good(length: int, *, label: str = "x") -> GoodEnv:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+
 import gymnasium
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 from roll.agentic.base import BadOption
 from roll.agentic.registry import KNOWN_GAMES, TextAdapter, make_env, without_colours
-from tests.agentic.sample_envs import Walk
+from tests.agentic.sample_envs import Walk, WalkWithoutText
 
 
 def walk(**options) -> TextAdapter:
@@ -76,10 +80,135 @@ def test_an_ended_episode_stays_ended():
 
 
 def test_what_cannot_be_written_as_text_is_refused():
-    with pytest.raises(TypeError, match="cannot be written as text"):
-        TextAdapter(Walk(render_mode="rgb_array"))
-    with pytest.raises(TypeError, match="not discrete"):
-        TextAdapter(gymnasium.make("Pendulum-v1"))
+    with pytest.raises(TypeError, match=r"not `ansi`, and of its observations, .* has 1024 numbers, and 1 to 64"):
+        TextAdapter(WalkWithoutText(render_mode="rgb_array"))
+    with pytest.raises(TypeError, match=r"takes actions that cannot .* Sequence.* no space of numbers"):
+        TextAdapter(Drawn(spaces.Sequence(spaces.Discrete(2))))
+
+
+class Drawn(gymnasium.Env):
+    """Takes actions of a space, and observes the last one."""
+
+    def __init__(self, space: gymnasium.Space):
+        self.action_space = self.observation_space = space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.action_space.seed(seed)
+        return self.action_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.taken = action
+        return action, 0.0, False, False, {}
+
+
+def json_adapter(space: gymnasium.Space) -> TextAdapter:
+    env = TextAdapter(Drawn(space), action_format="plain")
+    env.reset(seed=0)
+    return env
+
+
+STEERING = spaces.Dict(
+    {
+        "move": spaces.Box(-1, 1, (2,)),
+        "gear": spaces.Discrete(4, start=1),
+        "say": spaces.Text(5),
+        "lamps": spaces.MultiBinary(3),
+        "where": spaces.Tuple([spaces.MultiDiscrete([2, 3]), spaces.Box(0, np.inf, (), np.float64)]),
+    }
+)
+STEERED = '{"move": [0.5, -1], "gear": 4, "say": "ab", "lamps": [1, 0, 1], "where": [[1, 2], 1e3]}'
+
+
+@pytest.mark.parametrize(
+    ("space", "words", "text"),
+    [
+        (spaces.Box(-1, 1, (3,)), "a list of 3 numbers from -1 to 1, as JSON", "[0.5, -1, 0]"),
+        (spaces.Box(-1, 1, (1,)), "a list of 1 numbers from -1 to 1", "0.25"),
+        (spaces.Box(-1, 1, (2,)), "a list of 2 numbers", "0.5, 1"),
+        (spaces.Box(-np.inf, np.inf, (2, 3)), "a list of 2 lists of 3 numbers, as", "[[1, 2, 3], [4, 5, 6.5]]"),
+        (spaces.Box(np.array([0, -5]), np.array([1, np.inf])), "(from 0 to 1; from -5 up)", "[0.5, 1e9]"),
+        (spaces.Box(0, 255, (2,), np.uint8), "2 whole numbers from 0 to 255", "[255, 0]"),
+        (spaces.Box(0, 1 / 3, (1,)), "from 0 to 0.333333", "0.333333"),
+        (spaces.Box(-8.1234567, 1, (1,)), "from -8.12346 to 1", "-8.12346"),
+        (spaces.MultiDiscrete([3, 2], start=[1, 0]), "2 whole numbers (from 1 to 3; from 0 to 1)", "[3, 1]"),
+        (spaces.MultiDiscrete([[2, 2]]), "a list of 1 lists of 2 whole numbers from 0 to 1", "[[1, 0]]"),
+        (spaces.MultiBinary(4), "a list of 4 whole numbers from 0 to 1", "[1, 0, 1, 1]"),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), "a list of 2: a whole number from 0 to 1; a", '[1, "a"]'),
+        (spaces.Text(6), "An action is a text of 1 to 6 characters. Answer", "abc"),
+        (STEERING, "an object with `gear` (a whole number from 1 to 4), `lamps` (a list of 3 ", STEERED),
+    ],
+)
+def test_spaces_are_told_in_words_and_actions_read(space, words, text):
+    env = json_adapter(space)
+    system = env.reset(seed=0)[1]["system"]
+    assert words in system and ("You read" in system) != isinstance(space, spaces.Text)
+    _, _, _, _, info = env.step(text)
+    assert info["action_is_valid"] is True, "the game takes it, as its assertion says"
+    for example in env.example_actions:
+        assert env.step(example)[4]["action_is_valid"] is True
+
+
+def test_what_is_read_is_the_action():
+    env = json_adapter(STEERING)
+    env.step(STEERED)
+    taken = env.unwrapped.taken
+    assert (taken["gear"], taken["say"]) == (4, "ab") and taken["move"].dtype == np.float32
+    assert taken["lamps"].tolist() == [1, 0, 1] and taken["where"][0].tolist() == [1, 2]
+    text = env.step(STEERED)[0]
+    assert json.loads(text) == {**json.loads(STEERED), "where": [[1, 2], 1000.0]}
+
+
+@pytest.mark.parametrize(
+    ("space", "text", "why"),
+    [
+        (spaces.Box(-1, 1, (2,)), "go", '"go" is no JSON'),
+        (spaces.Box(-1, 1, (2,)), "[1, 2]", "the action has 2, which is not from -1 to 1"),
+        (spaces.Box(-1, 1, (2,)), "[1]", "the action is [1], and no list of 2"),
+        (spaces.Box(-1, 1, (2,)), "1", "the action is 1, and no list of 2"),
+        (spaces.Box(-1, 1, (2,)), "[true, 0]", "has true, which is no number"),
+        (spaces.Box(-1, 1, (2,)), "[NaN, 0]", "is no JSON"),
+        (spaces.Box(-1, 1, (2,)), "[" * 5000, "is no JSON"),
+        (spaces.Box(0, 255, (1,), np.uint8), "0.5", "has 0.5, which is no whole number"),
+        (spaces.MultiDiscrete([2]), "9" * 400, "is no JSON"),
+        (spaces.MultiDiscrete([2]), "9" * 100, "which is not from 0 to 1"),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), '[1, "long"]', 'part 2 of the action is "long", and no'),
+        (STEERING, "[]", "the action is [], and no object"),
+        (STEERING, STEERED.replace('"gear": 4', '"gear": 0'), "`gear` has 0, which is not from 1 to 4"),
+        (STEERING, STEERED.replace('"gear": 4, ', ""), "has no `gear`"),
+        (STEERING, STEERED.replace('"gear"', '"speed": 1, "gear"'), "has an unknown `speed`"),
+        (STEERING, STEERED.replace("[1, 2]", "[1, 3]"), "part 1 of `where` has 3, which is not from 0 to 2"),
+    ],
+)
+def test_what_is_no_action_is_named_and_does_not_reach_the_game(space, text, why):
+    env = json_adapter(space)
+    answer, reward, _, _, info = env.step(text)
+    assert why in answer and "An action is" in answer
+    assert reward == 0.0 and info["action_is_valid"] is False and not hasattr(env.unwrapped, "taken")
+
+
+def test_numbers_of_any_size_stay_finite():
+    env = json_adapter(spaces.Box(-np.inf, np.inf, (1,)))
+    env.step("1e300")
+    assert np.isfinite(env.unwrapped.taken).all()
+
+
+@pytest.mark.parametrize(
+    ("env_type", "words", "action"),
+    [
+        ("Pendulum-v1", "You read a list of 3 numbers (from -1 to 1; from -1 to 1; from -8 to 8), as JSON.", "[1.5]"),
+        ("MountainCarContinuous-v0", "An action is a list of 1 numbers from -1 to 1, as JSON.", "-0.5"),
+        ("CartPole-v1", "You read a list of 4 numbers (from -4.8 to 4.8; any; ", "1"),
+        ("Acrobot-v1", "You read a list of 6 numbers", "2"),
+    ],
+)
+def test_gymnasiums_own_simulators_are_played(env_type, words, action):
+    env = make_env(env_type, {"action_format": "plain"})
+    text, info = env.reset(seed=3)
+    assert words in info["system"] and info["state"] == text
+    after, _, _, _, info = env.step(action)
+    assert info["action_is_valid"] is True and after != text and len(json.loads(after)) == len(json.loads(text))
 
 
 def test_terminal_escapes_go_and_colours_become_brackets():

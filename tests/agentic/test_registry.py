@@ -109,9 +109,10 @@ def test_discrete_actions_are_wrapped_and_the_options_shared_out():
         (SAMPLES + "Nothing-v0", {}, "env_type", "there is no environment", "package.module:Class"),
         (SAMPLES + "NOT_CALLABLE", {}, "env_type", "is a int", "class or a function"),
         (SAMPLES + "make_nothing", {}, "env_type", "made a str", "gymnasium.Env"),
-        (SAMPLES + "Steering", {}, "env_type", "no texts", "wrap it"),
+        (SAMPLES + "Steering", {}, "env_type", "takes actions that cannot be written as text", "wrap it"),
         (SAMPLES + "WalkWithoutText", {}, "env_type", "cannot be written as text", "ansi"),
-        ("CartPole-v1", {}, "env_type", "cannot be written as text", "ansi"),
+        ("CartPole-v1", {"action_names": ["left"]}, "env_config.action_names", "1 names for 2 actions", "0, 1"),
+        ("Pendulum-v1", {"action_names": ["left"]}, "env_config.action_names", "not discrete", "leave it out"),
         ("builtins:max", {}, "env_type", "cannot be read", "wrap it"),
         (SAMPLES + "GoodEnv", {"lenght": 3}, "env_config.lenght", "no argument `lenght`", "did you mean `length`?"),
         (SAMPLES + "GoodEnv", {"action_format": "plain"}, "env_config.action_format", "takes text already", "known"),
@@ -174,8 +175,8 @@ def test_the_preflight_names_the_tag():
     assert problem.path == "custom_envs.lake.env_config.size"
     (problem,) = check_env_type("lake", "frozen_laek", {})
     assert problem.path == "custom_envs.lake.env_type"
-    (problem,) = check_env_type("pole", "CartPole-v1", {})
-    assert problem.path == "custom_envs.pole.env_type"
+    (problem,) = check_env_type("pole", "CartPole-v1", {"action_format": "xml"})
+    assert problem.path == "custom_envs.pole.env_config.action_format"
 
 
 def test_the_preflight_makes_no_environment_of_others():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from roll.cli.serve import model_at
 from roll.configs.errors import ConfigError
 from tests.agentic.endpoint.test_served import Sampler, served
 from tests.cli.served_models import make_model
+from tests.tiers import need
 
 pytestmark = [pytest.mark.needs("aiohttp"), pytest.mark.tier("all")]
 
@@ -155,23 +157,40 @@ def test_a_model_is_talked_to_from_its_folder_and_what_it_refuses_is_said(model,
     assert "context length" in capsys.readouterr().err
 
 
-def test_a_served_run_answers_until_it_is_interrupted(model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.tier("soak"))])
+def test_a_served_run_answers_until_it_is_interrupted(engine, model, tmp_path, monkeypatch, capsys):
+    options = []
+    if engine == "vllm":
+        need("vllm")
+        options = ["gpu_memory_utilization=0.1", "--sequence-length", "256"]
     run = a_run(tmp_path / "run", model, 1)
     command = [sys.executable, "-m", "roll.cli.main", "serve", str(run), "--port", "0", "--max-tokens", "5"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command += ["--engine", engine, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         try:
             line = next(line for line in process.stdout if "is served at" in line)
             address = line.split()[-1]
-            body = {"model": "m", "messages": [{"role": "user", "content": "one"}]}
-            headers = {"Content-Type": "application/json"}
-            asked = urllib.request.Request(f"{address}/chat/completions", json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(asked, timeout=60) as response:
-                assert json.load(response)["usage"]["completion_tokens"] <= 5
+
+            def answer(seed: int) -> str:
+                body = {"model": "m", "messages": [{"role": "user", "content": "one"}], "seed": seed}
+                headers = {"Content-Type": "application/json"}
+                asked = urllib.request.Request(f"{address}/chat/completions", json.dumps(body).encode(), headers)
+                with urllib.request.urlopen(asked, timeout=60) as response:
+                    told = json.load(response)
+                assert told["usage"]["completion_tokens"] <= 5
+                return told["choices"][0]["message"]["content"]
+
+            answers = [answer(seed) for seed in (1, -2, 3, 2**63, 1, -2, 3, 2**63)]
+            assert answers[:4] == answers[4:] and len(set(answers)) > 1, "a seed is a choice of tokens"
             monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
             assert main(["chat", "--url", address]) == 0
             assert str(run) in capsys.readouterr().out
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 0 and "ended" in out and "Traceback" not in err
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: it reaches the engine's processes, too
+            out, err = process.communicate(timeout=90)
+            assert process.returncode == 0 and "ended" in out
+            for noise in ("Traceback", "KeyboardInterrupt", "SystemExit", "ERROR", "Exception"):
+                assert noise not in out + err, out + err
         finally:
-            process.kill()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

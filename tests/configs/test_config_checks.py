@@ -621,6 +621,10 @@ WRONG = [
     ({"init_kl_coef": 0.5}, "init_kl_coef", "no effect", "add_token_level_kl"),
     ({"kl_estimator": "k1"}, "kl_estimator", "no effect", "use_kl_loss"),
     (
+        {"on_control_tokens": "refuse", "actor_train.data_args.template": "raw"},
+        "on_control_tokens", "taken as they are", "template: chat",
+    ),
+    (
         {"actor_train.strategy_args.strategy_name": "megatron_train",
          "actor_train.model_args.attn_implementation": "eager"},
         "actor_train.model_args.attn_implementation", "chooses its attention itself", "remove",

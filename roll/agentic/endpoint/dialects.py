@@ -24,7 +24,7 @@ Json = dict[str, Any]
 _USE_TOOLS = "describe functions under `tools`"
 _USE_PROMPT = "no form is forced on the policy, so ask for it in the prompt"
 _NOT_TRAINED = "leave it out, for the trainer would not know of it"
-_NOT_KNOWN = "leave it out, for sampling has a temperature, top_p and top_k only"
+_NOT_KNOWN = "leave it out, for sampling has a temperature, top_p, top_k and a seed only"
 _ONLY_SAMPLED = "leave it out, for only the sampled tokens have log-probabilities"
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which is no JSON."""
@@ -290,6 +290,7 @@ def _sampling(body: Body) -> dict[str, Any]:
         "temperature": body.number("temperature", 0.0, 100.0),
         "top_p": body.number("top_p", 1e-6, 1.0),
         "top_k": None if top_k is None else max(0, int(top_k)),
+        "seed": body.take("seed", int),
     }
 
 

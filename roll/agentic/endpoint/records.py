@@ -52,9 +52,10 @@ class ModelRequest:
     form: str | None = None
     """Name of the field that asks for an answer of a given form; None if none does."""
     temperature: float | None = None
-    """Of a model that is served; in training sampling belongs to the run, and this and the next two are None."""
+    """Of a model that is served; in training sampling belongs to the run, and this and the next three are None."""
     top_p: float | None = None
     top_k: int | None = None
+    seed: int | None = None
     logprobs: bool = False
     return_token_ids: bool = False
     without_effect: tuple[str, ...] = ()

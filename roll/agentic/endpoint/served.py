@@ -37,6 +37,8 @@ class ServedSampling:
     """0: all tokens."""
     max_tokens: int | None = None
     """Longest answer, whatever a client asks for; None: what the sequence has room for."""
+    seed: int | None = None
+    """None: another one for each answer."""
 
 
 class ServedPolicy(Protocol):
@@ -152,4 +154,5 @@ class ServedModel:
             usual.temperature if request.temperature is None else request.temperature,
             usual.top_p if request.top_p is None else request.top_p,
             usual.top_k if request.top_k is None else request.top_k,
+            seed=request.seed,
         )

@@ -438,7 +438,7 @@ class Endpoint:
         for name in asked.without_effect:
             if name not in self._told and len(self._told) < 200:
                 self._told.add(name)
-                logger.info("agents send `%s`, which has no effect: sampling belongs to the run", name)
+                logger.info("clients send `%s`, which has no effect", name)
 
 
 async def _answered(

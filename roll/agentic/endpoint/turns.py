@@ -20,7 +20,7 @@ from roll.agentic.endpoint.tool_calls import (
     split_thoughts,
 )
 from roll.agentic.episode import Message, SampledTurn
-from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
+from roll.data.chat import ChatTurns, ControlTokenSpelled, Conversation, TemplateRefused, TurnTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,8 @@ class TurnReader:
                 lambda messages: self.template.begin(messages, request.tools), messages, begins=True
             )
         except TemplateRefused as refused:
-            raise RequestRefused(str(refused), field="messages", code="template_refused") from refused
+            code = "control_token" if isinstance(refused, ControlTokenSpelled) else "template_refused"
+            raise RequestRefused(str(refused), field="messages", code=code) from refused
 
     def require_known(self, token_ids: Sequence[int]) -> None:
         """Refuse token ids beyond the vocabulary."""

@@ -116,6 +116,12 @@ class DialogueEnv(TextGame):
         self._left: list[Any] = []
         """Turns of the script that were not said yet."""
 
+    @property
+    def longest(self) -> int:
+        """Largest number of answers in a dialogue."""
+        scripted = [len(task["turns"]) for task in self._tasks] if self._user is None else []
+        return min(self._max_turns, max(scripted, default=self._max_turns))
+
     def render(self) -> str:
         """Return the dialogue."""
         return "\n".join(f"{message['role']}: {message['content']}" for message in self._said)

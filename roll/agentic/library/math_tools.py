@@ -15,10 +15,9 @@ import numpy as np
 from pydantic import validate_call
 
 from roll.agentic.base import BadOption, Count, ResetAnswer, StepAnswer, TextGame
-from roll.agentic.tools.base import ToolSpec, make_tools
-from roll.agentic.tools.environment import ToolEnv, ToolSettings
+from roll.agentic.tools.base import ToolSpec
+from roll.agentic.tools.environment import ToolEnv, configured_tools
 from roll.configs.errors import nearest_name_hint
-from roll.configs.plugins import made
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(/\d+)?")
@@ -194,5 +193,5 @@ class MathToolsEnv(ToolEnv):
                 if value not in known:
                     hint = nearest_name_hint(str(value), map(str, known))
                     raise BadOption(name, f"there are no problems of {name.removesuffix('s')} `{value}`", hint)
-        settings = made("ToolSettings", ToolSettings, tool_settings or {}, "tool_settings")
-        super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings)
+        offered = configured_tools(tools, tool_settings or {})
+        super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), *offered)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,13 +24,15 @@ from roll.agentic.tools.base import (
     Tool,
     ToolCall,
     Toolset,
+    ToolSpec,
     ToolUnavailable,
     argument_problem,
     function_schema,
+    make_tools,
     parse_calls,
 )
 from roll.configs.errors import nearest_name_hint
-from roll.configs.plugins import checked_arguments, parameters_of
+from roll.configs.plugins import checked_arguments, made, parameters_of
 
 _logger = logging.getLogger(__name__)
 
@@ -172,6 +174,21 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
     def _counted(self, info: dict[str, Any]) -> dict[str, Any]:
         counts = {"tool_calls": self._calls, "tool_errors": self._errors}
         return info | {"metrics": {**info.get("metrics", {}), **counts}}
+
+
+def configured_tools(
+    specs: Sequence[ToolSpec], settings: Mapping[str, Any], at: str = ""
+) -> tuple[list[Tool | Toolset], ToolSettings]:
+    """Return the tools and settings of `<at>tools` and `<at>tool_settings`, starting nothing. Raises `ConfigError`."""
+    checked = made("ToolSettings", ToolSettings, settings, f"{at}tool_settings")
+    return make_tools(specs, f"{at}tools"), checked
+
+
+def with_tools(
+    env: gymnasium.Env[str, str], specs: Sequence[ToolSpec], settings: Mapping[str, Any]
+) -> gymnasium.Env[str, str]:
+    """Return the environment with configured tools around it; without any, itself. Raises `ConfigError`."""
+    return ToolEnv(env, *configured_tools(specs, settings)) if specs else env
 
 
 def _described(schemas: Sequence[dict[str, Any]], settings: ToolSettings) -> str:

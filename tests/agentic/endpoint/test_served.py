@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.endpoint.turns import TurnReader
 from roll.agentic.episode import SampledTurn
 from roll.data.chat import ChatTurns
+from roll.engines.base import TokenChunk
+from roll.engines.local import _Policy
 from tests.agentic.endpoint.conversations import LOOK_UP, called, encode, said, tokenizer_of, user
 from tests.tiers import examples
 
@@ -195,13 +198,14 @@ def test_the_client_says_how_to_sample_within_the_limits_of_the_server():
     sampler = Sampler("You go left.")
     with served(sampler, temperature=0.5, max_tokens=3) as address, openai_at(address) as client:
         chat = client.chat.completions
-        cut = chat.create(model="m", messages=[user("go")], temperature=0, top_p=0.5, extra_body={"top_k": -1})
+        cut = chat.create(model="m", messages=[user("go")], temperature=0, top_p=0.5, seed=-7, extra_body={"top_k": -1})
         assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 3
         assert chat.create(model="m", messages=[user("go")], max_tokens=2).usage.completion_tokens == 2
         first, second = (each["sampling"] for each in sampler.asked)
         assert (first.temperature, first.top_p, first.top_k) == (0.0, 0.5, 0)
         assert (second.temperature, second.top_p, second.top_k) == (0.5, 1.0, 0)
-        for name, value in (("temperature", -1), ("top_p", 0), ("n", 2), ("logit_bias", {"3": 1})):
+        assert (first.seed, second.seed) == (-7, None)
+        for name, value in (("temperature", -1), ("top_p", 0), ("seed", "x"), ("n", 2), ("logit_bias", {"3": 1})):
             with pytest.raises(openai.BadRequestError, match=name):
                 chat.create(model="m", messages=[user("go")], **{name: value})
         with pytest.raises(openai.BadRequestError, match="in the prompt"):
@@ -209,6 +213,36 @@ def test_the_client_says_how_to_sample_within_the_limits_of_the_server():
         with pytest.raises(openai.BadRequestError, match="context length"):
             chat.create(model="m", messages=[user("go " * 400)])
         assert len(sampler.asked) == 2
+
+
+def test_a_seed_reaches_the_engine_in_a_range_that_engines_take():
+    seeds = []
+
+    class Engine:
+        async def stream(self, request):
+            seeds.append(request.sampling.seed)
+            yield TokenChunk(np.array([1]), np.zeros(1), np.zeros(1, int), "stop")
+
+    def ask(seed: int | None) -> None:
+        call = _Policy(Engine(), Future())(
+            np.array([1]),
+            max_new_tokens=1,
+            stop_strings=(),
+            sampling=ServedSampling(seed=seed),
+            on_tokens=lambda token_ids: None,
+        )
+        asyncio.run(call)
+
+    for seed in (5, -1, 2**80 + 3, None, None):
+        ask(seed)
+    assert seeds[:3] == [5, 2**63 - 1, 3] and seeds[3] != seeds[4]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_field_without_effect_is_logged_as_such(caplog):
+    with served(Sampler("left")) as address, openai_at(address) as client, caplog.at_level("INFO"):
+        client.chat.completions.create(model="m", messages=[user("go")], extra_body={"mood": "good"})
+    assert "clients send `mood`, which has no effect" in caplog.text and "the run" not in caplog.text
 
 
 def test_a_conversation_is_what_the_template_writes():
