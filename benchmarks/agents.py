@@ -1,15 +1,17 @@
 """Measure what it costs to train an agent that asks by HTTP, and whether 200 of them hold up the run.
 
-Rate: a run whose episodes an agent plays by OpenAI's client, against the same run with the same game as an environment:
-the same model, seeds, turns and numbers of forced tokens. Sides alternate; medians of the steps' seconds without
-training.
+Rates: runs whose episodes an agent plays, against the same run with the same game as an environment: the same model,
+seeds, turns and numbers of forced tokens. `plain` asks with Python's own client, so that what it costs is the
+endpoint's; `openai` with OpenAI's client. Sides alternate; medians of the steps' seconds without training.
 
-Gaps: an endpoint in this process, a policy that waits, and sessions of an openai client in another process. A probe in
-the driver's event loop and one in the endpoint's tell the longest time for which each was not free: by the clock, and
-the processor time that its thread spent meanwhile, which other programs on the machine do not lengthen. Prints one JSON
-line.
+Gaps: an endpoint in this process, a policy that waits, and sessions of an openai client in another process. At the end
+all sessions become samples, as those of episodes do. A probe in the driver's event loop and one in the endpoint's tell
+the longest time for which each was not free: by the clock, and the processor time that its thread spent meanwhile,
+which other programs on the machine do not lengthen; for the longest by the clock also that of the whole process.
 
-    python benchmarks/agents.py [--steps 8] [--tokens 64] [--sessions 200]
+Cost: the same without probes, by a plain client: processor time of a request. Prints one JSON line.
+
+    python benchmarks/agents.py [--steps 8] [--tokens 64 256] [--sessions 200]
 """
 
 from __future__ import annotations
@@ -22,19 +24,22 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 from _pipeline import ROOT, make_task, run_file
+from _talking_agent import CERTIFICATES, plain
 from agentic_overlap import configuration
 
-from roll.agentic.agents import agent_endpoint
+from roll.agentic.agents import LONG_EPISODE, agent_endpoint
 from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
 from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.episode import ManagerSettings, SampledTurn
 from roll.data.chat import ChatTurns
+from roll.runtime.garbage import collect_rarely
 
 sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
 import make_model
@@ -49,11 +54,10 @@ def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """Return samples a second of both sides and the share of the time that the agent costs."""
     make_task(folder)
     (folder / "tasks.jsonl").write_text(json.dumps({"turns": arguments.turns, "seed": 0}) + "\n")
-    agent = {"run": "_talking_agent:run", "tasks": str(folder / "tasks.jsonl")}
-    sides = {
-        "game": {"env_config": {"median_seconds": 0.0, "turns": arguments.turns}},
-        "agent": {"env_type": "agent", "env_manager_cls": "agent", "env_config": agent},
-    }
+    sides: dict[str, dict[str, Any]] = {"game": {"env_config": {"median_seconds": 0.0, "turns": arguments.turns}}}
+    for name in arguments.agents:
+        agent = {"run": f"_talking_agent:{name}", "tasks": str(folder / "tasks.jsonl")}
+        sides[name] = {"env_type": "agent", "env_manager_cls": "agent", "env_config": agent}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(arguments.repeats):
         for name, env in sides.items():
@@ -66,13 +70,14 @@ def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
             steps, training = (run.column(key, arguments.warm_up) for key in ("time/step", "time/train"))
             seconds[name] += [step - train for step, train in zip(steps, training, strict=True)]
     samples = arguments.groups * arguments.group_size
-    game, agent_seconds = (statistics.median(seconds[name]) for name in ("game", "agent"))
-    return {
-        "game_samples_per_second": samples / game,
-        "agent_samples_per_second": samples / agent_seconds,
-        "overhead": agent_seconds / game - 1,
-        "overhead_ms_per_request": 1000 * (agent_seconds - game) / (samples * arguments.turns),
-    }
+    game = statistics.median(seconds.pop("game"))
+    found = {"game_samples_per_second": samples / game}
+    for name, each in seconds.items():
+        taken = statistics.median(each)
+        found[f"{name}_samples_per_second"] = samples / taken
+        found[f"{name}_overhead"] = taken / game - 1
+        found[f"{name}_ms_per_request"] = 1000 * (taken - game) / (samples * arguments.turns)
+    return found
 
 
 class WaitingPolicy:
@@ -94,24 +99,32 @@ class Probe:
     """A coroutine that is to run every two milliseconds, and remembers when it did not."""
 
     def __init__(self) -> None:
-        self.wall = self.cpu = 0.0
+        self.wall = self.cpu = self.process = 0.0
 
     async def run(self) -> None:
         while True:
-            wall, cpu = time.perf_counter(), time.thread_time()
+            wall, cpu, process = time.perf_counter(), time.thread_time(), time.process_time()
             await asyncio.sleep(PROBE_SECONDS)
-            self.wall = max(self.wall, time.perf_counter() - wall - PROBE_SECONDS)
             self.cpu = max(self.cpu, time.thread_time() - cpu)
+            gap = time.perf_counter() - wall - PROBE_SECONDS
+            if gap > self.wall:
+                self.wall, self.process = gap, time.process_time() - process
+
+    def gaps(self, name: str) -> dict[str, float]:
+        """Return the longest gaps in milliseconds."""
+        found = {"gap": self.wall, "gap_process_cpu": self.process, "gap_cpu": self.cpu}
+        return {f"{name}_{key}_ms": 1000 * seconds for key, seconds in found.items()}
 
 
 def talk(addresses: list[tuple[str, str]], turns: int, characters: int, spent: Any) -> None:
     """Be all clients, each with its session, and tell the processor time that they spent."""
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     async def one(base_url: str, api_key: str) -> None:
         text = WORDS * (characters // len(WORDS) + 1)
         messages: list[Any] = []
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600) as client:
+        settings: Any = {"max_retries": 0, "timeout": 600, "http_client": DefaultAsyncHttpxClient(verify=CERTIFICATES)}
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, **settings) as client:
             for _ in range(turns):
                 messages.append({"role": "user", "content": text})
                 answer = await client.chat.completions.create(model="policy", messages=messages)
@@ -125,8 +138,17 @@ def talk(addresses: list[tuple[str, str]], turns: int, characters: int, spent: A
     spent.put(time.process_time() - began)
 
 
-def gaps(arguments: argparse.Namespace, characters: int) -> dict[str, float]:
-    """Return the longest gaps of both loops in milliseconds, and the processor time of a request in both processes."""
+def play(addresses: list[tuple[str, str]], turns: int, characters: int, spent: Any) -> None:
+    """Be all clients, each a thread with a plain one, and tell the processor time that they spent."""
+    began = time.process_time()
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        list(threads.map(lambda address: plain({"turns": turns, "seed": 0}, *address), addresses))
+    spent.put(time.process_time() - began)
+
+
+def gaps(arguments: argparse.Namespace, characters: int, *, probed: bool = True) -> dict[str, float]:
+    """Return the longest gaps of both loops in milliseconds; if they are not probed, the processor time of a request in
+    both processes."""
 
     async def main() -> dict[str, float]:
         chance = make_model.random.Random(0)
@@ -144,31 +166,34 @@ def gaps(arguments: argparse.Namespace, characters: int) -> dict[str, float]:
         addresses = [endpoint.open(session) for session in sessions]
         processes = multiprocessing.get_context("spawn")
         spent = processes.Queue()
-        clients = processes.Process(target=talk, args=(addresses, arguments.turns, characters, spent))
+        parts = (addresses, arguments.turns, characters, spent)
+        clients = processes.Process(target=talk if probed else play, args=parts)
         driver, inside = Probe(), Probe()
-        probes = [asyncio.create_task(driver.run())]
-        assert endpoint._loop is not None
-        watching = asyncio.run_coroutine_threadsafe(inside.run(), endpoint._loop)
+        probes: list[Any] = [asyncio.create_task(collect_rarely())]  # as every run does
+        if probed:
+            assert endpoint._loop is not None
+            probes.append(asyncio.create_task(driver.run()))
+            probes.append(asyncio.run_coroutine_threadsafe(inside.run(), endpoint._loop))
         began, started = time.perf_counter(), time.process_time()
         clients.start()
         theirs = await asyncio.to_thread(spent.get)
         seconds, ours = time.perf_counter() - began, time.process_time() - started
         await asyncio.to_thread(clients.join)
-        for probe in (*probes, watching):
-            probe.cancel()
         for session in sessions:
             await endpoint.close(session)
-            assert len(session.samples(1.0, 1.0)) == 1, "each session is one conversation"
+            made = (session.samples, 1.0, 1.0)
+            samples = await asyncio.to_thread(*made) if session.tokens > LONG_EPISODE else session.samples(*made[1:])
+            assert len(samples) == 1, "each session is one conversation"
+            await asyncio.sleep(0)
+        for probe in probes:
+            probe.cancel()
         endpoint.stop()
         requests = arguments.sessions * arguments.turns
+        if probed:
+            return {"requests_per_second": requests / seconds, **driver.gaps("driver"), **inside.gaps("endpoint")}
         return {
-            "requests_per_second": requests / seconds,
             "endpoint_cpu_ms_per_request": 1000 * ours / requests,
             "client_cpu_ms_per_request": 1000 * theirs / requests,
-            "driver_gap_ms": 1000 * driver.wall,
-            "driver_gap_cpu_ms": 1000 * driver.cpu,
-            "endpoint_gap_ms": 1000 * inside.wall,
-            "endpoint_gap_cpu_ms": 1000 * inside.cpu,
         }
 
     return asyncio.run(main())
@@ -182,21 +207,25 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8, help="episodes per group")
     parser.add_argument("--turns", type=int, default=4, help="turns of an episode")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of every turn")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256], help="tokens of every turn")
+    agents = ["plain", "openai", "openai_alone"]
+    parser.add_argument("--agents", choices=agents, nargs="+", default=agents[:2], help="what is compared")
     parser.add_argument("--sessions", type=int, default=200, help="sessions at once for the gaps")
     parser.add_argument("--characters", type=int, nargs="+", default=[200, 20_000, 400_000], help="of each message")
-    parser.add_argument("--only", choices=["rates", "gaps"], help="one part")
+    parser.add_argument("--only", choices=["rates", "gaps", "cost"], help="one part")
     arguments = parser.parse_args()
     arguments.median_seconds, arguments.epochs = 0.0, 1
     found: dict[str, Any] = {"benchmark": "agents", **vars(arguments)}
-    if arguments.only != "rates":
+    if arguments.only in ("cost", None):
+        found["cost"] = gaps(argparse.Namespace(sessions=20, turns=20), 0, probed=False)
+    if arguments.only in ("gaps", None):
         for characters in arguments.characters:
             few = argparse.Namespace(**vars(arguments))
             few.sessions = arguments.sessions if characters < LONG_MESSAGE else max(1, arguments.sessions // 10)
             found[f"gaps_at_{characters}"] = {"sessions": few.sessions, **gaps(few, characters)}
-    if arguments.only != "gaps":
+    for tokens in arguments.tokens if arguments.only in ("rates", None) else ():
         with tempfile.TemporaryDirectory() as name:
-            found |= rates(Path(name), arguments)
+            found[f"rates_at_{tokens}"] = rates(Path(name), argparse.Namespace(**vars(arguments) | {"tokens": tokens}))
     print(json.dumps(found))
 
 

@@ -22,7 +22,7 @@ from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
 from roll.agentic.endpoint.responses import Responses
 from roll.agentic.endpoint.server import Endpoint
-from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
+from roll.agentic.endpoint.session import EpisodeSession, Pause, SessionSettings, no_pause
 from roll.agentic.episode import (
     EnvironmentFailed,
     EnvSession,
@@ -108,9 +108,9 @@ class RecordedSession(EpisodeSession):
     limit: EpisodeEnd | None = None
     """The limit that refused the agent a turn."""
 
-    async def respond(self, request: ModelRequest) -> ModelAnswer:
+    async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
         try:
-            return await super().respond(request)
+            return await super().respond(request, pause)
         except RequestRefused as refused:
             self.refused = refused
             self.limit = self.limit or LIMITS.get(refused.code)

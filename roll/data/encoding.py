@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Value = TypeVar("Value")
@@ -27,6 +27,8 @@ BEGIN, END = "\ue000", "\ue001"
 FRAMES = re.compile(r"(?!</?(think|thinking|thought|reasoning|answer)>)(?=.*\w)(?=.*[^\w\s])\S+")
 """Added tokens that may frame turns without being special: marks around a word. A policy writes thoughts itself."""
 _STAND_IN = re.compile(f"{BEGIN}([0-9]+){END}")
+LONG_TEXT = 2**12
+"""Characters, or tokens. While more are encoded or decoded, the interpreter is left to other threads."""
 
 
 def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
@@ -35,6 +37,14 @@ def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[n
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return [np.asarray(token_ids, dtype=np.int32) for token_ids in encoded["input_ids"]]
+
+
+def decoded(token_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of token ids ``[length]``, special tokens included."""
+    backend = _backend_of(tokenizer, "decode", "_decode") if len(token_ids) > LONG_TEXT else None
+    if backend is None or tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+    return backend.decode_batch([token_ids.tolist()], skip_special_tokens=False)[0]
 
 
 class ControlTokensRefused(ValueError):
@@ -99,10 +109,12 @@ class ContentEncoder:
         if self._is_harmless(text):
             text = self.restored(text)
             if before is None or not self.writes_prefix:
-                return tokenise([text], self._tokenizer)[0]
-            return np.array(self._encoder(before).encode(text, add_special_tokens=False).ids, dtype=np.int32)
+                if len(text) > LONG_TEXT or self._alone is None:
+                    return tokenise([text], self._tokenizer)[0]
+                return np.array(_encoded(text, self._alone).ids, dtype=np.int32)
+            return np.array(_encoded(text, self._encoder(before)).ids, dtype=np.int32)
         found, place, behind = list[int](), 0, before
-        whole = self._encoder(None).encode(text, add_special_tokens=False)
+        whole = _encoded(text, self._encoder(None))
         for token_id, (start, end) in zip(whole.ids, whole.offsets, strict=True):
             if token_id in self._control:
                 found += [*self._plain(text[place:start], behind), token_id]
@@ -122,7 +134,7 @@ class ContentEncoder:
         """Return the ids of a text of contents only, behind ``before``."""
         if not text:
             return []
-        ids = self._encoder(before, plain=True).encode(self.restored(text), add_special_tokens=False).ids
+        ids = _encoded(self.restored(text), self._encoder(before, plain=True)).ids
         for token_id in (self._control.keys() & ids) - self._unknown:
             raise ControlTokensRefused(
                 f"a content spells {self._control[token_id]!r}, which is a control token, and the vocabulary of this "
@@ -215,11 +227,15 @@ class ContentEncoder:
         return encoders
 
     @cached_property
-    def _backend(self) -> Tokenizer | None:
-        from tokenizers import Tokenizer
+    def _alone(self) -> Tokenizer | None:
+        """The tokenizer without the library around it, which takes longer than a short text; None: that has a way of
+        its own to encode."""
+        is_usual = _backend_of(self._tokenizer, "__call__", "_encode_plus") is not None
+        return self._copy() if is_usual and not self._tokenizer.split_special_tokens else None
 
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return backend if isinstance(backend, Tokenizer) else None
+    @cached_property
+    def _backend(self) -> Tokenizer | None:
+        return _backend_of(self._tokenizer)
 
     def _copy(self) -> Tokenizer:
         """Return the tokenizer that does the work, as an object of its own: its settings are shared between threads."""
@@ -234,6 +250,23 @@ class ContentEncoder:
         copy.no_truncation()
         copy.no_padding()
         return copy
+
+
+def _backend_of(tokenizer: PreTrainedTokenizerBase, *methods: str) -> Tokenizer | None:
+    """Return what does a tokenizer's work; None: it has a way of its own, or one of its ``methods`` has."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_usual = all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in methods)
+    return backend if isinstance(backend, Tokenizer) and is_usual else None
+
+
+def _encoded(text: str, encoder: Tokenizer) -> Encoding:
+    # Only a batch leaves the interpreter to other threads; its hand-over takes longer than a short text.
+    if len(text) > LONG_TEXT:
+        return encoder.encode_batch([text], add_special_tokens=False)[0]
+    return encoder.encode(text, add_special_tokens=False)
 
 
 def _prefixes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.configs.errors import ConfigError
 from roll.configs.roles import DataArguments
+from roll.data import encoding
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused
 from roll.data.encoding import BEGIN, END, ContentEncoder
 from roll.data.prompts import load_prompts
@@ -77,6 +78,21 @@ def test_other_texts_have_the_ids_of_the_whole_text(name, contents):
     rendered = template.tokenizer.apply_chat_template(talk(contents), tokenize=False, add_generation_prompt=True)
     whole = template.tokenizer(rendered, add_special_tokens=False)["input_ids"]
     assert template.prompt(talk(contents)).tolist() == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_long_texts_have_the_ids_and_words_of_short_ones(name, monkeypatch):
+    """They are encoded and decoded in other ways, which leave the interpreter to other threads."""
+    template = ChatTurns(make_tokenizer(name))
+    for piece in ("ab c, ", f"ab {FORMATS[name].special_tokens[0]} c, "):
+        asked = talk([piece * encoding.LONG_TEXT])
+        ids = template.prompt(asked)
+        text = encoding.decoded(ids, template.tokenizer)
+        assert len(ids) > encoding.LONG_TEXT and text.count(piece) == encoding.LONG_TEXT
+        with monkeypatch.context() as patch:
+            patch.setattr(encoding, "LONG_TEXT", len(text) + 1)
+            assert template.prompt(asked).tolist() == ids.tolist()
+            assert encoding.decoded(ids, template.tokenizer) == text
 
 
 def test_schemas_of_tools_and_names_are_contents_too():

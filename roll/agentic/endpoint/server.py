@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -30,7 +31,7 @@ from roll.agentic.endpoint.json_text import loaded
 from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
 from roll.agentic.endpoint.served import ServedModel
-from roll.agentic.endpoint.session import EpisodeSession
+from roll.agentic.endpoint.session import EpisodeSession, Pause
 from roll.agentic.endpoint.tool_calls import THOUGHT_END
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BODY = 64 * 2**20
 """Bytes."""
-LONG_BODY = 2**20
+LONG_BODY = 2**18
 """Bytes. What is longer is read in a thread, since others wait meanwhile."""
+THREADS = min(4, 1 + (os.cpu_count() or 1) // 8)
+"""Threads in which long conversations are read. Each takes processors and turns of the interpreter from the loop."""
 KEEP_ALIVE_SECONDS = 10.0
 """Time between two signs of life in a stream whose answer is sampled."""
 ANSWERS_KEPT = 32
@@ -181,7 +184,7 @@ class Endpoint:
         """Set once the loop has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
-        self._reading = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -273,6 +276,7 @@ class Endpoint:
         from aiohttp import web
 
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(THREADS))
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
@@ -305,12 +309,15 @@ class Endpoint:
                 session = episode.session
                 return _json(model_list(self._model, created=self._created, max_model_len=session.room))
             body = await self._body(request)
-            long = len(body) > LONG_BODY
-            asked = await asyncio.to_thread(_asked, dialect, body) if long else await self._asked_in_turn(dialect, body)
+            if len(body) > LONG_BODY:
+                asked, digest = await asyncio.to_thread(_asked, dialect, body)
+            else:
+                await self._pause()
+                asked, digest = _asked(dialect, body)
             self._tell(asked)
             if path == COUNT_TOKENS and isinstance(dialect, Messages):
                 return _json(dialect.token_count(await episode.session.count_tokens(asked)))
-            call = self._call(episode, dialect, asked, request, path, body)
+            call = self._call(episode, dialect, asked, request, f"{path}\n{digest}")
         except RequestRefused as refused:
             self._on_refusal(refused)
             return _refusal(refused, dialect)
@@ -327,19 +334,21 @@ class Endpoint:
         return response
 
     def _call(
-        self, episode: _Episode, dialect: Dialect, asked: ModelRequest, request: web.Request, path: str, body: bytes
+        self, episode: _Episode, dialect: Dialect, asked: ModelRequest, request: web.Request, digest: str
     ) -> _Call:
-        """Return the call that answers a request, which is begun unless the request repeats one."""
+        """Return the call that answers a request, which is begun unless the request repeats one. ``digest``: of path
+        and body."""
         count = request.headers.get(RETRY_HEADER, "0")
         attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         given = request.headers.get("idempotency-key", "")
-        key = hashlib.blake2b(f"{path}\n{given}\n".encode() + body, digest_size=16).hexdigest()
+        key = f"{digest}\n{given}"
         # A model that is served keeps no answers: clients that ask the same are each answered.
         is_served = isinstance(episode.session, ServedModel)
         call = None if is_served else episode.joined(key, attempt, bool(given))
         if call is None:
             stream = _Stream(dialect, asked)
-            call = _Call(key, asyncio.ensure_future(_answered(episode.session, dialect, asked, stream)), stream)
+            answered = _answered(episode.session, dialect, asked, stream, self._pause)
+            call = _Call(key, asyncio.ensure_future(answered), stream)
             call.task.add_done_callback(_seen)
             episode.keep(call)
         call.attempt = max(call.attempt, attempt)
@@ -354,10 +363,13 @@ class Endpoint:
         response: web.StreamResponse | None = None
         sent, patience, first = 0, self._keep_alive_seconds, asyncio.FIRST_COMPLETED
         while not call.task.done():
-            if not asked.stream or len(call.stream.body) == sent:
+            if not asked.stream:
+                await asyncio.wait([call.task])
+                continue
+            if len(call.stream.body) == sent:
                 news: list[asyncio.Future[Any]] = [call.task, call.stream.more]
                 await asyncio.wait(news, timeout=patience, return_when=first)
-            if not asked.stream or call.task.done():
+            if call.task.done():
                 continue
             if response is None:
                 response = _stream()
@@ -414,11 +426,10 @@ class Endpoint:
             raise _over()
         return episode
 
-    async def _asked_in_turn(self, dialect: Dialect, body: bytes) -> ModelRequest:
-        """Read a request. The loop takes a turn between two, so that hundreds that come at once do not block it."""
-        async with self._reading:
+    async def _pause(self) -> None:
+        """Return to one caller in each turn of the loop, so that hundreds who come at once do not block it."""
+        async with self._turn:
             await asyncio.sleep(0)
-            return _asked(dialect, body)
 
     async def _body(self, request: web.Request) -> bytes:
         from aiohttp import web
@@ -442,14 +453,14 @@ class Endpoint:
 
 
 async def _answered(
-    session: EpisodeSession | ServedModel, dialect: Dialect, asked: ModelRequest, stream: _Stream
+    session: EpisodeSession | ServedModel, dialect: Dialect, asked: ModelRequest, stream: _Stream, pause: Pause
 ) -> _Answered:
     """Have a request answered and write the answer. It is recorded when this ends."""
     try:
         if isinstance(session, ServedModel):
             answer = await session.respond(asked, stream.tell if asked.stream else None)
         else:
-            answer = await session.respond(asked)
+            answer = await session.respond(asked, pause)
         body = stream.whole(answer) if asked.stream else json.dumps(dialect.answer(asked, answer)).encode()
     except RequestRefused:
         raise
@@ -487,12 +498,13 @@ def _split(path: str) -> tuple[str | None, str]:
     return name, "/".join(parts)
 
 
-def _asked(dialect: Dialect, body: bytes) -> ModelRequest:
+def _asked(dialect: Dialect, body: bytes) -> tuple[ModelRequest, str]:
+    """Return the request that a body makes, and a digest of the body."""
     try:
         value = loaded(body.decode())
     except ValueError as error:
         raise RequestRefused(f"the body is no JSON: {error}") from error
-    return dialect.read(value)
+    return dialect.read(value), hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 def _over() -> RequestRefused:

@@ -17,7 +17,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +28,7 @@ from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_folded
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
 from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
-from roll.data.encoding import tokenise
+from roll.data.encoding import decoded, tokenise
 from roll.data.records import Sample
 
 if TYPE_CHECKING:
@@ -48,8 +48,14 @@ COUNTS = (
 LONG_PROMPT = 2**12
 """Characters, or token ids. What is longer is made into tokens in a thread, since others wait meanwhile."""
 EarlierReasoning = Literal["keep", "template"]
+Pause = Callable[[], Awaitable[None]]
+"""Lets the loop take a turn."""
 THOUGHT = "KeptThought{number}Qz"
 """A stand-in for a thought, to see if the chat template keeps it."""
+
+
+async def no_pause() -> None:
+    """Go on at once."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class _Place:
     """The place where a request goes on."""
 
     parent: _Turn | None
+    tools: str
     asked: tuple[str, ...]
     read: np.ndarray
     conversation: Conversation | None
@@ -172,8 +179,9 @@ class EpisodeSession:
         """Tokens of all turns, read and sampled."""
         return sum(len(turn.read) + len(turn.sampled.token_ids) for turn in self._turns)
 
-    async def respond(self, request: ModelRequest) -> ModelAnswer:
-        """Sample the answer to a request and record it. Raises `RequestRefused`."""
+    async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
+        """Sample the answer to a request and record it. ``pause`` is awaited between sampling and what is made of it.
+        Raises `RequestRefused`."""
         limits = self._settings.limits
         self._require_open()
         if request.form is not None and not self._settings.ignore_response_format:
@@ -190,7 +198,7 @@ class EpisodeSession:
             longest = min(longest, request.max_tokens)
         number, self._sampled = self._sampled, self._sampled + 1
         prompt.flags.writeable = False
-        sampled = await self._sample(prompt, number, longest, request.stop)
+        sampled = await self._sample(prompt, number, longest, request.stop, pause)
         answer = self._reader.answer(
             request,
             prompt,
@@ -203,7 +211,7 @@ class EpisodeSession:
         turn = _Turn(
             number=number,
             parent=place.parent,
-            tools=_digest(list(request.tools)),
+            tools=place.tools,
             asked=place.asked,
             read=place.read,
             sampled=sampled,
@@ -264,7 +272,7 @@ class EpisodeSession:
         numbered = sorted(self._turns, key=lambda turn: turn.number)
         return [
             TurnRecord(
-                observation=self._decoder.decode(turn.read.tolist(), skip_special_tokens=False),
+                observation=decoded(turn.read, self._decoder),
                 response=self._decoder.decode(turn.sampled.token_ids.tolist(), skip_special_tokens=True),
                 reward=reward if turn is numbered[-1] else 0.0,
                 action_is_valid=True,
@@ -314,11 +322,11 @@ class EpisodeSession:
             is_told = bool(self._turns) and any(message["role"] == "assistant" for message in request.messages)
             others = is_told and self._deepest(request, forms, None) is not None
             cause = ("tools" if others else "history") if is_told else None
-            return self._begin(request.messages, request, forms, cause)
+            return self._begin(request.messages, request, tools, forms, cause)
         turn, place = found
         following = request.messages[place:]
         if not self._keeps_thoughts(turn, request):
-            return self._begin(_recorded(turn, request.messages), request, forms, "template")
+            return self._begin(_recorded(turn, request.messages), request, tools, forms, "template")
         assert turn.conversation is not None  # it is found by messages
         conversation, calls = turn.conversation.branch(), turn.message.get("tool_calls", ())
         try:
@@ -326,14 +334,14 @@ class EpisodeSession:
                 lambda messages: conversation.glue(turn.sampled.token_ids, messages, calls), following, begins=False
             )
         except TemplateRefused:
-            return self._begin(_recorded(turn, request.messages), request, forms, "template")
-        return _Place(turn, forms[place:], read, conversation, None)
+            return self._begin(_recorded(turn, request.messages), request, tools, forms, "template")
+        return _Place(turn, tools, forms[place:], read, conversation, None)
 
     def _begin(
-        self, messages: Sequence[Message], request: ModelRequest, forms: tuple[str, ...], cause: str | None
+        self, messages: Sequence[Message], request: ModelRequest, tools: str, forms: tuple[str, ...], cause: str | None
     ) -> _Place:
         conversation = self._reader.begun(messages, request)
-        return _Place(None, forms, conversation.prompt_token_ids, conversation, cause)
+        return _Place(None, tools, forms, conversation.prompt_token_ids, conversation, cause)
 
     def _deepest(self, request: ModelRequest, forms: tuple[str, ...], tools: str | None) -> tuple[_Turn, int] | None:
         """Return the turn that the messages go on from, and the number of messages up to its answer.
@@ -389,7 +397,7 @@ class EpisodeSession:
             if is_begun and len(prompt) > size and (found is None or size >= found[0]):
                 found = size, turn
         if found is None:
-            return _Place(None, (), self._reader.encoded(prompt), None, None)
+            return _Place(None, "", (), self._reader.encoded(prompt), None, None)
         turn, rest = found[1], prompt[found[0] :]
         if not isinstance(rest, str):
             self._reader.require_known(rest)
@@ -397,7 +405,7 @@ class EpisodeSession:
         sampled = turn.sampled.token_ids
         if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
             read = read[1:] if read[0] == sampled[-1] else read  # the text of an answer is without its end
-        return _Place(turn, (), read, None, None)
+        return _Place(turn, "", (), read, None, None)
 
     def _require_room(self, request: ModelRequest, place: _Place, tokens: int) -> None:
         limits = self._settings.limits
@@ -419,13 +427,16 @@ class EpisodeSession:
 
     # What the policy says.
 
-    async def _sample(self, prompt: np.ndarray, number: int, max_new_tokens: int, stop: tuple[str, ...]) -> SampledTurn:
+    async def _sample(
+        self, prompt: np.ndarray, number: int, max_new_tokens: int, stop: tuple[str, ...], pause: Pause
+    ) -> SampledTurn:
         call = self._policy(prompt, turn=number, max_new_tokens=max_new_tokens, stop_strings=stop)
         try:
             if asyncio.get_running_loop() is self._home:
                 sampled = await call
             else:
                 sampled = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+            await pause()
         except asyncio.CancelledError:
             self._counts["cancelled"] += 1
             raise
@@ -460,7 +471,7 @@ class EpisodeSession:
             behaviour_logprobs=np.zeros(length, dtype=np.float32),
             versions=np.full(length, -1, dtype=np.int32),
             finish_reason="length" if path[-1].out_of_room else "stop",
-            response_text=self._decoder.decode(token_ids[first:].tolist(), skip_special_tokens=False),
+            response_text=decoded(token_ids[first:], self._decoder),
             score=score,
             reward=reward,
             turns=turns,
@@ -503,7 +514,8 @@ def _form(message: Message, call: int = -1) -> str:
         content = content.strip()
     functions = [each["function"] for each in message.get("tool_calls") or ()]
     calls = [(function["name"], _value(function["arguments"])) for function in functions]
-    return _digest([message["role"], content, calls, call if message["role"] == "tool" else -1])
+    head = [message["role"], calls, call if message["role"] == "tool" else -1]
+    return _digest(head, content)
 
 
 def _value(arguments: Any) -> Any:
@@ -516,9 +528,10 @@ def _value(arguments: Any) -> Any:
         return arguments
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _digest(value: Any, text: str = "") -> str:
+    """Return a digest of a JSON value and a text, which may be long."""
+    head = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(f"{head}\n{text}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _ids(message: Message) -> list[str]:

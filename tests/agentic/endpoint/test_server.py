@@ -292,6 +292,52 @@ def test_others_are_answered_while_a_long_request_is_read(part):
     run(main)
 
 
+def test_of_answers_that_are_sampled_at_once_one_is_written_in_a_turn_of_the_loop():
+    """However many episodes ask and are answered together, the loop is free between any two of them."""
+    sessions, done = 24, list[str]()
+
+    class CountedChat(Chat):
+        def read(self, value):
+            done.append("read")
+            return super().read(value)
+
+        def answer(self, request, answer):
+            done.append("answer")
+            return super().answer(request, answer)
+
+    async def main():
+        together = asyncio.Barrier(sessions)
+
+        class Together(RecordingPolicy):
+            async def __call__(self, *arguments, **asked):
+                await together.wait()
+                return await super().__call__(*arguments, **asked)
+
+        in_a_turn: list[list[str]] = []
+
+        async def watch():
+            while True:
+                before = len(done)
+                await asyncio.sleep(0)
+                in_a_turn.append(done[before:])
+
+        endpoint = Endpoint([CountedChat(tokenizer_of("hermes").decode)])
+        endpoint.start()
+        try:
+            watching = asyncio.run_coroutine_threadsafe(watch(), endpoint._loop)
+            policies = [Together(lambda *_: said("yes")) for _ in range(sessions)]
+            addresses = [endpoint.open(session_of(policy)) for policy in policies]
+            answers = await asyncio.gather(*(post(address, hello()) for address in addresses))
+            watching.cancel()
+        finally:
+            await asyncio.to_thread(endpoint.stop)
+        assert [status for status, _ in answers] == [200] * sessions
+        assert sorted(sum(in_a_turn, [])) == ["answer"] * sessions + ["read"] * sessions
+        assert max(map(len, in_a_turn)) == 1
+
+    run(main)
+
+
 def test_a_request_sent_again_while_it_runs_is_sampled_once():
     """A client of half a second's patience, of a policy that needs a second: its second or third try is answered."""
 
