@@ -144,8 +144,9 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
     return Costs(
         engine,
         engine.slower(inputs.engine.slowest),
-        train=lambda tokens: config.ppo_epochs
-        * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(config, tokens)),
+        train=lambda tokens: (
+            config.ppo_epochs * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(config, tokens))
+        ),
         train_step=given.step_seconds + optimizer_steps * given.optimizer_seconds,
         forward={
             role: _Passes(config, inputs, hardware, roles[role]).forward

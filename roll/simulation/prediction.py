@@ -87,7 +87,9 @@ def predict(
         drawn = varied(inputs, drawn_factors(inputs, random), config)
         seconds.append(simulated(number, drawn).step_seconds)
     low, high = np.quantile(seconds, INTERVAL)
-    return Prediction(outcome, float(low), float(high), derived.total_devices(config), config.max_steps, draws, tuple(seconds[1:]))
+    return Prediction(
+        outcome, float(low), float(high), derived.total_devices(config), config.max_steps, draws, tuple(seconds[1:])
+    )
 
 
 def _afforded(config: PipelineConfig, inputs: Inputs, steps: int, draws: int) -> int:

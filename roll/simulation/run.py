@@ -466,8 +466,8 @@ def simulate(
     algorithms: Any = None,
     step_done: Callable[[int, int], None] = lambda step, last: None,
 ) -> Outcome:
-    """Simulate a run until ``steps`` steps beyond the start have ended. Checkpoints are left out, and validations unless
-    their time is known; then the steps are as many as a whole number of periods from one to the next has.
+    """Simulate a run until ``steps`` steps beyond the start have ended. Checkpoints are left out, and validations
+    unless their time is known; then the steps are as many as a whole number of periods from one to the next has.
 
     ``algorithms``: what `build_algorithms` returns for the configuration, if it is at hand. ``step_done``: called with
     the number of steps that have ended, and of all. Raises `ConfigError`.
