@@ -147,6 +147,11 @@ class Trials:
         better = [self._cost(self.base, before) > self._cost(made, after) for before, after in pairs]
         return Row(change, made, gain, gain >= LEAST_GAIN and fmean(better or [1.0]) >= SURE)
 
+    def again(self, row: Row) -> Row:
+        """Simulate a change again, with draws, if there is time."""
+        enough = self.base.draws and self.took <= self.seconds
+        return (self.attempt(row.change, self.draws) or row) if enough else row
+
     def first(self, changes: Sequence[Change]) -> Row | None:
         """Return the first of several that is possible."""
         return next((row for change in changes if (row := self.attempt(change)) is not None), None)
@@ -346,7 +351,7 @@ def advise(trials: Trials, slow: int | None = None) -> list[Row]:
     tried = [trials.first(each) for each in changes(trials.config, trials.inputs, slow)]
     rows = sorted((row for row in tried if row is not None), key=lambda row: -row.gain)
     promising = [row for row in rows if row.gain >= LEAST_GAIN][:SHOWN]
-    found = [trials.attempt(row.change, trials.draws) or row for row in promising]
+    found = [trials.again(row) for row in promising]
     found += [row for row in rows if row not in promising]
     return sorted(found, key=lambda row: (not row.sure, row.change.teaches_other, -row.gain))
 
@@ -394,7 +399,7 @@ def search(trials: Trials) -> list[Row]:
     if made:
         equal = [row for row in made if row.gain >= made[0].gain - LEAST_GAIN / 2]
         made = [*sorted(equal, key=lambda row: mean_lag(row.prediction)), *made[len(equal) :]]
-    return [trials.attempt(row.change, trials.draws) or row for row in made[: SHOWN // 2]]
+    return [trials.again(row) for row in made[: SHOWN // 2]]
 
 
 def mean_lag(prediction: Prediction) -> float:
