@@ -18,6 +18,9 @@ from roll.configs.plugins import problem
 from roll.tracking.files import read_json_lines, say
 from roll.tracking.run_directory import RunDirectory
 
+ANEW = ("output_dir=null", "resume_from_checkpoint=false")
+"""Overrides of a run's configuration: another run cannot have its folder."""
+
 _EPILOG = """\
 examples:
   roll advise output/run/latest
@@ -76,6 +79,7 @@ def _advise(options: argparse.Namespace) -> int:
     file = str(RunDirectory(subject).config) if subject.is_dir() else options.subject
     if subject.is_dir() and not RunDirectory(subject).config.is_file():
         raise problem(str(subject), "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
+    keys = [*(ANEW if subject.is_dir() else ()), *keys]
     config = simulated_config(file, keys)
     inputs = read_inputs(options.inputs, numbers)
     if runs:

@@ -424,7 +424,7 @@ def cause_text(trials: Trials, saved: dict[str, float], slow: int | None = None)
 def table_text(trials: Trials, rows: Sequence[Row], price: float | None = None) -> str:
     """Return the changes as a table, after the present settings. ``price``: of a device and hour."""
     present = Row(Change("as it is", ()), trials.base, 0.0)
-    lines = [["", "step s", "interval", "gain", "samples/s", "lag mean", "max", "GPU hours"]]
+    lines = [["", "step s", "interval", "gain", "samples/s", "lag mean", "max", "device hours"]]
     lines[0] += ["cost"] * (price is not None) + ["write"]
     for row in (present, *rows):
         made, outcome, change = row.prediction, row.prediction.outcome, row.change

@@ -27,8 +27,8 @@ PAGES = pages()
 WITH_COMMANDS = [page for page in PAGES if any(not command.inline for command in commands_of(page))]
 EXIT_CODES = {"check": {0}, "init": {0}, "completion": {0}, "check-env": {0}, "report": {0}, "doctor": {0, 1},
               "advise": {0, 2}}  # fmt: skip
-"""Sub-command -> how it may end. `doctor` is asked about a run that has ended, or failed; `advise` about one that is too
-short for it, too."""
+"""Sub-command -> how it may end. `doctor` is asked about a run that has ended, or failed; `advise` about one that is
+too short for it, too."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -184,7 +184,7 @@ def test_the_command_names_the_bottleneck_and_what_to_write(tmp_path, capsys):
     assert main(["advise", str(tmp_path / "run"), "--draws", "4", "--price", "2"]) == 0
     told = capsys.readouterr().out
     assert "bottleneck  responses wait for their reward" in told and "rewards.addition.num_workers=" in told
-    for words in ("no help ", "not known ", "simulated ", "measured ", "fitted ", "default ", "GPU hours", "cost"):
+    for words in ("no help ", "not known ", "simulated ", "measured ", "fitted ", "default ", "device hours", "cost"):
         assert words in told, told
 
 
