@@ -110,17 +110,21 @@ class Trials:
         self._began = self.clock()
         self.config = self.configure(())
         self._fitted = not self._misfits(self.config, self.inputs)
-        self.base = self.predict(self.config, self.inputs, self.draws)
+        self.base = self.predict("as it is", self.config, self.inputs, self.draws)
 
     @property
     def took(self) -> float:
         """Return the seconds so far."""
         return self.clock() - self._began
 
-    def predict(self, config: PipelineConfig, inputs: Inputs, draws: int = 0) -> Prediction:
-        """Simulate a configuration."""
+    def predict(self, name: str, config: PipelineConfig, inputs: Inputs, draws: int = 0) -> Prediction:
+        """Simulate a configuration. ``name``: for who waits."""
         self.simulated += 1
-        return predict(config, inputs, draws=draws, seed=self.seed, progress=self.progress)
+
+        def progress(text: str) -> None:
+            self.progress(f"{name}: {text}")
+
+        return predict(config, inputs, draws=draws, seed=self.seed, progress=progress)
 
     def attempt(self, change: Change, draws: int = 0) -> Row | None:
         """Simulate a change. None if it is refused, or there is no time left; both are noted."""
@@ -136,7 +140,7 @@ class Trials:
                 return self._refuse(change, "it would change the number of optimizer steps")
             if self._fitted and (misfits := self._misfits(config, inputs)):
                 return self._refuse(change, f"it would not fit: {misfits[0]}")
-            made = self.predict(config, inputs, draws)
+            made = self.predict(change.name, config, inputs, draws)
         except ConfigError as error:
             first = error.problems[0]
             return self._refuse(change, f"{first.path}: {first.message}")
@@ -182,7 +186,7 @@ def causes(trials: Trials) -> dict[str, float]:
     for name, inputs in _without(trials.config, trials.inputs):
         if trials.took > trials.seconds:
             break
-        saved[name] = 1 - trials.predict(trials.config, inputs).outcome.step_seconds / now
+        saved[name] = 1 - trials.predict(f"without {name}", trials.config, inputs).outcome.step_seconds / now
     return dict(sorted(saved.items(), key=lambda item: -item[1]))
 
 

@@ -91,8 +91,9 @@ def advised(folder, slow=None, draws=0):
 
 
 PARTS = (
-    ("few engines", "generation", {"actor_train__device_mapping": "0-5", "actor_infer__device_mapping": "6-7"},
-     ["engine.scale=8"], ("engine",)),
+    ("few engines", "generation", {"actor_train__device_mapping": "0-5", "actor_infer__device_mapping": "6-7",
+     "actor_infer__strategy_args": {"strategy_name": "vllm", "strategy_config": {"max_num_seqs": 4}}},
+     ["engine.scale=4"], ("engine",)),
     ("few reward workers", "rewards", {}, ["rewards.seconds=3", "rewards.workers=1"], ("reward workers",)),
     ("long validation", "validations",
      {"eval_steps": 3, "validation": {"data_args": {"file_name": "{folder}/val.jsonl"}}},
@@ -103,9 +104,7 @@ PARTS = (
     ("long tail", "the longest responses", {"async_generation_ratio": 0},
      ["lengths.sigma=1.4", "lengths.median=60"], ("ratio", "streaming")),
 )  # fmt: skip
-MADE_SLOW = [
-    pytest.param(*row, id=name, marks=[] if name == "slow replica" else pytest.mark.tier("all")) for name, *row in PARTS
-]
+MADE_SLOW = [pytest.param(*row, id=name, marks=pytest.mark.tier("all")) for name, *row in PARTS]
 
 
 @pytest.mark.parametrize(("cause", "changes", "slower", "names"), MADE_SLOW)
