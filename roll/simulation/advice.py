@@ -357,7 +357,12 @@ def advise(trials: Trials, slow: int | None = None) -> list[Row]:
     promising = [row for row in rows if row.gain >= LEAST_GAIN][:SHOWN]
     found = [trials.again(row) for row in promising]
     found += [row for row in rows if row not in promising]
-    return sorted(found, key=lambda row: (not row.sure, row.change.teaches_other, -row.gain))
+    return sorted(found, key=lambda row: (not row.sure, row.change.teaches_other, *_rank(row)))
+
+
+def _rank(row: Row) -> tuple[float, ...]:
+    """Return what rows are sorted by: the gain, and among equal ones the freshest tokens first."""
+    return -round(row.gain / LEAST_GAIN), mean_lag(row.prediction), -row.gain
 
 
 def search(trials: Trials) -> list[Row]:
@@ -398,11 +403,7 @@ def search(trials: Trials) -> list[Row]:
         if not streams:
             attempt(ratio, split, True)
         now = best()
-    made = sorted((row for row in rows.values() if row is not None), key=lambda row: -row.gain)
-    # Of settings that do as much, the one with the freshest tokens comes first.
-    if made:
-        equal = [row for row in made if row.gain >= made[0].gain - LEAST_GAIN / 2]
-        made = [*sorted(equal, key=lambda row: mean_lag(row.prediction)), *made[len(equal) :]]
+    made = sorted((row for row in rows.values() if row is not None), key=_rank)
     return [trials.again(row) for row in made[: SHOWN // 2]]
 
 
