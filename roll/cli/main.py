@@ -56,6 +56,11 @@ COMMANDS = {
     "simulate": Command(
         "FILE", "how long would a step take, who would wait, what would it cost", "roll.cli.simulate:main"
     ),
+    "advise": Command(
+        "RUN|FILE",
+        "what holds a run up, and which changes would help; the best settings of a file",
+        "roll.cli.advise:main",
+    ),
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
     "convert": Command("FILE", "another system's configuration as one of ours", "roll.cli.convert:main"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
@@ -85,6 +90,7 @@ examples:
   roll train examples/quickstart/rlvr.yaml
   roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
   roll simulate examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --sweep ratio=0,1,2
+  roll advise output/quickstart/latest
   roll convert run_qwen3-8b.sh --from verl -o run.yaml
   roll check-env frozen_lake size=8
   roll check-agent examples/agent-tool-cpu/agent.yaml

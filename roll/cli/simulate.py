@@ -84,10 +84,9 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
-    if options.price is not None and not 0 <= options.price < math.inf:
-        raise problem("--price", f"{options.price:g} is no price", "write a number of at least 0")
-    keys, numbers = _split(options.overrides)
-    config = _config(options.config, keys)
+    check_price(options.price)
+    keys, numbers = split(options.overrides)
+    config = simulated_config(options.config, keys)
     inputs = read_inputs(options.inputs, numbers)
     if options.calibrate:
         inputs, notes = calibrated(config, inputs, [Path(each) for each in options.calibrate])
@@ -99,7 +98,7 @@ def _simulate(options: argparse.Namespace) -> int:
         except OSError as error:
             say(f"cannot write {options.out}: {error.strerror or error}", error=True)
             return FAILED
-    progress = _Progress()
+    progress = Progress()
     if options.sweep is None:
         prediction = predict(config, inputs, draws=options.draws, seed=options.seed, progress=progress)
         say(report(config, inputs, prediction, options.price))
@@ -107,8 +106,8 @@ def _simulate(options: argparse.Namespace) -> int:
     key, values = _sweep(options.sweep)
     rows = []
     for value in values:
-        change, number = _split([f"{key}={value}"])
-        swept = _config(options.config, [*keys, *change])
+        change, number = split([f"{key}={value}"])
+        swept = simulated_config(options.config, [*keys, *change])
         given = overridden(inputs, number)
         progress.of = f"{key}={value}, "
         rows.append((value, predict(swept, given, draws=options.draws, seed=options.seed, progress=progress)))
@@ -117,7 +116,13 @@ def _simulate(options: argparse.Namespace) -> int:
     return DONE
 
 
-class _Progress:
+def check_price(price: float | None) -> None:
+    """Raise `ConfigError` for a price that is none."""
+    if price is not None and not 0 <= price < math.inf:
+        raise problem("--price", f"{price:g} is no price", "write a number of at least 0")
+
+
+class Progress:
     """Says on standard error, every few seconds, how far the command is."""
 
     def __init__(self) -> None:
@@ -132,13 +137,13 @@ class _Progress:
             say(self.of + text, error=True)
 
 
-def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the overrides of the configuration, and those of inputs without their prefix."""
     numbers = [each.removeprefix(PREFIX) for each in overrides if each.startswith(PREFIX)]
     return [each for each in overrides if not each.startswith(PREFIX)], numbers
 
 
-def _config(file: str, overrides: Sequence[str]) -> PipelineConfig:
+def simulated_config(file: str, overrides: Sequence[str]) -> PipelineConfig:
     """Return a configuration that can work on the machine of its run. Raises `ConfigError`."""
     told: list[str] = []
     config = loaded(lambda: read_config(file, overrides, told.append), here=False)

@@ -283,6 +283,7 @@ class RunRecorder:
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
         self._loads = EngineLoads()
         self._tflops, self._roles = config.cluster.device_tflops, present_roles(config)
+        self._replica_totals: dict[str, tuple[float, float]] = {}
 
     def _open_files(self, after_step: int | None) -> None:
         """Open the files that have records of steps."""
@@ -497,4 +498,19 @@ class RunRecorder:
         for role in ("actor_train", *others):
             rates[f"tokens_per_second/{role}"] = counted[role] / seconds
             rates[f"idle/{role}"] = self.timeline.idle_share(role, window)
-        return rates | rates_per_device(rates, self._roles)
+        return rates | rates_per_device(rates, self._roles) | self._slowest(engines)
+
+    def _slowest(self, engines: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Return the number of the replica that sampled least while it was busy, and its speed over the others'."""
+        totals = {each["name"]: (float(each["generated_tokens"]), float(each["busy_seconds"])) for each in engines}
+        before, self._replica_totals = self._replica_totals, totals
+        speeds = {}
+        for name, (tokens, seconds) in totals.items():
+            tokens_before, seconds_before = before.get(name, (0.0, 0.0))
+            if seconds > seconds_before and tokens > tokens_before:
+                speeds[name.rpartition("/")[2]] = (tokens - tokens_before) / (seconds - seconds_before)
+        if len(speeds) < 2:
+            return {}
+        slowest = min(speeds, key=speeds.__getitem__)
+        speed = speeds.pop(slowest) / float(np.median(list(speeds.values())))
+        return {"engine/slowest": float(slowest), "engine/slowest_speed": speed}

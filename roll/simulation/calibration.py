@@ -8,6 +8,7 @@ how many requests ran at once, and on a CPU on who else used the cores, so the r
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
-from roll.simulation.costs import shape_of
-from roll.simulation.inputs import Inputs, Origin, is_number
+from roll.simulation.costs import Tokens, micro_batches, shape_of
+from roll.simulation.inputs import Inputs, Origin, ValidationInputs, is_number
 from roll.simulation.run import Outcome, simulate
 from roll.tracking.files import read_json_lines
 from roll.tracking.run_directory import RunDirectory
@@ -35,6 +36,12 @@ QUANTILES = 129
 """Lengths that stand for a distribution."""
 ROUNDS = 4
 """Simulations of a fit."""
+SLOW = 0.85
+"""Speed of a replica over that of a usual one, below which it counts as slow if it is the slowest in most steps."""
+LEAST_FIXED = 0.1
+"""Share of the trainer's time that does not grow with tokens, below which it is not told apart."""
+FEWEST_MICRO_BATCHES = 4
+"""Micro-batches of a step, below which its fixed time is not counted as theirs."""
 NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
 """Metrics that a step must have to count."""
 FORWARD_SHARE = 0.25
@@ -48,7 +55,7 @@ class Observed:
     config: PipelineConfig
     step_seconds: float
     busy: Mapping[str, float]
-    """Role -> seconds of a step in which it worked; of replicas the mean."""
+    """Role -> seconds of a step in which it worked; of replicas the mean. Validations are left out."""
 
 
 def calibrated(
@@ -106,8 +113,12 @@ def _compared(config: PipelineConfig, theirs: PipelineConfig, folder: Path) -> l
 def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tuple[Inputs, list[str]]:
     """Return the inputs with the scales of engine and trainer that make simulations of these runs as busy as they
     were, and how close the steps then are, in words."""
+
+    def simulated(run: Observed) -> Outcome:
+        return simulate(run.config, replace(inputs, validation=ValidationInputs()))
+
     for _ in range(rounds):
-        outcomes = [simulate(run.config, inputs) for run in runs]
+        outcomes = [simulated(run) for run in runs]
         for section, role in (("engine", "actor_infer"), ("trainer", "actor_train")):
             errors = [
                 math.log(run.busy[role] / busy)
@@ -128,10 +139,11 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
             inputs = _with(inputs, "driver.sample_seconds", seconds, "fitted")
     lines = []
     for run in runs:
-        simulated = simulate(run.config, inputs).step_seconds
-        off = simulated / run.step_seconds - 1
+        seconds = simulated(run).step_seconds
+        off = seconds / run.step_seconds - 1
+        beside = "" if inputs.validation.seconds is None else " without validations"
         lines.append(
-            f"a step took {run.step_seconds:.3g} s; simulated with these inputs {simulated:.3g} s ({off:+.0%})"
+            f"a step took {run.step_seconds:.3g} s{beside}; simulated with these inputs {seconds:.3g} s ({off:+.0%})"
         )
     return inputs, lines
 
@@ -165,11 +177,25 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
             message += f"; no number in the others: {', '.join(lacking or NEEDED)}"
         raise problem(str(folder), message, "let the run take more steps, or give another run")
     records = whole
-    busy = {
-        role: median((1 - record[f"idle/{role}"]) * record["time/step"] for record in records)
-        for role in ("actor_infer", "actor_train")
-    }
-    return Observed(config, median(_all(records, "time/step")), busy), records
+    calm = [each for each in records if not _validation_seconds(each)]
+    usual = calm if len(calm) >= LEAST_STEPS else records
+    # If nearly all steps have a validation, its time is taken out of them.
+    beside = [_validation_seconds(each) for each in usual]
+    steps = [each["time/step"] - seconds for each, seconds in zip(usual, beside, strict=True)]
+    generating = [
+        max(0.0, (1 - each["idle/actor_infer"]) * each["time/step"] - seconds)
+        for each, seconds in zip(usual, beside, strict=True)
+    ]
+    training = median((1 - each["idle/actor_train"]) * each["time/step"] for each in usual)
+    return Observed(config, median(steps), {"actor_infer": median(generating), "actor_train": training}), records
+
+
+def _validation_seconds(record: Mapping[str, Any]) -> float:
+    """Return the seconds for which a step's publication waited for a validation; 0 if there was none, or beside it."""
+    if not any(name.startswith("val/") for name in record) or not is_number(record.get("time/param_update")):
+        return 0.0
+    update = sum(sum(_all([record], f"weights/{name}_seconds")) for name in ("send", "fetch", "load"))
+    return max(0.0, float(record["time/param_update"]) - update)
 
 
 def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
@@ -185,9 +211,18 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
         if seconds := _all(records, f"weights/{name}_seconds"):
             inputs = _with(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
+    if seconds := [each for each in map(_validation_seconds, records) if each]:
+        inputs = _with(inputs, "validation.seconds", median(seconds), "measured")
+    if (slow := slow_replica(records)) is not None:
+        inputs = _with(inputs, "engine.slowest", 1 / slow[1], "measured")
     ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
-    busy = fmean((1 - each["idle/actor_train"]) * each["time/step"] for each in records)
-    busy -= inputs.weight_update.gather_seconds or 0.0
+    gather = inputs.weight_update.gather_seconds or 0.0
+    each_busy = [(1 - each["idle/actor_train"]) * each["time/step"] - gather for each in records]
+    of_step = micro_batches(config, Tokens(samples, fmean(trained))) * config.ppo_epochs
+    if of_step >= FEWEST_MICRO_BATCHES and not config.actor_train.use_dynamic_batching_in_train:
+        fixed = _fixed_seconds(trained, each_busy)
+        inputs = _with(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted") if fixed else inputs
+    busy = fmean(each_busy) - inputs.trainer.micro_batch_seconds * of_step
     token = max(1e-12, busy) / config.ppo_epochs / (fmean(trained)) * ranks
     forward = token * FORWARD_SHARE
     if config.old_logprobs == "recompute" or config.train_infer_correction:
@@ -208,6 +243,32 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         for name, number in (("seconds", working / samples), ("sigma", 0.0), ("workers", sum(workers))):
             inputs = _with(inputs, f"rewards.{name}", number, "measured")
     return inputs
+
+
+def _fixed_seconds(tokens: Sequence[float], seconds: Sequence[float]) -> float:
+    """Return the part of the seconds of a step that does not grow with its tokens; 0 if it cannot be told apart."""
+    if len(tokens) <= LEAST_STEPS or np.std(tokens) <= 1e-6 * fmean(tokens):
+        return 0.0
+    columns = np.stack([np.ones(len(tokens)), np.asarray(tokens)], axis=1)
+    (fixed, growth), *_ = np.linalg.lstsq(columns, np.asarray(seconds), rcond=None)
+    left = np.asarray(seconds) - columns @ [fixed, growth]
+    error = math.sqrt(left @ left / (len(tokens) - 2) * np.linalg.inv(columns.T @ columns)[0, 0])
+    sure = growth > 0 and fixed > max(2 * error, LEAST_FIXED * fmean(seconds))
+    return float(min(fixed, fmean(seconds))) if sure else 0.0
+
+
+def slow_replica(records: Sequence[Mapping[str, Any]]) -> tuple[int, float] | None:
+    """Return the number of a replica that is slower than the others in most steps, and its speed over theirs.
+
+    None if there is none, or the run has not recorded it.
+    """
+    numbers = [int(number) for number in _all(records, "engine/slowest")]
+    if not numbers:
+        return None
+    number, often = Counter(numbers).most_common(1)[0]
+    speeds = [each["engine/slowest_speed"] for each in records if each.get("engine/slowest") == number]
+    speed = median(_all([{"speed": each} for each in speeds], "speed") or [1.0])
+    return (number, speed) if often > len(numbers) / 2 and 0 < speed < SLOW else None
 
 
 INSTEAD_OF: Mapping[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roll.check.hardware import Hardware
@@ -50,6 +50,15 @@ class EngineCosts:
     """Tokens of keys and values that it has room for."""
     threads: float
 
+    def slower(self, factor: float) -> EngineCosts:
+        """Return the costs of a replica that takes ``factor`` times as long."""
+        return replace(
+            self,
+            step=[factor * seconds for seconds in self.step],
+            cached_token=factor * self.cached_token,
+            prefill_token=factor * self.prefill_token,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -75,6 +84,8 @@ class Costs:
     """The time of everything that computes."""
 
     engine: EngineCosts
+    slowest_engine: EngineCosts
+    """Of one of the replicas."""
     train: Callable[[Tokens], float]
     """Tokens of a batch, or of a part -> seconds that grow with them."""
     train_step: float
@@ -123,10 +134,14 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
     moved["actor_infer"] = size / infer.num_gpus_per_engine / PCIE_BANDWIDTH
     if update.exchange_seconds is not None:
         moved = dict.fromkeys(moved, update.exchange_seconds)
+    engine = engine_costs(config, inputs, shape, hardware)
     on_load = size / infer.num_gpus_per_engine / update.load_bandwidth
     return Costs(
-        engine_costs(config, inputs, shape, hardware),
-        train=lambda tokens: config.ppo_epochs * passes.trained(tokens),
+        engine,
+        engine.slower(inputs.engine.slowest),
+        train=lambda tokens: (
+            config.ppo_epochs * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(config, tokens))
+        ),
         train_step=given.step_seconds + optimizer_steps * given.optimizer_seconds,
         forward={
             role: _Passes(config, inputs, hardware, roles[role]).forward
@@ -140,6 +155,16 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
         exchange=moved,
         train_threads=given.threads * len(parse_device_mapping(config.actor_train.device_mapping)),
     )
+
+
+def micro_batches(config: PipelineConfig, tokens: Tokens) -> int:
+    """Return the micro-batches of a rank for these tokens."""
+    role = config.actor_train
+    if role.use_dynamic_batching_in_train:
+        number, budget = tokens.total, role.max_tokens_per_microbatch_in_train
+    else:
+        number, budget = tokens.samples, role.training_args.per_device_train_batch_size
+    return math.ceil(number / derived.data_parallel_ranks(role) / budget)
 
 
 def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hardware: Hardware) -> EngineCosts:

@@ -320,7 +320,8 @@ class Engines:
 
     def __init__(self, config: PipelineConfig, costs: Costs, host: Host) -> None:
         names = [f"actor_infer/{index}" for index in range(derived.engine_replicas(config))]
-        self.replicas = {name: Replica(name, costs.engine, host) for name in names}
+        own = [costs.slowest_engine, *[costs.engine] * (len(names) - 1)]
+        self.replicas = {name: Replica(name, each, host) for name, each in zip(names, own, strict=True)}
         self.buffers = WeightBuffers(derived.weight_buffers(config))
         self.wasted = 0.0
         """Tokens of requests that were aborted."""
@@ -398,6 +399,12 @@ class Engines:
             for replica in self.replicas.values():
                 tasks.create_task(load(replica))
         self.buffers.published(version)
+
+    async def keep(self, number: int, seconds: float) -> None:
+        """Give some replicas no requests but those of a validation, which takes ``seconds`` on all replicas."""
+        self._router.reserve(list(self.replicas)[-number:])
+        await asyncio.sleep(seconds * len(self.replicas) / number)
+        self._router.reserve(())
 
     async def offload_states(self) -> None:
         """Leave shared devices."""

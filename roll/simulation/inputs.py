@@ -55,6 +55,7 @@ class EngineInputs:
     """
 
     scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
+    slowest: Positive = option(1.0, "Those of one replica are multiplied by this, too.")
     efficiency: Nucleus = option(0.4, "Share of the peak operations that matrix products reach.")
     bandwidth: Nucleus = option(0.6, "Share of the peak memory bandwidth that reading weights and caches reaches.")
     overhead_seconds: NotNegative = option(0.005, "Fixed time of a decoding step: scheduling, sampling, launches.")
@@ -87,6 +88,7 @@ class TrainerInputs:
     )
     step_seconds: NotNegative = option(2.0, "Fixed time of a training step.")
     optimizer_seconds: NotNegative = option(0.5, "Time of an optimizer step.")
+    micro_batch_seconds: NotNegative = option(0.0, "Fixed time of a micro-batch.")
     token_seconds: NotNegative | None = option(None, "Measured time of a trained token on one rank.")
     forward_token_seconds: NotNegative | None = option(None, "The same of a pass for log-probabilities.")
     threads: Positive = option(1.0, "Cores that a training rank keeps busy (see `host.cores`).")
@@ -132,6 +134,15 @@ class EnvironmentInputs(LatencyInputs):
 
 
 @dataclass
+class ValidationInputs:
+    """A validation. It is repeated every `eval_steps`, at most every 16 steps: rarer ones count with their share."""
+
+    seconds: NotNegative | None = option(
+        None, "Time of a validation on all replicas (`validation.mode` says what waits). Default: they are left out."
+    )
+
+
+@dataclass
 class DriverInputs:
     """The driver, which does one thing at a time."""
 
@@ -160,6 +171,7 @@ class Inputs:
     weight_update: UpdateInputs = option(UpdateInputs, "The weight update.")
     rewards: LatencyInputs = option(LatencyInputs, "Judging a response.")
     environments: EnvironmentInputs = option(EnvironmentInputs, "A step of an environment.")
+    validation: ValidationInputs = option(ValidationInputs, "Validations.")
     driver: DriverInputs = option(DriverInputs, "The driver.")
     host: HostInputs = option(HostInputs, "The host.")
     filtered_share: Annotated[float, Range(at_least=0, below=1)] = option(

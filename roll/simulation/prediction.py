@@ -44,6 +44,8 @@ class Prediction:
     """Of the whole run."""
     draws: int
     """Simulations behind the interval; 0: there is none, and both ends are the outcome."""
+    drawn: tuple[float, ...]
+    """Time of a step in each of them. Those of two configurations with the same seed and inputs are pairs."""
 
     @property
     def hours(self) -> float:
@@ -85,7 +87,9 @@ def predict(
         drawn = varied(inputs, drawn_factors(inputs, random), config)
         seconds.append(simulated(number, drawn).step_seconds)
     low, high = np.quantile(seconds, INTERVAL)
-    return Prediction(outcome, float(low), float(high), derived.total_devices(config), config.max_steps, draws)
+    return Prediction(
+        outcome, float(low), float(high), derived.total_devices(config), config.max_steps, draws, tuple(seconds[1:])
+    )
 
 
 def _afforded(config: PipelineConfig, inputs: Inputs, steps: int, draws: int) -> int:
@@ -117,7 +121,8 @@ def _lines(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price
     yield f"the run    {count(prediction.steps, 'step')} take {taken}{cost}"
     yield f"device     {inputs.device or ('CPU' if config.cluster.device == 'cpu' else 'H100')}"
     yield from origins(inputs)
-    left_out = ["validations and checkpoints"] if config.eval_steps or config.save_steps else []
+    left_out = ["validations"] if config.eval_steps and inputs.validation.seconds is None else []
+    left_out += ["checkpoints"] if config.save_steps else []
     if config.actor_train.model_args.lora_target is not None:
         left_out.append("what adapters (LoRA) save: training and updates take the time of all weights")
     if left_out:
@@ -171,5 +176,10 @@ def table(name: str, rows: Sequence[tuple[str, Prediction]], price: float | None
                 *([] if price is None else [each.cost(price)]),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a table."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)) for line in lines)

@@ -26,7 +26,7 @@ from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.roles import role_locks
 from roll.pipeline.rollouts import EngineGate
 from roll.pipeline.stage import Channel, Stage, StageGraph, StepCounter
-from roll.pipeline.stages import compared_is_next, publication_due, room_for_weights
+from roll.pipeline.stages import compared_is_next, publication_due, room_for_weights, validation_due
 from roll.pipeline.streaming import least_groups
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import VirtualTimeLoop, run_virtual
@@ -38,6 +38,8 @@ from roll.simulation.workload import GroupWork, groups, turns
 
 MEASURED_STEPS = 8
 """Steps that are averaged by default."""
+LONGEST_PERIOD = 16
+"""Most steps from one simulated validation to the next."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class _Run:
     needs_proximal: bool
     seed: int
     step_done: Callable[[int, int], None]
+    validation_seconds: float
+    """Of a validation on all replicas; 0: there is none."""
     steps: StepCounter = field(default_factory=StepCounter)
     published: StepCounter = field(default_factory=StepCounter)
     spans: dict[int, float] = field(default_factory=dict)
@@ -155,6 +159,8 @@ class _Run:
     so_far: Tokens = Tokens()
     """Of the batch whose advantages are computed next."""
     dropped_tokens: float = 0.0
+    _beside: asyncio.Task[None] | None = None
+    """Validation on replicas that keep its version."""
 
     async def main(self, measured: tuple[int, int]) -> Outcome:
         """Run to the last step."""
@@ -189,6 +195,8 @@ class _Run:
         self.pool.buffers.published(0)
         await StageGraph(self.stages()).run({"scheduler": self.scheduler.run, "gate": gate.run})
         self.scheduler.ledger.check()
+        if self._beside is not None:
+            await self._beside
         return self.outcome()
 
     def _workers(self) -> int | None:
@@ -346,9 +354,29 @@ class _Run:
             async with self.locks["actor_infer"].hold("actor_infer"):
                 await self.pool.publish(version)
         self.published.advance(version)
-        if batch.gathered:
+        if batch.gathered and self.validation_seconds and validation_due(self.config, version):
+            await self._validate(version)
+        elif batch.gathered:
             self.scheduler.weights_published(version)
         return batch
+
+    async def _validate(self, version: int) -> None:
+        """Wait for a validation, or let some replicas begin it, as `roll.pipeline.stages.announce` has it."""
+        settings, kept = derived.validation_settings(self.config), derived.pinned_replicas(self.config)
+        assert settings is not None
+        if kept:
+            self.scheduler.weights_published(version)
+            if self._beside is not None:
+                await self._beside
+            self._beside = asyncio.create_task(self.pool.keep(kept, self.validation_seconds))
+        elif settings.mode == "pause":
+            self.scheduler.pause_admission()
+            await asyncio.sleep(self.validation_seconds)
+            self.scheduler.weights_published(version)
+            self.scheduler.resume_admission()
+        else:
+            self.scheduler.weights_published(version)
+            await asyncio.sleep(self.validation_seconds)
 
     async def _record(self, batch: Batch) -> None:
         replicas = self.pool.replicas.values()
@@ -420,6 +448,15 @@ def check_simulated(config: PipelineConfig) -> None:
         raise ConfigError(found)
 
 
+def _validations(config: PipelineConfig, inputs: Inputs) -> tuple[int, float]:
+    """Return the steps from one simulated validation to the next (0: none), and the seconds of one."""
+    seconds, every = inputs.validation.seconds, config.eval_steps
+    if not seconds or not every or derived.validation_settings(config) is None:
+        return 0, 0.0
+    period = min(every, LONGEST_PERIOD)
+    return period, seconds * period / every
+
+
 def simulate(
     config: PipelineConfig,
     inputs: Inputs,
@@ -429,7 +466,8 @@ def simulate(
     algorithms: Any = None,
     step_done: Callable[[int, int], None] = lambda step, last: None,
 ) -> Outcome:
-    """Simulate a run until ``steps`` steps beyond the start have ended. Validations and checkpoints are left out.
+    """Simulate a run until ``steps`` steps beyond the start have ended. Checkpoints are left out, and validations
+    unless their time is known; then the steps are as many as a whole number of periods from one to the next has.
 
     ``algorithms``: what `build_algorithms` returns for the configuration, if it is at hand. ``step_done``: called with
     the number of steps that have ended, and of all. Raises `ConfigError`.
@@ -437,10 +475,13 @@ def simulate(
     check_simulated(config)
     algorithms = algorithms or build_algorithms(config)
     ahead = math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps
+    every, validation = _validations(config, inputs)
+    steps = max(1, round(steps / every)) * every if every else steps
     measured = ahead, ahead + steps
-    config = replace(config, max_steps=measured[1] + ahead + 1, eval_steps=0)
+    config = replace(config, max_steps=measured[1] + ahead + 1, eval_steps=every)
     needs_proximal = algorithms.correction is not None or "proximal_logprobs" in algorithms.objective.token_fields
-    run = _Run(config, inputs, costs_of(config, inputs), algorithms.streams, needs_proximal, seed, step_done)
+    costs = costs_of(config, inputs)
+    run = _Run(config, inputs, costs, algorithms.streams, needs_proximal, seed, step_done, validation)
     collects = gc.isenabled()
     gc.disable()  # a collection would scan all that is imported, again and again
     try:

@@ -25,8 +25,10 @@ from tests.docs.pages import Page, pages
 
 PAGES = pages()
 WITH_COMMANDS = [page for page in PAGES if any(not command.inline for command in commands_of(page))]
-EXIT_CODES = {"check": {0}, "init": {0}, "completion": {0}, "check-env": {0}, "report": {0}, "doctor": {0, 1}}
-"""Sub-command -> how it may end. `doctor` is asked about a run that has ended, or failed."""
+EXIT_CODES = {"check": {0}, "init": {0}, "completion": {0}, "check-env": {0}, "report": {0}, "doctor": {0, 1},
+              "advise": {0, 2}}  # fmt: skip
+"""Sub-command -> how it may end. `doctor` is asked about a run that has ended, or failed; `advise` about one that is
+too short for it, too."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -43,7 +45,7 @@ def test_cheap_commands_are_really_given(page, sit_down, capsys):
         if words is None:
             assert kind(command) in INSTEAD, f"{command.where}: {command} is neither run nor excused"
             continue
-        if words[0] in ("report", "doctor"):
+        if words[0] in ("report", "doctor") or words[0] == "advise" and not words[1].endswith(".yaml"):
             assert words[1] in folders_of_runs(folder), f"{command.where}: no run of the reader's is in {words[1]}"
             end_a_run(folder / words[1])
         code = exit_code(words)
@@ -68,8 +70,10 @@ def own_words(command: Command) -> list[str] | None:
     if command.program != "roll" or kind(command) in INSTEAD:
         return None
     words = list(command.words[1:])
-    if words[:1] == ["simulate"]:
+    if words[:1] in (["simulate"], ["advise"]):
         words += ["--draws", "0"]  # without the interval, which takes sixteen simulations more
+    if words[:1] == ["advise"]:
+        words += ["--seconds", "0"]  # the file as it is, and nothing else
     return [*words, "--yes"] if words[:1] == ["init"] and "--yes" not in words else words
 
 

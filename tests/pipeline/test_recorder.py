@@ -31,6 +31,26 @@ def test_work_that_still_goes_on_at_the_end_of_a_step_is_not_idle_time(tmp_path)
     recorder.close("success")
 
 
+def test_the_slowest_replica_of_a_step_is_recorded(tmp_path):
+    directory = RunDirectory.create(str(tmp_path / "run"), "test")
+    recorder = RunRecorder(RLVRConfig(track_with=[]), directory, started=time.monotonic(), decoder=Letters())
+
+    def rates(*made):
+        engines = [
+            {"name": f"actor_infer/{number}", "generated_tokens": tokens, "busy_seconds": seconds}
+            for number, (tokens, seconds) in enumerate(made)
+        ]
+        return recorder._rates(engines, (0.0, 1.0), ())
+
+    first = rates((100, 1.0), (100, 1.0), (100, 4.0))
+    assert (first["engine/slowest"], first["engine/slowest_speed"]) == (2.0, 0.25)
+    # Of the next step alone; a replica that did nothing, or was started again, is not compared.
+    second = rates((150, 2.0), (200, 2.0), (500, 4.5))
+    assert (second["engine/slowest"], second["engine/slowest_speed"]) == (0.0, 50 / 450)
+    assert "engine/slowest" not in rates((200, 3.0), (200, 2.0), (10, 0.1))
+    recorder.close("success")
+
+
 def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
     config = RLVRConfig(track_with=[])
     directory = RunDirectory.create(str(tmp_path / "run"), "test")

@@ -1,0 +1,113 @@
+"""`roll advise RUN|FILE`: what holds a run up and what would help, or the best settings for a configuration.
+
+Each answer is a simulation (`roll simulate`) of a configuration that passes `roll check`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from roll.cli.main import refusal
+from roll.cli.simulate import BAD_CONFIGURATION, DONE, PREFIX, Progress, check_price, simulated_config, split
+from roll.configs.errors import ConfigError
+from roll.configs.plugins import problem
+from roll.tracking.files import read_json_lines, say
+from roll.tracking.run_directory import RunDirectory
+
+ANEW = ("output_dir=null", "resume_from_checkpoint=false")
+"""Overrides of a run's configuration: another run cannot have its folder."""
+
+_EPILOG = """\
+examples:
+  roll advise output/run/latest
+  roll advise run.yaml --target gpu_hours --max-lag 1
+  roll advise run.yaml --calibrate output/run/latest
+
+docs/simulation.md says how far to trust it.
+
+exit codes: 0 simulated; 2 the configuration, the run or an input is wrong, every problem named with a remedy.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Advise on the run or configuration that is named on the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="roll advise",
+        description="What holds a run up, and which changes would help: each is simulated.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("subject", metavar="RUN|FILE", help="folder of a run, or YAML file of one")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help=f"dotted keys that replace values of the configuration; those that begin with `{PREFIX}` are inputs",
+    )  # fmt: skip
+    parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
+    calibrate_help = "folder of a run of this model, to take inputs from; a RUN is always used"
+    parser.add_argument("--calibrate", metavar="RUN", action="append", default=[], help=calibrate_help)
+    parser.add_argument("--target", choices=["throughput", "gpu_hours"], default="throughput", help="what is wanted")
+    parser.add_argument("--max-lag", type=int, metavar="N", help="versions by which a token may be old at most")
+    parser.add_argument("--price", type=float, help="of a device and hour")
+    parser.add_argument("--draws", type=int, default=8, help="simulations for each interval (default 8; below 4: none)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="stop simulating after this time (default 120)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        return _advise(options)
+    except ConfigError as error:
+        say(refusal(options.subject, error), error=True)
+        return BAD_CONFIGURATION
+
+
+def _advise(options: argparse.Namespace) -> int:
+    from roll.simulation import advice
+    from roll.simulation.calibration import calibrated, slow_replica
+    from roll.simulation.inputs import read_inputs
+
+    check_price(options.price)
+    for name, least in (("draws", 0), ("seconds", 0), ("max_lag", 0)):
+        value = vars(options)[name]
+        if value is not None and not least <= value < math.inf:
+            raise problem(f"--{name.replace('_', '-')}", f"{value} is too small or too large", "write 0 or more")
+    keys, numbers = split(options.overrides)
+    subject = Path(options.subject)
+    runs = [*map(Path, options.calibrate), *([subject] if subject.is_dir() else [])]
+    file = str(RunDirectory(subject).config) if subject.is_dir() else options.subject
+    if subject.is_dir() and not RunDirectory(subject).config.is_file():
+        raise problem(str(subject), "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
+    keys = [*(ANEW if subject.is_dir() else ()), *keys]
+    config = simulated_config(file, keys)
+    inputs = read_inputs(options.inputs, numbers)
+    if runs:
+        inputs, notes = calibrated(config, inputs, runs)
+        say("\n".join(notes))
+    trials = advice.Trials(
+        lambda overrides: simulated_config(file, [*keys, *overrides]),
+        inputs,
+        target=options.target,
+        max_lag=options.max_lag,
+        draws=options.draws,
+        seed=options.seed,
+        seconds=options.seconds,
+        progress=Progress(),
+    )
+    table = partial(advice.table_text, trials, price=options.price)
+    if not subject.is_dir():
+        rows = advice.search(trials)
+        say(table(rows))
+        say(advice.ending_text(trials, []))
+        return DONE
+    records = read_json_lines(RunDirectory(subject).metrics)
+    found = slow_replica(records)
+    slow = None if found is None else found[0]
+    saved = advice.causes(trials)
+    rows = advice.advise(trials, slow)
+    say(advice.cause_text(trials, saved, slow))
+    advised = [row for row in rows if row.sure]
+    say(table(advised) if advised else "no change that was tried gains more than is uncertain")
+    say(advice.ending_text(trials, [row for row in rows if not row.sure], advice.unknown_of(config, inputs, records)))
+    return DONE
