@@ -68,8 +68,8 @@ from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rewards.base import RewardInput, RewardOutput
 from roll.rollout.clock import VirtualTimeLoop
 from roll.rollout.scheduler import GroupRequest
-from roll.runtime.garbage import collect_rarely
 from roll.runtime.locks import build_device_locks
+from roll.runtime.process import collect_rarely
 from roll.runtime.workers import WorkerGroup
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import WRITE_SECONDS

@@ -18,7 +18,6 @@ import numpy as np
 from roll.configs.errors import Problems
 from roll.configs.plugins import problem
 from roll.configs.roles import DataArguments
-from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
 from roll.data.records import Prompt
 from roll.data.sources import (
     SHOWN_OFFENDERS,
@@ -28,9 +27,11 @@ from roll.data.sources import (
     check_shares,
     conversation,
     named,
+    overlong_ids,
     required_text,
     usable_rows,
 )
+from roll.data.tokenizer import ContentEncoder, ControlTokensRefused, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +49,10 @@ def load_prompts(
     problems = Problems()
     rows = usable_rows(data_args, tokenizer, path, problems, seed)
     prompts = _render(rows, data_args, tokenizer, path, problems)
-    prompts = _fitting(prompts, data_args, prompt_length, path, problems)
-    if not prompts and not problems.found:
-        problems.add(path, f"all {len(rows)} prompts are longer than {prompt_length} tokens", "raise `prompt_length`")
+    lengths = {prompt.prompt_id: len(prompt.token_ids) for prompt in prompts}
+    words, may_drop = ("prompts", "prompt_length"), data_args.overlong_prompts == "drop"
+    overlong = overlong_ids(lengths, prompt_length, words, may_drop, path, problems)
+    prompts = [prompt for prompt in prompts if prompt.prompt_id not in overlong]
     problems.raise_any()
     domains = {prompt.domain for prompt in prompts}
     check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
@@ -183,19 +185,3 @@ def _from_template(messages: list[Message], data_args: DataArguments, tokenizer:
         )
     except Exception as cause:  # a template is a program and may raise anything
         raise BadRow(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
-
-
-def _fitting(
-    prompts: list[Prompt], data_args: DataArguments, prompt_length: int, path: str, problems: Problems
-) -> list[Prompt]:
-    """Return the prompts that are short enough; the others are a problem unless they may be dropped."""
-    overlong = [prompt for prompt in prompts if len(prompt.token_ids) > prompt_length]
-    if overlong and data_args.overlong_prompts != "drop":
-        longest = max(len(prompt.token_ids) for prompt in overlong)
-        names = named([f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in overlong])
-        problems.add(
-            f"{path}.overlong_prompts",
-            f"{len(overlong)} of {len(prompts)} prompts are longer than `prompt_length: {prompt_length}`: {names}",
-            f"set `overlong_prompts: drop` to leave them out, or `prompt_length` to at least {longest}",
-        )
-    return [prompt for prompt in prompts if len(prompt.token_ids) <= prompt_length]

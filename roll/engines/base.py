@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from roll.configs.errors import ConfigError
-from roll.configs.pictures import PictureSampling
+from roll.configs.roles import PictureSampling
 from roll.data import tokenizer
 from roll.tracking.timeline import BusySpans
 from roll.weights.adapters import LayerShapes, linear_layers

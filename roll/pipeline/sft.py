@@ -33,8 +33,8 @@ from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import trainer_processes, trainer_setup
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.rollout.journal import RolloutProgress
-from roll.runtime.garbage import collect_rarely
 from roll.runtime.placement import Placement
+from roll.runtime.process import collect_rarely
 from roll.runtime.workers import WorkerHandle, start_worker
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import START, TRAIN, acting
