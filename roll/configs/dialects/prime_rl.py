@@ -122,11 +122,7 @@ def _devices(done: Translation) -> None:
         for key, each in ids.items():
             if each is not None:
                 done.lose(key, each, "name the devices of both sides, by their numbers")
-    done.put("cluster.device", "cuda")
-    done.put("cluster.num_devices_per_node", total if total <= per_node else per_node)
-    if total > per_node:
-        done.put("cluster.num_nodes", -(-total // per_node))
-        done.put("cluster.address", "auto")
+    done.put_cluster(min(total, per_node), -(-total // per_node))
     done.put("actor_train.device_mapping", mappings[0])
     done.put("actor_infer.device_mapping", mappings[1])
     if not said:
@@ -152,8 +148,7 @@ def _trainer(done: Translation) -> None:
     optimizer = done.get("trainer.optim.type", "adamw")
     if optimizer != "adamw":
         done.lose("trainer.optim.type", optimizer, "the optimizer is AdamW")
-    done.put("actor_train.model_args.dtype", "bfloat16")
-    done.put("actor_infer.model_args.dtype", "bfloat16")
+    done.put_precision("bfloat16")
     done.put("actor_infer.strategy_args.strategy_name", "vllm")
 
 
@@ -203,12 +198,9 @@ def _validation(done: Translation) -> None:
     names = ", ".join(f"`{each.get('name', '?')}`" for each in sources if isinstance(each, dict))
     done.put("eval_steps", rhythm, f"of {names}: name their tags in `val_env_manager`" if names else "")
     done.put("val_env_manager.num_env_groups", number or 64, "" if number else "prime-rl takes all examples")
-    if whole(size) is not None:
-        done.put("val_env_manager.group_size", size)
-    if temperature is not None:
-        done.put("validation.generating_args.temperature", temperature)
-    if longest is not None:
-        done.put("validation.generating_args.max_new_tokens", longest)
+    done.put_given("val_env_manager.group_size", whole(size))
+    done.put_given("validation.generating_args.temperature", temperature)
+    done.put_given("validation.generating_args.max_new_tokens", longest)
 
 
 def _running(done: Translation) -> None:
@@ -217,8 +209,7 @@ def _running(done: Translation) -> None:
     if project is not None:
         done.put("track_with", ["wandb"])
         done.put("tracker_kwargs.wandb.project", project)
-    if name is not None:
-        done.put("exp_name", str(name).replace("/", "-"))
+    done.put_name(name)
     if done.ours("max_steps") is None:
         done.lack("max_steps", "prime-rl trains until it is stopped")
     if done.ours("pretrain") is None:

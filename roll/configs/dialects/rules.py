@@ -179,6 +179,29 @@ class Translation:
             what = f"{origin} is read as `{name}: {shown(value, parts[-1])}`" if origin else f"{name}: {shown(value)}"
             self.lines.append(what + (f" ({note})" if note else ""))
 
+    def put_given(self, path: str, value: Any, note: str = "") -> None:
+        """Set our key, if theirs has a value."""
+        if value is not None:
+            self.put(path, value, note)
+
+    def put_name(self, value: Any) -> None:
+        """Write the name of the experiment, if there is one; it becomes the name of a folder."""
+        self.put_given("exp_name", None if value is None else str(value).replace("/", "-"))
+
+    def put_cluster(self, per_node: int, nodes: int) -> None:
+        """Write how many GPUs there are; several nodes are a Ray cluster that runs already."""
+        self.put("cluster.device", "cuda")
+        self.put("cluster.num_devices_per_node", per_node)
+        if nodes > 1:
+            self.put("cluster.num_nodes", nodes)
+            self.put("cluster.address", "auto")
+
+    def put_precision(self, dtype: str) -> None:
+        """Write the precision of trainer and engine, unless one has its own."""
+        for role in ("actor_train", "actor_infer"):
+            path = f"{role}.model_args.dtype"
+            self.put(path, self.ours(path, dtype))
+
     def drop(self, path: str, reason: str) -> None:
         """Take our key out again, and name it as without effect."""
         parts = tuple(path.split("."))

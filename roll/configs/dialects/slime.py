@@ -219,8 +219,7 @@ def _columns(done: Translation, section: str, prefix: str = "") -> None:
         done.put(f"{section}.chat_template_kwargs", json.loads(variables) if isinstance(variables, str) else variables)
     note = "a list of messages; write `prompt` in place of `messages` where it is text" if chat else ""
     done.put(f"{section}.columns.{'messages' if chat else 'prompt'}", prompt, note)
-    if label is not None:
-        done.put(f"{section}.columns.ground_truth", label)
+    done.put_given(f"{section}.columns.ground_truth", label)
 
 
 def _data(done: Translation) -> None:
@@ -255,7 +254,6 @@ def _devices(done: Translation) -> None:
         nodes, per_node = nodes or 1, per_node or 8
     rollout = done.get("rollout-num-gpus")
     trains = nodes * per_node
-    done.put("cluster.device", "cuda")
     if done.flag("colocate") or rollout is None:
         generates, total = f"0-{trains - 1}", trains
     else:
@@ -264,21 +262,15 @@ def _devices(done: Translation) -> None:
             done.lack("actor_infer.device_mapping", "`--rollout-num-gpus` was not a plain number; as many as train")
             own = trains
         generates, total = f"{trains}-{trains + own - 1}", trains + own
-    one = total <= 8
-    size = total if one else max(per_node, 8)
-    done.put("cluster.num_devices_per_node", size)
-    if not one:
-        done.put("cluster.num_nodes", -(-total // size))
-        if total > size:
-            done.put("cluster.address", "auto")
+    size = total if total <= 8 else max(per_node, 8)
+    done.put_cluster(size, -(-total // size))
     done.put("actor_train.device_mapping", f"0-{trains - 1}")
     done.put("actor_infer.device_mapping", generates)
 
 
 def _trainer(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_name", "megatron_train")
-    done.put("actor_train.model_args.dtype", "bfloat16")
-    done.put("actor_infer.model_args.dtype", "bfloat16")
+    done.put_precision("bfloat16")
     tensor = whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1
     if done.flag("sequence-parallel"):
         if tensor > 1:
@@ -361,8 +353,7 @@ def _loss(done: Translation) -> None:
         _beside(done, "reference")
     if done.ours("adv_estimator") == "gae":
         _beside(done, "critic")
-        if bound is not None:
-            done.put("value_clip", bound)
+        done.put_given("value_clip", bound)
     clip, least, delta = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0), done.get("opsm-delta", 1e-4)
     if done.flag("use-tis"):
         weight = {"level": "token", "mode": "truncate", "upper": clip, **({"lower": least} if least else {})}
@@ -478,10 +469,8 @@ def _running(done: Translation) -> None:
     project, group = done.get("wandb-project"), done.get("wandb-group")
     if done.flag("use-wandb"):
         done.put("track_with", ["wandb"])
-        if project is not None:
-            done.put("tracker_kwargs.wandb.project", project)
-    if group is not None:
-        done.put("exp_name", str(group).replace("/", "-"))
+        done.put_given("tracker_kwargs.wandb.project", project)
+    done.put_name(group)
     load = done.get("load")
     if load is not None and done.ours("output_dir") is not None and str(load) == str(done.ours("output_dir")):
         done.put("resume_from_checkpoint", True, "goes on with what is in `output_dir`")

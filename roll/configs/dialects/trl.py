@@ -210,8 +210,7 @@ def _model(done: Translation) -> None:
     half = done.flag("fp16") or any("float16" in word and "bfloat16" not in word for word in words)
     plain = any("float32" in word for word in words) or not done.flag("bf16", True)
     dtype = "float16" if half else "float32" if plain else "bfloat16"
-    done.put("actor_train.model_args.dtype", dtype)
-    done.put("actor_infer.model_args.dtype", dtype)
+    done.put_precision(dtype)
     rank = whole(done.get("lora_r", done.get("peft_config.r", 8 if _has_adapters(done) else None)))
     target = done.get("lora_target_modules", done.get("peft_config.target_modules"))
     alpha = done.get("lora_alpha", done.get("peft_config.lora_alpha"))
@@ -221,8 +220,7 @@ def _model(done: Translation) -> None:
         done.put(
             "actor_train.model_args.lora_target", target or "all-linear", "" if target else "PEFT chooses by model"
         )
-        if alpha is not None:
-            done.put("actor_train.model_args.lora_alpha", alpha)
+        done.put_given("actor_train.model_args.lora_alpha", alpha)
         if dropout:
             done.lose("lora_dropout", dropout, "adapters have no dropout")
 
@@ -262,21 +260,15 @@ def _devices(done: Translation) -> None:
         done.lack("cluster.num_devices_per_node", "`accelerate launch` decides the number of processes; 8 are written")
         processes = 8
     apart = done.choice("vllm_mode", {"server": True, "colocate": False}, "colocate") or _is_async(done)
-    per_node = -(-processes // nodes)
-    done.put("cluster.device", "cuda")
-    done.put("actor_train.device_mapping", f"0-{processes - 1}")
+    per_node, generates, note = -(-processes // nodes), f"0-{processes - 1}", ""
     if apart:
         own = whole(done.ours("actor_infer.num_gpus_per_engine")) or 1
-        done.put("cluster.num_devices_per_node", per_node + own if nodes == 1 else per_node)
+        generates = f"{processes}-{processes + own - 1}"
         note = "vLLM's server has devices of its own, of which only it knows"
-        done.put("actor_infer.device_mapping", f"{processes}-{processes + own - 1}", note)
-        nodes += nodes > 1
-    else:
-        done.put("cluster.num_devices_per_node", per_node)
-        done.put("actor_infer.device_mapping", f"0-{processes - 1}")
-    if nodes > 1:
-        done.put("cluster.num_nodes", nodes)
-        done.put("cluster.address", "auto")
+        per_node, nodes = (per_node + own, 1) if nodes == 1 else (per_node, nodes + 1)
+    done.put_cluster(per_node, nodes)
+    done.put("actor_train.device_mapping", f"0-{processes - 1}")
+    done.put("actor_infer.device_mapping", generates, note)
 
 
 def _is_async(done: Translation) -> bool:
@@ -374,8 +366,7 @@ def _engine(done: Translation) -> None:
     done.put("actor_infer.strategy_args.strategy_name", "vllm" if vllm else "hf_infer")
     if vllm:
         done.put(f"{_ENGINE}.gpu_memory_utilization", share)
-        if implementation is not None:
-            done.put(f"{_ENGINE}.model_impl", implementation)
+        done.put_given(f"{_ENGINE}.model_impl", implementation)
     else:
         done.values.pop(("actor_infer", "num_gpus_per_engine"), None)
     penalty = done.get("repetition_penalty", 1.0)

@@ -310,7 +310,6 @@ def _data(done: Translation) -> None:
 
 def _devices(done: Translation) -> None:
     nodes, per_node = whole(done.get("trainer.nnodes", 1)), whole(done.get("trainer.n_gpus_per_node", 8))
-    done.put("cluster.device", "cuda")
     if nodes is None or per_node is None:
         done.lack("cluster", "how many nodes and GPUs there are was not a plain number; one node of 8 is written")
         nodes, per_node = nodes or 1, per_node or 8
@@ -324,10 +323,7 @@ def _devices(done: Translation) -> None:
         total_nodes = nodes + apart_nodes
     elif apart is not None and apart_nodes:
         done.lack("cluster", f"the trainer has {nodes} x {per_node} GPUs, the rollouts {apart_nodes} x {apart}")
-    done.put("cluster.num_devices_per_node", devices)
-    if total_nodes > 1:
-        done.put("cluster.num_nodes", total_nodes)
-        done.put("cluster.address", "auto")
+    done.put_cluster(devices, total_nodes)
     if isinstance(ratios, list) and ratios and all(isinstance(each, int | float) for each in ratios):
         note = "the first of verl's ratios is the trainer's; the rest of each node generates"
         done.put("cluster.shares.train", ratios[0], note)
@@ -365,8 +361,7 @@ def _trainer(done: Translation) -> None:
     megatron = any(parts[:3] == (_AR, "actor", "megatron") for parts in done.given)
     name = "megatron_train" if megatron else "fsdp2_train"
     done.put("actor_train.strategy_args.strategy_name", done.ours("actor_train.strategy_args.strategy_name", name))
-    done.put("actor_train.model_args.dtype", "bfloat16")
-    done.put("actor_infer.model_args.dtype", done.ours("actor_infer.model_args.dtype", "bfloat16"))
+    done.put_precision("bfloat16")
     checkpointing = done.flag(f"{_AR}.model.enable_gradient_checkpointing", True)
     if done.ours("actor_train.strategy_args.strategy_name") == "fsdp2_train":
         done.put(f"{_OPTIONS}.gradient_checkpointing", checkpointing)
@@ -383,8 +378,7 @@ def _trainer(done: Translation) -> None:
     if whole(rank) is not None:
         done.put("actor_train.model_args.lora_rank", rank)
         done.put("actor_train.model_args.lora_target", target)
-        if alpha is not None:
-            done.put("actor_train.model_args.lora_alpha", alpha)
+        done.put_given("actor_train.model_args.lora_alpha", alpha)
     for role in ("actor", "ref"):
         key = f"{_AR}.{role}.ulysses_sequence_parallel_size"
         if done.has(key) and done.get(key) not in (1, None):
@@ -545,11 +539,8 @@ def _frozen(done: Translation, role: str) -> None:
     done.put(f"{role}.strategy_args.strategy_name", done.ours("actor_train.strategy_args.strategy_name"))
     for way in ("tensor", "pipeline"):
         size = done.ours(f"{_OPTIONS}.{way}_model_parallel_size")
-        if size is not None:
-            done.put(f"{role}.strategy_args.strategy_config.{way}_model_parallel_size", size)
-    mapping = done.ours("actor_train.device_mapping")
-    if mapping is not None:
-        done.put(f"{role}.device_mapping", mapping)
+        done.put_given(f"{role}.strategy_args.strategy_config.{way}_model_parallel_size", size)
+    done.put_given(f"{role}.device_mapping", done.ours("actor_train.device_mapping"))
     done.put(f"{role}.model_args.dtype", "bfloat16")
 
 
@@ -707,8 +698,7 @@ def _rewards(done: Translation) -> None:
 def _running(done: Translation) -> None:
     put_trackers(done, "trainer.logger", done.get("trainer.project_name"), ("console",))
     experiment, epochs = done.get("trainer.experiment_name"), done.get("trainer.total_epochs")
-    if experiment is not None:
-        done.put("exp_name", str(experiment).replace("/", "-"))
+    done.put_name(experiment)
     if done.ours("max_steps") is None:
         done.lack("max_steps", in_epochs(ORIGIN, epochs))
     resumes = done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto")
