@@ -47,8 +47,8 @@ from transformers import PreTrainedTokenizerFast
 from roll.configs import derived
 from roll.configs.loader import load_config
 from roll.configs.run import RLVRConfig
+from roll.data.prompts import PromptStream
 from roll.data.records import Group, Prompt
-from roll.data.stream import PromptStream
 from roll.engines.base import Completion, GenerateRequest, TokenChunk
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import PATIENCE, Outbox

@@ -25,7 +25,7 @@ from roll.configs.errors import count
 from roll.configs.loader import dump_config
 from roll.configs.run import SFTConfig
 from roll.data.examples import Example, Examples, batch_of
-from roll.data.stream import PromptStream
+from roll.data.prompts import PromptStream
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.preflight import PreparedSFT
 from roll.pipeline.recorder import RunRecorder
