@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.data.tokenizer import ContentEncoder, ControlTokensRefused
+from roll.data.encoding import ContentEncoder, ControlTokensRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

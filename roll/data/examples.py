@@ -23,6 +23,7 @@ from roll.configs.errors import Problems
 from roll.configs.plugins import problem
 from roll.configs.roles import ExampleArguments
 from roll.data.chat import ChatTurns, TemplateRefused
+from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
 from roll.data.records import SampleBatch
 from roll.data.sources import (
     MAX_PROBLEMS_PER_FILE,
@@ -36,7 +37,6 @@ from roll.data.sources import (
     required_text,
     usable_rows,
 )
-from roll.data.tokenizer import ContentEncoder, ControlTokensRefused, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,6 +24,7 @@ import numpy as np
 from roll.configs.errors import Problems
 from roll.configs.plugins import problem
 from roll.configs.roles import DataArguments
+from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
 from roll.data.records import Prompt, derive_seed
 from roll.data.sources import (
     SHOWN_OFFENDERS,
@@ -37,7 +38,6 @@ from roll.data.sources import (
     required_text,
     usable_rows,
 )
-from roll.data.tokenizer import ContentEncoder, ControlTokensRefused, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from roll.data.tokenizer import ContentEncoder, load_tokenizer
+from roll.data.encoding import ContentEncoder
+from roll.data.tokenizer import load_tokenizer
 from roll.rewards.model import Conversation, Scored, ScorerSetup, position_limit
 
 

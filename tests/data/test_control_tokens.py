@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from roll.configs.errors import ConfigError
 from roll.configs.roles import DataArguments
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused
+from roll.data.encoding import BEGIN, END, ContentEncoder
 from roll.data.prompts import load_prompts
-from roll.data.tokenizer import BEGIN, END, ContentEncoder
 from tests.data.chat_templates import FORMATS, make_tokenizer
 from tests.tiers import examples
 

@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
 import roll
+from roll.data.encoding import tokenise
 from roll.data.records import derive_seed
-from roll.data.tokenizer import tokenise
 from roll.doctor.diagnosis import diagnose, gather_evidence
 from roll.report.files import read_run
 from roll.report.page import render_page

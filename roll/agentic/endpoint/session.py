@@ -28,8 +28,8 @@ from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_folded
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
 from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
+from roll.data.encoding import tokenise
 from roll.data.records import Sample
-from roll.data.tokenizer import tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
