@@ -30,10 +30,10 @@ from roll.data.sources import (
     BadRow,
     Message,
     PromptRow,
+    check_lengths,
     check_shares,
     conversation,
     named,
-    overlong_ids,
     required_text,
     usable_rows,
 )
@@ -132,7 +132,7 @@ def load_examples(
     lengths = {example.example_id: len(example.token_ids) for example in examples}
     words = ("examples", "sequence_length")
     may_drop = data_args.overlong_prompts == "drop"
-    overlong = overlong_ids(lengths, sequence_length, words, may_drop, path, problems)
+    overlong = check_lengths(lengths, sequence_length, words, may_drop, path, problems)
     kept = [example for example in examples if example.example_id not in overlong]
     domains = {example.domain for example in kept}
     check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)

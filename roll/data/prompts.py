@@ -31,10 +31,10 @@ from roll.data.sources import (
     BadRow,
     Message,
     PromptRow,
+    check_lengths,
     check_shares,
     conversation,
     named,
-    overlong_ids,
     required_text,
     usable_rows,
 )
@@ -57,7 +57,7 @@ def load_prompts(
     prompts = _render(rows, data_args, tokenizer, path, problems)
     lengths = {prompt.prompt_id: len(prompt.token_ids) for prompt in prompts}
     words, may_drop = ("prompts", "prompt_length"), data_args.overlong_prompts == "drop"
-    overlong = overlong_ids(lengths, prompt_length, words, may_drop, path, problems)
+    overlong = check_lengths(lengths, prompt_length, words, may_drop, path, problems)
     prompts = [prompt for prompt in prompts if prompt.prompt_id not in overlong]
     problems.raise_any()
     domains = {prompt.domain for prompt in prompts}

@@ -379,10 +379,10 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def overlong_ids(
+def check_lengths(
     lengths: Mapping[str, int], most: int, words: tuple[str, str], may_drop: bool, path: str, problems: Problems
 ) -> set[str]:
-    """Return the ids of those that have more than ``most`` tokens, which are a problem unless they may be dropped.
+    """Return the ids of those of more than ``most`` tokens. They are a problem unless they may be dropped.
 
     ``words``: what they are, and the key of their longest length.
     """
