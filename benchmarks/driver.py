@@ -47,8 +47,8 @@ from transformers import PreTrainedTokenizerFast
 from roll.configs import derived
 from roll.configs.loader import load_config
 from roll.configs.run import RLVRConfig
+from roll.data.prompts import PromptStream
 from roll.data.records import Group, Prompt
-from roll.data.stream import PromptStream
 from roll.engines.base import Completion, GenerateRequest, TokenChunk
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import PATIENCE, Outbox
@@ -68,8 +68,8 @@ from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rewards.base import RewardInput, RewardOutput
 from roll.rollout.clock import VirtualTimeLoop
 from roll.rollout.scheduler import GroupRequest
-from roll.runtime.garbage import collect_rarely
 from roll.runtime.locks import build_device_locks
+from roll.runtime.process import collect_rarely
 from roll.runtime.workers import WorkerGroup
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import WRITE_SECONDS

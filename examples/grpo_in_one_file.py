@@ -26,9 +26,8 @@ from roll.algorithms.advantages.base import AdvantageEstimator, estimate_advanta
 from roll.algorithms.objective import PolicyObjective
 from roll.configs import derived
 from roll.configs.loader import load_config
-from roll.data.prompts import load_prompts
+from roll.data.prompts import PromptStream, load_prompts
 from roll.data.records import Prompt, Sample, SampleBatch, derive_seed
-from roll.data.stream import PromptStream
 from roll.data.tokenizer import load_tokenizer
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.hf.strategy import HFInferStrategy

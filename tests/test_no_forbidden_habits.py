@@ -29,7 +29,7 @@ FORBIDDEN_NAMES = {
 }
 GIVEN_BY_THE_CALLER = {
     "roll/configs/given.py: pickle.loads executes what is in the data",
-    "roll/api/conductor.py: pickle.load executes what is in the file",
+    "roll/api/training.py: pickle.load executes what is in the file",
 }
 """The only pickles that are loaded: objects that a Python program gave to `roll.train`. They come through a pipe from
 that program and through arguments of workers, never from a file or a service."""

@@ -11,9 +11,8 @@ from typing import Any
 
 from roll.configs.loader import load_config
 from roll.configs.run import RunConfig
-from roll.report.comparison import render_comparison
 from roll.report.files import read_run
-from roll.report.page import render_page, status_of
+from roll.report.page import render_comparison, render_page, status_of
 from roll.tracking.files import read_json_lines, write_atomically
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import read_summary

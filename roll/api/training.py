@@ -8,6 +8,8 @@ caller dies, the run ends in order, as after Ctrl-C.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import pickle
@@ -16,15 +18,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from roll.api.configuration import Given, Source, with_given
 from roll.api.runs import Run, open_run
+from roll.cli.main import FAILURE, run_to_its_end
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.run import RunConfig
 from roll.runtime.process import DriverFolders, driver_folders
+from roll.tracking.run_directory import RunDirectory
 
 POLL_SECONDS = 0.2
 """Longest time until an interrupt is noticed while the run prints nothing."""
@@ -33,7 +39,7 @@ RESULT_SECONDS = 5.0
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from roll.api.conductor import main
+from roll.api.training import main
 sys.exit(main())
 """
 
@@ -194,3 +200,40 @@ def _next(lines: queue.SimpleQueue[str | None], process: subprocess.Popen[bytes]
             return line
         if process.poll() is not None:
             return None
+
+
+STANDARD_INPUT = 0
+
+
+def main() -> int:
+    """Conduct the run that standard input describes, in a process of its own; return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
+    try:
+        order: Order = pickle.load(sys.stdin.buffer)  # from the process that started this one
+        threading.Thread(target=_end_with_the_caller, daemon=True).start()
+        with os.fdopen(order.results, "w") as results:
+            return conduct(order, partial(print, file=results, flush=True))
+    except KeyboardInterrupt:
+        return FAILURE
+
+
+def conduct(order: Order, write: Callable[[str], None]) -> int:
+    """Run to the end, with the folders and the objects of the caller; return the exit code. ``write``: a line."""
+
+    def tell(exit_code: int | None, run: RunDirectory | None, problems: Sequence[ConfigProblem] = ()) -> None:
+        folder = None if run is None else str(run.root.resolve())
+        write(json.dumps(asdict(Result(exit_code, folder, [asdict(problem) for problem in problems]))))
+
+    started = time.monotonic()
+    order.folders.enter()
+    ended = run_to_its_end("the configuration", lambda: order.config, started, partial(tell, None))
+    tell(ended.exit_code, ended.run, ended.problems)
+    return ended.exit_code
+
+
+def _end_with_the_caller() -> None:
+    """Interrupt the run once standard input ends. Not read through `sys.stdin`, whose lock would hang the exit."""
+    while os.read(STANDARD_INPUT, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)

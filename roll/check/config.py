@@ -37,12 +37,13 @@ RUN_RULES: tuple[Callable[[RunConfig], Iterator[ConfigProblem]], ...] = (
     training.batches_divide,
     data.lengths_fit_the_model,
     rules.restarts_have_a_checkpoint,
+    data.validation_is_asked_for,
 )
 """Rules of every pipeline."""
 ROLLOUT_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
     rules.roll_names_fit,
     pictures.engines_fit_the_pipeline,
-    data.validation_is_complete,
+    data.validation_samples_as_asked,
     devices.engines_divide_devices,
     devices.weights_can_travel,
     devices.engines_sample_what_is_asked,
@@ -81,28 +82,18 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "sft": (
         data.prompts_are_named,
         data.domain_shares_fit,
-        data.validation_has_examples,
         rules.length_is_said_once,
         rules.epochs_mean_the_same_to_all,
         rules.nothing_falls_back,
     ),
 }
 """Rules of one pipeline."""
+_EVERY_MACHINE = (devices.gpus_are_visible, rules.trackers_are_here)
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": (
-        data.models_exist,
-        data.prompts_exist,
-        devices.gpus_are_visible,
-        rules.trackers_are_here,
-    ),
-    "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
-    "image": (
-        pictures.pipelines_exist,
-        data.prompts_exist,
-        devices.gpus_are_visible,
-        rules.trackers_are_here,
-    ),
-    "sft": (data.models_exist, data.prompts_exist, devices.gpus_are_visible, rules.trackers_are_here),
+    "rlvr": (data.models_exist, data.prompts_exist, *_EVERY_MACHINE),
+    "agentic": (data.models_exist, *_EVERY_MACHINE),
+    "image": (pictures.pipelines_exist, data.prompts_exist, *_EVERY_MACHINE),
+    "sft": (data.models_exist, data.prompts_exist, *_EVERY_MACHINE),
 }
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
 

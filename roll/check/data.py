@@ -239,21 +239,25 @@ def rewards_are_complete(config: PromptConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}]", message, remedy)
 
 
-def validation_is_complete(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require prompts or environments, and `eval_steps`, for validation. Reject settings that need a distribution if it
-    is greedy."""
-    settings, agentic = validation_settings(config), isinstance(config, AgenticConfig)
-    if settings is None:
-        if config.eval_steps > 0:
-            what, key = ("environments", "val_env_manager") if agentic else ("prompts", VALIDATION_DATA)
-            message = f"{config.eval_steps} asks for validation, but there are no validation {what}"
-            yield ConfigProblem("eval_steps", message, f"add `{key}`, or set 0")
-        return
-    if config.eval_steps == 0:
-        section = "val_env_manager" if agentic else "validation"
+def validation_is_asked_for(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Require validation data if there are `eval_steps`, and the reverse."""
+    section, key, what = "validation", VALIDATION_DATA, "examples" if isinstance(config, SFTConfig) else "prompts"
+    if isinstance(config, AgenticConfig):
+        section = key = "val_env_manager"
+        what = "environments"
+    is_there = vars(config)[section] is not None
+    if config.eval_steps > 0 and not is_there:
+        message = f"{config.eval_steps} asks for validation, but there are no validation {what}"
+        yield ConfigProblem("eval_steps", message, f"add `{key}`, or set 0")
+    if config.eval_steps == 0 and is_there:
         remedy = f"set `eval_steps` to how often, or remove this section (on the command line: `{section}=null`)"
         yield ConfigProblem(section, "has no effect: eval_steps is 0", remedy)
-    if isinstance(config, ImageConfig):
+
+
+def validation_samples_as_asked(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject settings of validation that need a distribution if it is greedy."""
+    settings, agentic = validation_settings(config), isinstance(config, AgenticConfig)
+    if settings is None or isinstance(config, ImageConfig):
         return  # pictures without noise differ by the noise that they begin with
     sampling, neutral = settings.generating_args, GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
@@ -265,16 +269,6 @@ def validation_is_complete(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield without_effect(path, value, "temperature 0 is greedy and gives one and the same sample", remedy)
         elif agentic and key == "num_return_sequences":
             yield ConfigProblem(path, f"{value} has no effect on episodes", "set `val_env_manager.group_size` instead")
-
-
-def validation_has_examples(config: SFTConfig) -> Iterator[ConfigProblem]:
-    """Require examples and `eval_steps` for validation."""
-    if config.eval_steps > 0 and config.validation is None:
-        message = f"{config.eval_steps} asks for validation, but there are no validation examples"
-        yield ConfigProblem("eval_steps", message, f"add `{VALIDATION_DATA}`, or set 0")
-    if config.eval_steps == 0 and config.validation is not None:
-        remedy = "set `eval_steps` to how often, or remove this section (on the command line: `validation=null`)"
-        yield ConfigProblem("validation", "has no effect: eval_steps is 0", remedy)
 
 
 def data_warnings(config: PromptConfig | SFTConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from roll.cli.main import command_parser
 from roll.cli.serve import BAD_OPTIONS, ENDED, FAILED, add_model_options, served_here, started
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
@@ -36,12 +37,7 @@ class NoAnswer(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Lead a conversation; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll chat",
-        description="Talk to a finished model in a terminal.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("chat", "Talk to a finished model in a terminal.", _EPILOG)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="as for `roll serve`; without it give `--url`")
     parser.add_argument("--url", help="address of a model that is served, which then needs no other option than a key")
     parser.add_argument("--api-key", default="none", help="key of the model at `--url`")

@@ -3,36 +3,45 @@
 The command starts nothing and needs neither a GPU nor the model. Requirements that only the machine of the run must
 meet are listed as needs. With `--exact N` it runs N steps against a plain loop, on the machine of the run.
 
-`roll check-env`: is this environment fit to be trained in?
+`roll check-env`: is this environment fit to be trained in? `roll check-agent`: what would go wrong if the agents of a
+configuration were trained? A few episodes are played in this process, without Ray and without training.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import TYPE_CHECKING, Any, cast
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.check.data import has_model
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
 from roll.check.plan import Need, missing_packages, needs, plan
-from roll.cli.main import attempt_run, refusal
+from roll.cli.main import attempt_run, command_parser, dotted_options, refusal
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
+from roll.configs.errors import ConfigError, count, nearest_name_hint
 from roll.configs.loader import load_config
 from roll.configs.plugins import problem
 from roll.configs.run import AGENTS, AgenticConfig, PipelineConfig
+from roll.tracking.files import say
 from roll.tracking.logs import give_away_output
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from roll.agentic.episode import Policy, SampledTurn
 
 PASSED, FAILED, BAD_CONFIGURATION = 0, 1, 2
 
@@ -50,14 +59,12 @@ exit codes: 0 it can work; 2 it cannot, every problem named with a remedy, or wh
 
 def main(arguments: Sequence[str]) -> int:
     """Check the configuration named on the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll check",
-        description="Say whether a configuration can work, what it will do, what it needs and how much memory.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "check",
+        "Say whether a configuration can work, what it will do, what it needs and how much memory.",
+        _EPILOG,
+        of_run=True,
     )
-    parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that replace values of the file")
     parser.add_argument(
         "--gpu-memory", metavar="GIB", help="memory of one GPU in GiB, as the key cluster.device_memory_gib"
     )
@@ -164,11 +171,8 @@ def check_environment(arguments: Sequence[str]) -> int:
     """Check the environment named on the command line; return the exit code."""
     from roll.agentic.conformance import check_env, render_report
 
-    parser = argparse.ArgumentParser(
-        prog="roll check-env",
-        description="Play an environment with odd actions, and look for what would go wrong in training.",
-        epilog=_ENV_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "check-env", "Play an environment with odd actions, and look for what would go wrong in training.", _ENV_EPILOG
     )
     parser.add_argument(
         "env", metavar="ENV", help="environment as in `env_type`, or with --config a tag of `custom_envs`"
@@ -197,10 +201,7 @@ def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str,
     """Return the type and options of the environment. Raises `ConfigError`."""
     from roll.agentic.registry import check_env_type
 
-    wrong = [option for option in options if "=" not in option]
-    if wrong:
-        raise ConfigError([ConfigProblem(each, "is no option", "write `key=value`") for each in wrong])
-    own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(options))))  # never a list
+    own = dotted_options(options)
     if config is None:
         env_type, env_config = name, own
     else:
@@ -219,3 +220,96 @@ def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str,
         message = "an agent takes no actions that could be tried: it asks a model for them by HTTP"
         raise problem("env_type", message, "play it with `roll check-agent FILE`")
     return env_type, env_config
+
+
+_AGENT_EPILOG = """\
+examples:
+  roll check-agent examples/agent-tool-cpu/agent.yaml
+  roll check-agent run.yaml --stand-in --episodes 1
+
+The policy is the configured model, loaded here with hf_infer whatever engine the run has. With --stand-in it is none,
+but writes a call of a tool or a sentence, so only a tokenizer is needed.
+exit codes: 0 each episode came to its end; 1 one failed, and the report says why; 2 the configuration cannot work.
+"""
+
+
+def check_agents(arguments: Sequence[str]) -> int:
+    """Play the agents of the configuration named on the command line; return the exit code."""
+    parser = command_parser(
+        "check-agent",
+        "Play a few episodes of a configuration's agents, and say what would go wrong in training.",
+        _AGENT_EPILOG,
+        of_run=True,
+    )
+    parser.add_argument("--episodes", type=int, default=4, help="episodes of each agent (default 4)")
+    parser.add_argument("--stand-in", action="store_true", help="play with a stand-in for the model")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = loaded(lambda: read_config(options.config, options.overrides, say), here=False)
+        if not isinstance(config, AgenticConfig):
+            remedy = "name a configuration of `pipeline: agentic`"
+            raise problem("pipeline", f"{config.pipeline} has no agents", remedy)
+        check_elsewhere(config)
+        if options.episodes < 1:
+            raise problem("--episodes", f"{options.episodes} episodes show nothing", "play at least one")
+        return asyncio.run(_rehearsed(config, options.episodes, options.stand_in))
+    except ConfigError as error:
+        say(refusal(options.config, error), error=True)
+        return BAD_CONFIGURATION
+    except KeyboardInterrupt:
+        say("interrupted", error=True)
+        return FAILED
+
+
+async def _rehearsed(config: AgenticConfig, episodes: int, stand_in: bool) -> int:
+    from roll.agentic.endpoint.turns import TurnReader
+    from roll.agentic.rehearsal import Rehearsal, report
+    from roll.pipeline.agentic import TRAINING, environment_seed, manager_settings
+    from roll.pipeline.preflight import agentic_plan
+
+    tokenizer, plan = agentic_plan(config)
+    if not plan.agents:
+        remedy = "set `env_type: agent` and `env_manager_cls: agent` of one; others are checked by `roll check-env`"
+        raise problem("custom_envs", "no environment is an agent", remedy)
+    arguments = config.actor_infer.generating_args
+    seeds = [environment_seed(config, TRAINING, number) for number in range(episodes)]
+    failed = False
+    who = "a stand-in" if stand_in else derived.model_path(config, config.actor_infer)
+    say(f"the policy is {who}")
+    async with _rehearsing(config, stand_in) as policy:
+        for tag, sessions in plan.agents.items():
+            settings = sessions(manager_settings(config, tag, config.train_env_manager, arguments))
+            reader = TurnReader(plan.template, tokenizer, settings.parser)
+            played = await Rehearsal(tag, config.custom_envs[tag], reader, settings).play(seeds, policy)
+            say(f"\n{report(tag, played, settings)}")
+            failed |= any(each.failure is not None for each in played)
+    return FAILED if failed else PASSED
+
+
+@asynccontextmanager
+async def _rehearsing(config: AgenticConfig, stand_in: bool) -> AsyncIterator[Policy | None]:
+    """Give the configured model as a policy; None for a stand-in. Raises `ConfigError` if it cannot be loaded."""
+    if stand_in:
+        yield None
+        return
+    import torch
+
+    from roll.engines.local import running_engine, sampled_turn
+    from roll.engines.worker import EngineSpec
+    from roll.pipeline.rollouts import sampling_params
+
+    role, longest, numbers = config.actor_infer, derived.sequence_length(config), itertools.count()
+    model, usual = role.model_args, sampling_params(role.generating_args, longest)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = derived.model_path(config, role)
+    spec = EngineSpec("hf_infer", {}, path, model.dtype, "sdpa", model.trust_remote_code, longest)
+    async with running_engine(spec, cast(Any, device), "pretrain") as engine:
+
+        async def policy(
+            prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+        ) -> SampledTurn:
+            seed, stops = config.seed + next(numbers), usual.stop_strings + stop_strings
+            sampling = replace(usual, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
+            return await sampled_turn(engine, prompt_token_ids, sampling)
+
+        yield policy

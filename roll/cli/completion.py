@@ -5,10 +5,9 @@ The script is generated once and contains every key, so completing does not star
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from roll.cli.main import COMMANDS
+from roll.cli.main import COMMANDS, command_parser
 from roll.configs.fields import walk
 from roll.configs.loader import PIPELINES
 from roll.configs.roles import UNREAD_PATHS
@@ -64,9 +63,7 @@ complete -c roll -f
 
 def main(arguments: Sequence[str]) -> int:
     """Print the completion script of a shell; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll completion", description='Print a completion script: eval "$(roll completion bash)".'
-    )
+    parser = command_parser("completion", 'Print a completion script: eval "$(roll completion bash)".')
     parser.add_argument("shell", choices=SHELLS)
     print(script(parser.parse_args(arguments).shell), end="")
     return 0

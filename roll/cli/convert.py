@@ -6,7 +6,6 @@ no effect here and what is missing stands at the end of the file, and is printed
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import textwrap
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from roll.check.config import LACKING, check_elsewhere, leave_out_without_effect
-from roll.configs.dialects import prime_rl, roll, slime, trl, verl
+from roll.cli.main import command_parser
+from roll.configs.dialects import SYSTEMS, roll, trl
 from roll.configs.dialects.rules import Path as Key
 from roll.configs.dialects.rules import Translation, nested, rule_of
 from roll.configs.dialects.sources import STRAY, is_computed, read_keys
@@ -32,14 +32,9 @@ WIDTH = 120
 
 ORIGINS: dict[str, Callable[[Mapping[Key, Any]], Translation]] = {
     "roll": lambda given: roll.translate(nested(given)),
-    "verl": verl.translate,
-    "trl": trl.translate,
-    "prime-rl": prime_rl.translate,
-    "slime": slime.translate,
+    **{name: system.translate for name, system in SYSTEMS.items()},
 }
 """Name of a system -> what translates its keys."""
-RULES = {"verl": verl.RULES, "trl": trl.RULES, "prime-rl": prime_rl.RULES, "slime": slime.RULES}
-"""Name of a system other than ROLL -> its table."""
 
 _EPILOG = """\
 examples:
@@ -58,11 +53,10 @@ that are read; 1 OUT cannot be written.
 
 def main(arguments: Sequence[str]) -> int:
     """Convert the file named on the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll convert",
-        description="Write another system's configuration as one of ours, with a comment at each changed meaning.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "convert",
+        "Write another system's configuration as one of ours, with a comment at each changed meaning.",
+        _EPILOG,
     )
     parser.add_argument("file", metavar="FILE", help="configuration or command line of the other system")
     parser.add_argument("--from", dest="origin", required=True, choices=list(ORIGINS), help="the other system")
@@ -144,7 +138,7 @@ def _is_known(key: Key, origin: str) -> bool:
     if origin == "roll":
         kinds = (kind_at(config, key) for config in (RLVRConfig, AgenticConfig))
         return key[-1] in roll.ADVICE or rule_of(key, roll.RULES) is not None or any(kind is not None for kind in kinds)
-    return key != ("entry",) and rule_of(key, RULES[origin]) is not None
+    return key != ("entry",) and rule_of(key, SYSTEMS[origin].RULES) is not None
 
 
 def _variables(value: Any) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.plan import missing_packages
+from roll.cli.main import command_parser
 from roll.configs.errors import ConfigError, problems_of
 from roll.configs.loader import load_config
 from roll.configs.run import RunConfig
@@ -87,12 +88,7 @@ rewards:
 
 def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
     """Ask for settings, write the configuration and check it; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll init",
-        description="Write a working configuration for prompts with checkable answers.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("init", "Write a working configuration for prompts with checkable answers.", _EPILOG)
     parser.add_argument("file", metavar="FILE", help="YAML file to write; it must not be there yet")
     for flag, (text, default) in QUESTIONS.items():
         parser.add_argument(f"--{flag}", help=f"{text} (default {default})")

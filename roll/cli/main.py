@@ -20,7 +20,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
 
 from roll.check.config import check_config, loaded, read_config
 from roll.check.plan import plan
@@ -64,7 +66,7 @@ COMMANDS = {
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
     "convert": Command("FILE", "another system's configuration as one of ours", "roll.cli.convert:main"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
-    "check-agent": Command("FILE", "what would go wrong if these agents were trained", "roll.cli.check_agent:main"),
+    "check-agent": Command("FILE", "what would go wrong if these agents were trained", "roll.cli.check:check_agents"),
     "serve": Command(
         "MODEL", "a finished model, at an address for OpenAI's and Anthropic's clients", "roll.cli.serve:main"
     ),
@@ -278,6 +280,25 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "overrides", nargs="*", default=[], metavar="key=value", help="dotted keys that replace values of the file"
     )
     return parser
+
+
+def command_parser(name: str, description: str, epilog: str = "", *, of_run: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of `roll NAME`; if it is of a run, with the configuration and its overrides as arguments."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"roll {name}", description=description, epilog=epilog, formatter_class=raw)
+    if of_run:
+        overrides_help = "dotted keys that replace values of the file"
+        parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
+        parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
+    return parser
+
+
+def dotted_options(given: Sequence[str], what: str = "option") -> dict[str, Any]:
+    """Return options written as `key=value`. Raises `ConfigError` with each that is no ``what``."""
+    wrong = [ConfigProblem(each, f"is no {what}", "write `key=value`") for each in given if "=" not in each]
+    if wrong:
+        raise ConfigError(wrong)
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(given))))  # never a list
 
 
 def _check(load: Callable[[], RunConfig]) -> tuple[Prepared | PreparedSFT, RunDirectory, ResumePoint | None]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roll.check.data import has_model, is_local, positions_of
+from roll.cli.main import command_parser, dotted_options
 from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
 from roll.configs.plugins import problem, require
 from roll.configs.strategies import ENGINES, option_problems
@@ -44,12 +45,7 @@ exit codes: 0 it was ended; 2 what was asked for cannot be served, with a remedy
 
 def main(arguments: Sequence[str]) -> int:
     """Serve a model until Ctrl-C; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll serve",
-        description="Serve a finished model to clients of OpenAI and Anthropic.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("serve", "Serve a finished model to clients of OpenAI and Anthropic.", _EPILOG)
     parser.add_argument("model", metavar="MODEL", help="folder of a run, a checkpoint or a model; or a hub name")
     add_model_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
@@ -211,12 +207,7 @@ def _reader(model: str, options: argparse.Namespace) -> TurnReader:
 
 
 def _engine_options(name: str, given: Sequence[str]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    wrong = [each for each in given if "=" not in each]
-    if wrong:
-        raise ConfigError([ConfigProblem(each, "is no option of the engine", "write `key=value`") for each in wrong])
-    config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(given))))
+    config = dotted_options(given, "option of the engine")
     if problems := option_problems(ENGINES, name, config, "key=value"):
         raise ConfigError(problems)
     return config

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
-from roll.cli.main import refusal
+from roll.cli.main import command_parser, refusal
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig
@@ -43,11 +43,10 @@ written.
 
 def main(arguments: Sequence[str]) -> int:
     """Simulate the run that is described on the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll simulate",
-        description="Predict what a run takes: the real scheduler in virtual time, with models of what computes.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "simulate",
+        "Predict what a run takes: the real scheduler in virtual time, with models of what computes.",
+        _EPILOG,
     )
     parser.add_argument("config", metavar="FILE", help="YAML file of a run; keys: docs/configuration.md")
     parser.add_argument(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from roll.tracking.logs import MASK, is_secret_name
 
 Value = TypeVar("Value")
 
@@ -105,17 +106,15 @@ RENAMED = {
 }
 """Foreign name -> its name here; used only if no key of the schema has the foreign name."""
 
-MASK = "***"
-_SECRET_NAME = re.compile(r"secret|passw(or)?d|api[_-]?key|wandb[_-]?key|credential|(^|[_-])token$", re.IGNORECASE)
 _LONGEST_SHOWN = 80
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a key's name marks its value as a secret (``hf_token``, ``api_key``; not ``max_new_tokens``).
+    """Return True if a key's name marks its value as a secret (`roll.tracking.logs.is_secret_name`).
 
     ``api_key_env`` is not secret: it only names the variable that holds the key.
     """
-    return _SECRET_NAME.search(name) is not None and name != "api_key_env"
+    return is_secret_name(name) and name != "api_key_env"
 
 
 def masked(tree: Any) -> Any:

@@ -26,8 +26,9 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from pydantic import TypeAdapter, ValidationError
 
+from roll.configs.derived import place_shares
+from roll.configs.dialects import foreign_hint, spelling_hint
 from roll.configs.dialects import roll as rolls_dialect
-from roll.configs.dialects.hints import foreign_hint, spelling_hint
 from roll.configs.errors import RENAMED, ConfigError, ConfigProblem, choose_among, masked, nearest, shown
 from roll.configs.fields import (
     PathPart,
@@ -44,7 +45,6 @@ from roll.configs.fields import (
 from roll.configs.plugins import problem
 from roll.configs.roles import UNREAD_PATHS
 from roll.configs.run import AgenticConfig, ImageConfig, RLVRConfig, RunConfig, SFTConfig
-from roll.configs.shares import place_shares
 from roll.tracking.logs import redact
 
 _MOST_NAMES_LISTED = 12

@@ -1,4 +1,5 @@
-"""The roles that run a model on devices, the arguments that they share, and the keys that each does not read."""
+"""The roles that run a model on devices, the arguments that they share or need for sampling, and the keys that each
+does not read."""
 
 from __future__ import annotations
 
@@ -135,16 +136,16 @@ class RowArguments:
         "prompt (a text prompt becomes one user message).",
     )
     system_prompt: str | None = option(
-        None, "System message put before each prompt (`template: chat` only).", needs="template: chat"
+        None, "System message put before each conversation (`template: chat` only).", needs="template: chat"
     )
     chat_template_kwargs: dict[str, Any] = option(
         dict, "Variables for the chat template, such as `enable_thinking: false`.", needs="template: chat"
     )
     domain_interleave_probs: dict[str, float] | None = option(
-        None, "Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain."
+        None, "Share of each domain in the stream of rows. Default: in proportion to the rows of each domain."
     )
-    max_samples: Count | None = option(None, "Use at most this many prompts (after shuffling).")
-    shuffle: bool = option(True, "Shuffle the prompts at each epoch with the run's seed.")
+    max_samples: Count | None = option(None, "Use at most this many rows (after shuffling).")
+    shuffle: bool = option(True, "Shuffle the rows at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
         "error", "What to do with prompts longer than `prompt_length` tokens."
     )
@@ -173,14 +174,6 @@ class ExampleArguments(RowArguments):
         "`raw`: `prompt` and `response` are tokenised as they are, and the response ends with the tokenizer's end "
         "token; `chat`: the tokenizer's chat template (a text prompt becomes one user message).",
     )
-    system_prompt: str | None = option(
-        None, "System message put before each conversation (`template: chat` only).", needs="template: chat"
-    )
-    domain_interleave_probs: dict[str, float] | None = option(
-        None, "Share of each domain in the stream of examples. Default: in proportion to the examples of each domain."
-    )
-    max_samples: Count | None = option(None, "Use at most this many examples (after shuffling).")
-    shuffle: bool = option(True, "Shuffle the examples at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
         "error",
         "What to do with examples longer than `sequence_length` tokens. Those left out are counted in `data/overlong`.",
@@ -207,6 +200,51 @@ class ValidationGeneratingArguments(GeneratingArguments):
     """Sampling parameters of validation: greedy by default."""
 
     temperature: NotNegative = option(0.0, "Sampling temperature. 0 is greedy.")
+
+
+@dataclass
+class PictureSampling:
+    """Settings of drawing pictures, in training and in validation (which adds no noise)."""
+
+    height: Count = option(512, "Height of the pictures in pixels.")
+    width: Count = option(512, "Width of the pictures in pixels.")
+    num_inference_steps: Count = option(10, "Denoising steps of a picture.")
+    guidance_scale: Annotated[float, Range(at_least=1)] = option(
+        1.0,
+        "Classifier-free guidance: v = v_negative + scale (v_prompt - v_negative), in sampling and in training. 1: "
+        "none, and one pass of the model per step in place of two.",
+    )
+    negative_prompt: str = option("", "What guidance leads away from.")
+    max_sequence_length: Annotated[int, Range(at_least=1, at_most=512)] = option(
+        256, "Tokens of a prompt for the T5 encoder; a model without one gets as many zeros. diffusers' default is 256."
+    )
+    shift: Positive | None = option(
+        None, "Shift of the noise levels towards noise. Default: that of the model's scheduler."
+    )
+    kind: Literal["flow_sde", "cps", "dance"] = option(
+        "flow_sde",
+        "What a step with noise draws from: `flow_sde` (Flow-GRPO), `cps` (coefficients-preserving sampling) or "
+        "`dance` (DanceGRPO). See `docs/images.md`.",
+    )
+    noise_level: Positive = option(0.7, "Strength of that noise; for `cps` below 1.")
+    window_size: Count = option(
+        2, "Steps in a row that have noise and are trained on; all others follow the ODE (Flow-GRPO-Fast)."
+    )
+    window_reach: Count | None = option(
+        None,
+        "The window lies among the first so many steps, at a place drawn for each group; the last step never has "
+        "noise. Default: half of the steps, where most of the picture is decided.",
+    )
+    log_prob: Literal["mean", "sum"] = option(
+        "mean",
+        "What a step's log-probability is: the mean over the dimensions of the latent, whose ratio stays near 1 (clip "
+        "ranges of 1e-5 to 1e-3), or the sum (clip ranges near 0.2).",
+    )
+
+    @property
+    def reach(self) -> int:
+        """Number of steps at the beginning among which the window lies."""
+        return max(self.window_size, self.num_inference_steps // 2) if self.window_reach is None else self.window_reach
 
 
 @dataclass

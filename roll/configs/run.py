@@ -17,7 +17,6 @@ from roll.configs.fields import (
     Seed,
     option,
 )
-from roll.configs.pictures import PictureSampling
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RepetitionPenaltyConfig, RewardConfig
 from roll.configs.roles import (
@@ -25,6 +24,7 @@ from roll.configs.roles import (
     ActorLogpConfig,
     ActorTrainConfig,
     PictureInferConfig,
+    PictureSampling,
     PictureTrainConfig,
     ReferenceConfig,
     SupervisedTrainConfig,

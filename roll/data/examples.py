@@ -30,6 +30,7 @@ from roll.data.sources import (
     BadRow,
     Message,
     PromptRow,
+    check_lengths,
     check_shares,
     conversation,
     named,
@@ -138,11 +139,15 @@ def load_examples(
     if empty:
         message = f"no token is left of the prompts of {named(empty)}, and nothing predicts a first token"
         problems.add(path, message, "correct these rows, or use the tokenizer they were made for")
-    fitting = _fitting(examples, data_args, sequence_length, path, problems)
-    domains = {example.domain for example in fitting}
+    lengths = {example.example_id: len(example.token_ids) for example in examples}
+    words = ("examples", "sequence_length")
+    may_drop = data_args.overlong_prompts == "drop"
+    overlong = check_lengths(lengths, sequence_length, words, may_drop, path, problems)
+    kept = [example for example in examples if example.example_id not in overlong]
+    domains = {example.domain for example in kept}
     check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
     problems.raise_any()
-    return Examples(fitting, len(examples) - len(fitting), int(end[-1]))
+    return Examples(kept, len(overlong), int(end[-1]))
 
 
 def _reason(cause: BadRow | TemplateRefused) -> str:
@@ -306,23 +311,3 @@ def _require_turns(messages: Sequence[Message], places: Sequence[int]) -> None:
             raise BadRow(f"`{more[0]}` of message {place} (`assistant`) would not be learned: only `content` is")
         if not messages[place]["content"]:
             raise BadRow(f"message {place} (`assistant`) has no `content`")
-
-
-def _fitting(
-    examples: list[Example], data_args: ExampleArguments, sequence_length: int, path: str, problems: Problems
-) -> list[Example]:
-    """Return the examples that are short enough; the others are a problem unless they may be dropped."""
-    overlong = [example for example in examples if len(example.token_ids) > sequence_length]
-    if overlong and data_args.overlong_prompts != "drop":
-        longest = max(len(example.token_ids) for example in overlong)
-        names = named([f"{example.example_id} ({len(example.token_ids)} tokens)" for example in overlong])
-        problems.add(
-            f"{path}.overlong_prompts",
-            f"{len(overlong)} of {len(examples)} examples exceed `sequence_length: {sequence_length}`: {names}",
-            f"set `overlong_prompts: drop` to leave them out, or `sequence_length` to at least {longest}",
-        )
-    fitting = [example for example in examples if len(example.token_ids) <= sequence_length]
-    if not fitting and not problems.found:
-        message = f"all {len(examples)} examples are longer than {sequence_length} tokens"
-        problems.add(path, message, "raise `sequence_length`")
-    return fitting

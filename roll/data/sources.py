@@ -388,6 +388,27 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def check_lengths(
+    lengths: Mapping[str, int], most: int, words: tuple[str, str], may_drop: bool, path: str, problems: Problems
+) -> set[str]:
+    """Return the ids of those of more than ``most`` tokens. They are a problem unless they may be dropped.
+
+    ``words``: what they are, and the key of their longest length.
+    """
+    what, key = words
+    overlong = {name: length for name, length in lengths.items() if length > most}
+    if overlong and not may_drop:
+        names = named([f"{name} ({length} tokens)" for name, length in overlong.items()])
+        problems.add(
+            f"{path}.overlong_prompts",
+            f"{len(overlong)} of {len(lengths)} {what} are longer than `{key}: {most}`: {names}",
+            f"set `overlong_prompts: drop` to leave them out, or `{key}` to at least {max(overlong.values())}",
+        )
+    elif len(overlong) == len(lengths) and not problems.found:
+        problems.add(path, f"all {len(lengths)} {what} are longer than {most} tokens", f"raise `{key}`")
+    return set(overlong)
+
+
 def check_shares(shares: dict[str, float] | None, domains: set[str], path: str, problems: Problems) -> None:
     """Require a share for each domain that has prompts, and for no other."""
     if shares is None:

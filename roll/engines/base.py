@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from roll.configs.errors import ConfigError
-from roll.configs.pictures import PictureSampling
+from roll.configs.roles import PictureSampling
 from roll.data import tokenizer
 from roll.runtime.usage import memory_in_use
 from roll.tracking.timeline import BusySpans

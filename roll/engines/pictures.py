@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.configs.pictures import PictureSampling
 from roll.configs.plugins import made
+from roll.configs.roles import PictureSampling
 from roll.data.records import derive_seed
 from roll.engines.base import (
     BusyClock,

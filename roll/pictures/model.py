@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from roll.algorithms import flow
-from roll.configs.pictures import PictureSampling
+from roll.configs.roles import PictureSampling
 
 # Its bars and remarks on each start would hide the warnings of a run.
 diffusers_logging.disable_progress_bar()

@@ -14,8 +14,7 @@ import numpy as np
 from PIL import Image
 
 from roll.algorithms.flow import window
-from roll.configs.pictures import PictureSampling
-from roll.configs.roles import GeneratingArguments
+from roll.configs.roles import GeneratingArguments, PictureSampling
 from roll.configs.run import ImageConfig
 from roll.data.records import Prompt, Sample, derive_seed
 from roll.engines.base import Completion, GenerateRequest, PictureRequest

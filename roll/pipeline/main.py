@@ -37,8 +37,8 @@ from roll.pipeline.stages import (
     record,
 )
 from roll.pipeline.status import StatusKeeper, watch_for_stall
-from roll.runtime.garbage import collect_rarely
 from roll.runtime.placement import Placement
+from roll.runtime.process import collect_rarely
 from roll.runtime.workers import WorkerHandle
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import ENGINE, LOGP, SCHEDULER, START, VALIDATION, acting

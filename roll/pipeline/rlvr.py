@@ -20,8 +20,8 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import GeneratingArguments
 from roll.configs.run import PromptConfig
+from roll.data.prompts import PromptStream
 from roll.data.records import Group, Prompt, Sample, derive_seed
-from roll.data.stream import PromptStream
 from roll.engines.base import Completion, GenerateRequest, SamplingParams
 from roll.pipeline.preflight import Prepared, RLVRPlan
 from roll.pipeline.rollouts import (

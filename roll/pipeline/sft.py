@@ -25,7 +25,7 @@ from roll.configs.errors import count
 from roll.configs.loader import dump_config
 from roll.configs.run import SFTConfig
 from roll.data.examples import Example, Examples, batch_of
-from roll.data.stream import PromptStream
+from roll.data.prompts import PromptStream
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.preflight import PreparedSFT
 from roll.pipeline.recorder import RunRecorder
@@ -33,8 +33,8 @@ from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import trainer_processes, trainer_setup
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.rollout.journal import RolloutProgress
-from roll.runtime.garbage import collect_rarely
 from roll.runtime.placement import Placement
+from roll.runtime.process import collect_rarely
 from roll.runtime.workers import WorkerHandle, start_worker
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import START, TRAIN, acting

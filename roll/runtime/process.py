@@ -1,5 +1,5 @@
-"""Settings of a process of a run: its folders, the objects that its caller gave, its memory allocator; and the faults
-that tests inject into it.
+"""Settings of a process of a run: its folders, the objects that its caller gave, its memory allocator, its garbage
+collection; and the faults that tests inject into it.
 
 All processes of a run find the same modules, and relative paths mean the same to them, even if their Ray was started
 elsewhere: they use the working folder and the import path of the driver.
@@ -11,18 +11,25 @@ them costs memory: tensors of many sizes leave fragments that fit none of them, 
 99 million parameters grew by half. The cost of new pages, relative to the arithmetic on them, falls with the width of
 the model. The cost of fragments grows with its size. Small models therefore keep their blocks and large ones return
 them. See mallopt(3); other C libraries are left unchanged.
+
+Python visits every object when it looks for cycles among the old ones: a second if tens of thousands of requests are in
+flight. So old objects are looked through rarely here. Nearly all objects are freed without it, because they are in no
+cycle; the young ones are collected as always.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import gc
 import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -113,6 +120,34 @@ def _set(values: dict[int, int]) -> bool:
     if mallopt is None or any(name in os.environ for name in _SETTINGS):
         return False
     return all(mallopt(parameter, value) for parameter, value in values.items())
+
+
+SHORTEST_WAIT_SECONDS = 600.0
+LONGEST_WAIT_SECONDS = 3600.0
+LARGEST_SHARE = 0.001
+"""Largest share of the time that is spent on old objects, unless they would wait for longer than the longest wait."""
+NEVER = 2**30
+
+
+async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None:
+    """Collect old objects as rarely as they cost, until cancelled.
+
+    Objects that are there now, mostly what imports made, are left out for good: nothing frees them before the process
+    ends, and looking through them once takes most of a second. ``clock``: seconds, to measure a collection.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*before[:2], NEVER)
+    try:
+        wait = SHORTEST_WAIT_SECONDS
+        while True:
+            await asyncio.sleep(wait)
+            began = clock()
+            gc.collect()
+            wait = min(LONGEST_WAIT_SECONDS, max(SHORTEST_WAIT_SECONDS, (clock() - began) / LARGEST_SHARE))
+    finally:
+        gc.set_threshold(*before)
 
 
 Fault = Literal["kill", "freeze", "fill_disk"]

@@ -237,7 +237,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SHORTEST_SECRET = 6
 """Shorter values of environment variables are not redacted: they would occur in ordinary text by accident."""
 
-_SECRET_WORD = re.compile(r"secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credential")
+_SECRET_WORD = re.compile(r"secret|password|passwd|(?:api|wandb|access|private)[_-]?key|credential")
 _TOKENIZER_WORD = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token")
 # Names are matched from their first character only and never backtracked, so a long word costs only its length.
 _NAME = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]++)["']?[ \t]*+[:=][ \t]*+""")
@@ -249,12 +249,11 @@ _URL_PASSWORD = re.compile(r"(?P<name>\w://[^\s:/@]*:)[^\s/@]+(?=@)")
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with everything that looks like a secret replaced by ``***``.
 
-    These are redacted: the value after a name that contains secret, password, api_key, access_key, private_key or
-    credential, or ends in token; bearer tokens; passwords in URLs; and the values of environment variables with such
-    names. ``environ`` defaults to the process environment.
+    These are redacted: the value after a name that marks it as a secret (`is_secret_name`); bearer tokens; passwords in
+    URLs; and the values of environment variables with such names. ``environ`` defaults to the process environment.
     """
     variables = (os.environ if environ is None else environ).items()
-    secrets = {value for name, value in variables if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)}
+    secrets = {value for name, value in variables if len(value) >= _SHORTEST_SECRET and is_secret_name(name)}
     for value in sorted(secrets, key=len, reverse=True):  # a secret inside a longer one must leave no rest of it
         text = text.replace(value, MASK)
     for pattern in (_BEARER, _URL_PASSWORD):
@@ -266,15 +265,16 @@ def _mask_assignments(text: str) -> str:
     """Mask values after secret names. Name and value are two searches, which keeps the time linear in the text."""
     pieces, copied = [], 0
     for name in _NAME.finditer(text):
-        value = _VALUE.match(text, name.end()) if _is_secret_name(name["name"]) else None
+        value = _VALUE.match(text, name.end()) if is_secret_name(name["name"]) else None
         if value is not None and name.start() >= copied:
             pieces += [text[copied : name.end()], MASK]
             copied = value.end()
     return "".join([*pieces, text[copied:]])
 
 
-def _is_secret_name(name: str) -> bool:
-    """`token` counts at the end only (`max_new_tokens` is a number), and not in the words of a tokenizer."""
+def is_secret_name(name: str) -> bool:
+    """Return True if a name marks its value as a secret: ``hf_token``, ``api_key``; not ``max_new_tokens`` or
+    ``eos_token``."""
     name = name.lower()
     named_token = name.endswith("token") and not _TOKENIZER_WORD.search(name)
     return named_token or _SECRET_WORD.search(name) is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.configs.pictures import PictureSampling
-from roll.configs.roles import ModelArguments, TrainingArguments, WorkerConfig
+from roll.configs.roles import ModelArguments, PictureSampling, TrainingArguments, WorkerConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, strategy_class
 
 if TYPE_CHECKING:

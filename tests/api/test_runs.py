@@ -9,8 +9,8 @@ import pytest
 
 import roll
 from roll.cli.main import main
-from roll.report.comparison import comparison_data, differences, labels_of
 from roll.report.files import read_run
+from roll.report.page import comparison_data, differences, labels_of
 from tests.report.conftest import CONFIG, make_run, make_sample, metrics_of  # noqa: F401
 
 

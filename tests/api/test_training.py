@@ -21,9 +21,8 @@ from fake_cluster import FakeCluster
 from tiny import make_task, tiny_config
 
 import roll
-from roll.api.conductor import conduct
 from roll.api.configuration import with_given
-from roll.api.training import Order, Result, _passed_on
+from roll.api.training import Order, Result, _passed_on, conduct
 from roll.configs.given import PREFIX, holding_given, with_tokens
 from roll.configs.loader import load_config
 from roll.runtime.process import DriverFolders
@@ -236,12 +235,12 @@ def test_a_lambda_a_loss_and_an_estimator_reach_the_workers_from_within_an_event
 KILLED = """
 import os, signal, sys, types
 sys.path[:] = {path!r}
-from roll.api import conductor
+from roll.api import training
 def begin(path, load, started, begins):
     begins(types.SimpleNamespace(root=__import__("pathlib").Path({run!r})))
     os.kill(os.getpid(), signal.SIGKILL)
-conductor.run_to_its_end = begin
-conductor.main()
+training.run_to_its_end = begin
+training.main()
 """
 
 
@@ -346,7 +345,7 @@ def test_output_is_passed_on_while_another_process_holds_it_open(capsys):
 
 WAITS_FOR_ITS_CALLER = """
 import threading, time
-from roll.api.conductor import _end_with_the_caller
+from roll.api.training import _end_with_the_caller
 try:
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     print("begun")

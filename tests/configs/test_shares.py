@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from roll.check.config import check_config
 from roll.check.plan import plan
+from roll.configs.derived import place_shares
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config, parse_yaml
 from roll.configs.run import RLVRConfig
-from roll.configs.shares import place_shares
 
 
 def shared(tree, shares, devices=4, nodes=1):

@@ -115,7 +115,7 @@ WRONG = {
     "too long": (
         {"prompt": "1" * 20, "response": "2"},
         {"length": 12},
-        "1 of 2 examples exceed `sequence_length: 12`: rows.jsonl:2 (22 tokens)",
+        "1 of 2 examples are longer than `sequence_length: 12`: rows.jsonl:2 (22 tokens)",
     ),
     "a column that is not there": (
         {"prompt": "1=", "response": "2"},

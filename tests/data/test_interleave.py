@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.data.prompts import DomainSchedule, PromptStream
 from roll.data.records import Prompt
-from roll.data.stream import DomainSchedule, PromptStream
 from tests.tiers import examples
 
 SHARE = st.integers(0, 1000) | st.floats(1e-3, 1.0)

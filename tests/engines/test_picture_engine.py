@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.configs.pictures import PictureSampling
+from roll.configs.roles import PictureSampling
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams, TokenChunk
 from roll.engines.response import PartialResponse
 from roll.weights.buckets import WeightMismatch, pack_buckets

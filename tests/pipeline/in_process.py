@@ -16,7 +16,7 @@ from tiny import write_config
 
 from roll.check.config import check_config
 from roll.configs.loader import load_config
-from roll.data.stream import PromptStream
+from roll.data.prompts import PromptStream
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.preflight import Prepared, prepare

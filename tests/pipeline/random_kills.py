@@ -37,9 +37,8 @@ from runs import ROOT, TESTS, start_command
 from tiny import make_task, tiny_config, write_config
 
 from roll.configs.roles import DataArguments
-from roll.data.prompts import load_prompts
+from roll.data.prompts import PromptStream, load_prompts
 from roll.data.records import derive_seed
-from roll.data.stream import PromptStream
 from roll.data.tokenizer import load_tokenizer
 from roll.tracking.files import read_json_lines
 from roll.tracking.status import read_status

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from roll.configs.pictures import PictureSampling
+from roll.configs.roles import PictureSampling
 from roll.data.records import Prompt
 from roll.engines.base import Completion, Picture, SamplingParams
 from roll.pipeline.image import PictureFunction

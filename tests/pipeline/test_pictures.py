@@ -233,7 +233,7 @@ def plain_loop(folder, steps: int) -> tuple[dict[str, torch.Tensor], list[float]
 
 def plain_order(folder) -> list[int]:
     """The prompts of the first groups of the run, by their place in the file."""
-    from roll.data.stream import PromptStream
+    from roll.data.prompts import PromptStream
 
     config = prepare(config_from_tree(picture_config(folder)))
     stream = iter(PromptStream(config.rollouts.prompts, seed=7, shuffle=True, domain_interleave_probs=None))

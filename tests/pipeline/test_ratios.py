@@ -12,7 +12,7 @@ from runs import run_pipeline
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.data.stream import PromptStream
+from roll.data.prompts import PromptStream
 from roll.pipeline.preflight import prepare
 
 tier = pytest.mark.tier

@@ -9,9 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from roll.report.comparison import render_comparison
 from roll.report.files import read_run
-from roll.report.page import render_page
+from roll.report.page import render_comparison, render_page
 from roll.tracking.summary import ReadableTokens
 from roll.tracking.trackers import read_metrics
 from tests.tiers import program

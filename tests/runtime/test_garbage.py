@@ -5,7 +5,7 @@ import gc
 import weakref
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.garbage import LARGEST_SHARE, SHORTEST_WAIT_SECONDS, collect_rarely
+from roll.runtime.process import LARGEST_SHARE, SHORTEST_WAIT_SECONDS, collect_rarely
 
 
 class Cycle:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.pictures import PictureSampling
-from roll.configs.roles import ModelArguments
+from roll.configs.roles import ModelArguments, PictureSampling
 from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams
 from roll.trainers.step import build_micro_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.dialects.rules import Path, Rule, Translation, accounted, later, lost, none, to, translated, whole
+from roll.configs.dialects.rules import Path, Translation, later, lost, none, table, to, translation, whole
 from roll.configs.errors import count
 
 ORIGIN = "prime-rl"
@@ -13,11 +13,10 @@ _ENGINE = "actor_infer.strategy_args.strategy_config"
 _TRAIN = "actor_train.training_args"
 _MANAGER = "train_env_manager"
 
-RULES: dict[str, Rule] = {
+_TABLE = {
     "entry": none("the command is `roll train`"),
     "max_steps": to("max_steps"),
-    "seq_len": later("write `sequence_length`"),
-    "orchestrator.seq_len": later("write `sequence_length`"),
+    "seq_len orchestrator.seq_len": later("write `sequence_length`"),
     "trainer.model.seq_len": none("`sequence_length` holds for both sides"),
     "output_dir": to("output_dir"),
     "model.name": to("pretrain"),
@@ -27,11 +26,9 @@ RULES: dict[str, Rule] = {
         {"flash_attention_3": "flash_attention_2", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2"},
         closed=True,
     ),
-    "trainer.model.ac": later("write `strategy_config: {gradient_checkpointing: true}`"),
-    "trainer.model.ac.**": later("write `strategy_config: {gradient_checkpointing: true}`"),
+    "trainer.model.ac trainer.model.ac.**": later("write `strategy_config: {gradient_checkpointing: true}`"),
     "trainer.model.ac_offloading.**": lost("activations are recomputed, not moved to the host"),
-    "trainer.model.compile": none("nothing is compiled"),
-    "trainer.model.compile.**": none("nothing is compiled"),
+    "trainer.model.compile trainer.model.compile.**": none("nothing is compiled"),
     "trainer.model.ep": later("write `strategy_name: megatron_train` with `expert_model_parallel_size`"),
     "trainer.model.cp": later("remove it: log-probabilities are taken on whole samples"),
     "trainer.model.impl": none("a model is that of transformers"),
@@ -47,15 +44,13 @@ RULES: dict[str, Rule] = {
     "trainer.scheduler.type": to(f"{_TRAIN}.lr_scheduler_type"),
     "trainer.scheduler.warmup_steps": to(f"{_TRAIN}.warmup_steps"),
     "trainer.loss.**": lost("name a loss: `actor_train.pg_variant` (docs/algorithms/policy_losses.md)"),
-    "trainer": none("its defaults are those of ours"),
-    "trainer_gpu_ids": later("write `actor_train.device_mapping`"),
-    "inference_gpu_ids": later("write `actor_infer.device_mapping`"),
+    "trainer inference": none("its defaults are those of ours"),
+    "trainer_gpu_ids deployment.num_train_gpus deployment.num_train_nodes": later("write `actor_train.device_mapping`"),
+    "inference_gpu_ids deployment.num_infer_gpus": later("write `actor_infer.device_mapping`"),
     "orchestrator.batch_size": later("write `rollout_batch_size`: rollouts there, groups here"),
-    "orchestrator.group_size": later(f"write `{_MANAGER}.group_size`"),
-    "orchestrator.rollouts_per_example": later(f"write `{_MANAGER}.group_size`"),
+    "orchestrator.group_size orchestrator.rollouts_per_example": later(f"write `{_MANAGER}.group_size`"),
     "orchestrator.max_off_policy_steps": later("write `max_staleness`"),
-    "orchestrator.max_async_level": later("write `async_generation_ratio`"),
-    "max_async_level": later("write `async_generation_ratio`"),
+    "orchestrator.max_async_level max_async_level": later("write `async_generation_ratio`"),
     "orchestrator.concurrency.**": none("`async_generation_ratio` says how much runs at a time"),
     "orchestrator.oversampling_factor": none("`async_generation_ratio` says how much runs ahead"),
     "orchestrator.algo.type": later("write `adv_estimator`"),
@@ -64,8 +59,7 @@ RULES: dict[str, Rule] = {
     "orchestrator.train.sampling.temperature": to("actor_infer.generating_args.temperature"),
     "orchestrator.sampling.max_tokens": to("actor_infer.generating_args.max_new_tokens"),
     "orchestrator.sampling.temperature": to("actor_infer.generating_args.temperature"),
-    "orchestrator.train.source": later("write `custom_envs`"),
-    "orchestrator.env": later("write `custom_envs`"),
+    "orchestrator.train.source orchestrator.env": later("write `custom_envs`"),
     "orchestrator.eval.interval": later("write `eval_steps`"),
     "orchestrator.eval.num_examples": later("write `val_env_manager.num_env_groups`"),
     "orchestrator.eval.group_size": later("write `val_env_manager.group_size`"),
@@ -73,9 +67,6 @@ RULES: dict[str, Rule] = {
     "orchestrator.eval.sampling.temperature": later("write `validation.generating_args.temperature`"),
     "orchestrator.eval.sampling.max_completion_tokens": later("write `validation.generating_args.max_new_tokens`"),
     "deployment.type": none("nodes and devices say it"),
-    "deployment.num_train_gpus": later("write `actor_train.device_mapping`"),
-    "deployment.num_infer_gpus": later("write `actor_infer.device_mapping`"),
-    "deployment.num_train_nodes": later("write `actor_train.device_mapping`"),
     "deployment.num_infer_nodes": later("write `actor_infer.device_mapping`"),
     "deployment.gpus_per_node": later("write `cluster.num_devices_per_node`"),
     "weight_broadcast.type": to("weight_update.transport", {"filesystem": "checkpoint", "nccl": "nccl"}, closed=True),
@@ -83,32 +74,24 @@ RULES: dict[str, Rule] = {
     "ckpt.interval": to("save_steps"),
     "ckpt.keep_last": to("max_ckpt_to_keep"),
     "ckpt.**": none("checkpoints are in the run's folder"),
-    "inference": none("its defaults are those of ours"),
     "inference.vllm.tensor_parallel_size": to("actor_infer.num_gpus_per_engine"),
-    "inference.vllm.data_parallel_size": none("each `num_gpus_per_engine` devices are an engine"),
+    "inference.vllm.data_parallel_size inference.parallel.dp": none("each `num_gpus_per_engine` devices are an engine"),
     "inference.vllm.max_model_len": none("`sequence_length` says it"),
     "inference.vllm.*": to(f"{_ENGINE}.*"),
     "inference.parallel.tp": to("actor_infer.num_gpus_per_engine"),
-    "inference.parallel.dp": none("each `num_gpus_per_engine` devices are an engine"),
-    "monitors.wandb.project": later("write `tracker_kwargs.wandb.project`"),
-    "monitors.wandb.name": later("write `exp_name`"),
-    "wandb.project": later("write `tracker_kwargs.wandb.project`"),
-    "wandb.name": later("write `exp_name`"),
+    "monitors.wandb.project wandb.project": later("write `tracker_kwargs.wandb.project`"),
+    "monitors.wandb.name wandb.name": later("write `exp_name`"),
     "log.**": none("logs are in the run's folder"),
     "slurm.**": none("start the run in a job of your own"),
 }
+RULES = table(_TABLE)
 """Key of prime-rl -> what becomes of it."""
 
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of prime-rl's keys."""
-    return accounted(_translate, given)
-
-
-def _translate(given: Mapping[Path, Any]) -> Translation:
-    done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    done.take(_lengths, _devices, _trainer, _batches, _asynchrony, _environments, _validation, _running)
-    return done
+    steps = (_lengths, _devices, _trainer, _batches, _asynchrony, _environments, _validation, _running)
+    return translation(ORIGIN, RULES, steps, given)
 
 
 def _lengths(done: Translation) -> None:
@@ -139,11 +122,7 @@ def _devices(done: Translation) -> None:
         for key, each in ids.items():
             if each is not None:
                 done.lose(key, each, "name the devices of both sides, by their numbers")
-    done.put("cluster.device", "cuda")
-    done.put("cluster.num_devices_per_node", total if total <= per_node else per_node)
-    if total > per_node:
-        done.put("cluster.num_nodes", -(-total // per_node))
-        done.put("cluster.address", "auto")
+    done.put_cluster(min(total, per_node), -(-total // per_node))
     done.put("actor_train.device_mapping", mappings[0])
     done.put("actor_infer.device_mapping", mappings[1])
     if not said:
@@ -169,8 +148,7 @@ def _trainer(done: Translation) -> None:
     optimizer = done.get("trainer.optim.type", "adamw")
     if optimizer != "adamw":
         done.lose("trainer.optim.type", optimizer, "the optimizer is AdamW")
-    done.put("actor_train.model_args.dtype", "bfloat16")
-    done.put("actor_infer.model_args.dtype", "bfloat16")
+    done.put_precision("bfloat16")
     done.put("actor_infer.strategy_args.strategy_name", "vllm")
 
 
@@ -220,12 +198,9 @@ def _validation(done: Translation) -> None:
     names = ", ".join(f"`{each.get('name', '?')}`" for each in sources if isinstance(each, dict))
     done.put("eval_steps", rhythm, f"of {names}: name their tags in `val_env_manager`" if names else "")
     done.put("val_env_manager.num_env_groups", number or 64, "" if number else "prime-rl takes all examples")
-    if whole(size) is not None:
-        done.put("val_env_manager.group_size", size)
-    if temperature is not None:
-        done.put("validation.generating_args.temperature", temperature)
-    if longest is not None:
-        done.put("validation.generating_args.max_new_tokens", longest)
+    done.put_given("val_env_manager.group_size", whole(size))
+    done.put_given("validation.generating_args.temperature", temperature)
+    done.put_given("validation.generating_args.max_new_tokens", longest)
 
 
 def _running(done: Translation) -> None:
@@ -234,8 +209,7 @@ def _running(done: Translation) -> None:
     if project is not None:
         done.put("track_with", ["wandb"])
         done.put("tracker_kwargs.wandb.project", project)
-    if name is not None:
-        done.put("exp_name", str(name).replace("/", "-"))
+    done.put_name(name)
     if done.ours("max_steps") is None:
         done.lack("max_steps", "prime-rl trains until it is stopped")
     if done.ours("pretrain") is None:

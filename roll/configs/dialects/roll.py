@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll.configs.devices import DeviceMappingError, parse_device_mapping
-from roll.configs.dialects.rules import Path, Rule, Translation, accounted, leaves, none, to, translated
+from roll.configs.dialects.rules import Path, Translation, accounted, later, leaves, none, table, to, translated
 from roll.configs.errors import ConfigProblem, shown
 from roll.configs.given import is_given
 
@@ -22,11 +22,7 @@ TEMPLATES = (
     "deepseekr1", "deepseekcoder", "llama2", "llama3", "empty", "default",
 )  # fmt: skip
 """ROLL's names of chat templates. Here each tokenizer brings its own."""
-REWARD_WORKERS = {
-    "MathRuleRewardWorker": "math",
-    "CodeSandboxRewardWorker": "code",
-    "LLMJudgeRewardWorker": "judge",
-}
+REWARD_WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge"}
 """Class of a reward worker -> verifier here."""
 _ROLLS_CLASSES = "roll.pipeline."
 """Beginning of the import paths of ROLL's own workers and managers. None of ours has an instance of them."""
@@ -104,18 +100,14 @@ ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.sp
 
 CLIPPING = ("pg_clip", "pg_clip_low", "pg_clip_high", "use_pg_clip_range", "dual_clip_loss")
 
-RULES: dict[str, Rule] = {
-    "hydra": none("a run is one file"),
-    "hydra.**": none("a run is one file"),
-    "defaults": none("a run is one file"),
+_TABLE = {
+    "hydra hydra.** defaults": none("a run is one file"),
     "pipeline_cls": none("the pipeline follows from the other keys"),
     "num_gpus_per_node": to("cluster.num_devices_per_node"),
     "num_nodes": to("cluster.num_nodes"),
-    "base_dir": none("all files of the run are in `output_dir`"),
-    "logging_dir": none("all files of the run are in `output_dir`"),
+    "base_dir logging_dir": none("all files of the run are in `output_dir`"),
     "checkpoint_config.**": none("checkpoints are in the run's folder; see `save_steps` and `max_ckpt_to_keep`"),
-    "rpc_timeout": none("each wait has a deadline of its own (docs/faults.md)"),
-    "backend_timeout": none("each wait has a deadline of its own (docs/faults.md)"),
+    "rpc_timeout backend_timeout": none("each wait has a deadline of its own (docs/faults.md)"),
     "system_envs.**": none("set this variable before `roll train`, and before `ray start` on each node"),
     "generate_opt_level": none("requests always go through the scheduler"),
     "is_use_additional_prompts": none("a filtered group's slot is given back"),
@@ -124,9 +116,8 @@ RULES: dict[str, Rule] = {
     "batch_adjust_mode": none("a batch may have any number of samples"),
     "mask_type": none("a mask takes samples out of the loss, and does nothing else"),
     "enable_reference": none("a `reference` is loaded where there is a KL term"),
-    "use_local": none("programs run in the sandbox of their own machine"),
-    "is_offload_states": none("roles that share devices make room for each other"),
-    "offload_nccl": none("roles that share devices make room for each other"),
+    "use_local rewards.*.use_local": none("programs run in the sandbox of their own machine"),
+    "is_offload_states offload_nccl": none("roles that share devices make room for each other"),
     "**.is_offload_optimizer_states_in_train_step": none("optimizer states stay where they are"),
     "**.rollout_mock": none("nothing is mocked"),
     "**.model_update_frequency": to("weight_update.interval_steps"),
@@ -142,7 +133,6 @@ RULES: dict[str, Rule] = {
     "*.model_args.dtype": to("=", DTYPES),
     "*.model_args.attn_implementation": to("=", {"fa2": "flash_attention_2"}),
     "*.model_args.model_type": none("the model's own files say what it is"),
-    "*.model_args.disable_gradient_checkpointing": Rule(later=True),
     "rewards.*.model_args.dtype": to("=", DTYPES),
     "rewards.*.model_args.attn_implementation": to("=", {"fa2": "flash_attention_2"}),
     "rewards.*.model_args.disable_gradient_checkpointing": none("nothing is trained"),
@@ -150,28 +140,21 @@ RULES: dict[str, Rule] = {
     "rewards.*.generating_args.**": none("a reward does not generate"),
     "rewards.*.world_size": to("rewards.*.num_workers"),
     "rewards.*.reward_type": none("each reward is a number"),
-    "rewards.*.use_local": none("programs run in the sandbox of their own machine"),
-    "rewards.*.worker_cls": Rule(later=True),
     "*.data_args.template": to("=", dict.fromkeys(TEMPLATES, "chat")),
     "validation.data_args.template": to("=", dict.fromkeys(TEMPLATES, "chat")),
     "**.preprocessing_num_workers": none("prompts are read once, in the driver"),
     "**.num_train_epochs": none("`max_steps` is the length of the run"),
     "*.data_args.messages": to("*.data_args.columns.messages"),
     "*.data_args.prompt": to("*.data_args.columns.prompt"),
-    "**.num_beams": Rule(later=True),
-    "actor_infer.generating_args.num_return_sequences": Rule(later=True),
     "use_policy_loss_type": to("actor_train.pg_variant", {"PPO": "ppo", "PG": "vanilla"}, closed=True),
-    "enable_old_logprobs_recompute": Rule(later=True),
-    "force_disable_old_logprobs_recompute": Rule(later=True),
     "train_env_manager.max_env_num_per_worker": none("the number of worker processes is `env_workers.num_workers`"),
     "val_env_manager.max_env_num_per_worker": none("the number of worker processes is `env_workers.num_workers`"),
-    "custom_envs.*.env_manager_cls": Rule(later=True),
-    "val_batch_size": Rule(later=True),
-    "reward_normalization.grouping": Rule(later=True),
-    "reward_normalization.method": Rule(later=True),
-    **{name: Rule(later=True) for name in CLIPPING},
-    **{name: Rule(later=True) for name in ("importance_sampling", "gamma", "lambd", "kl_penalty", "whiten_rewards")},
+    "importance_sampling gamma lambd kl_penalty whiten_rewards reward_normalization.grouping **.num_beams "
+    "reward_normalization.method enable_old_logprobs_recompute force_disable_old_logprobs_recompute val_batch_size "
+    "actor_infer.generating_args.num_return_sequences *.model_args.disable_gradient_checkpointing rewards.*.worker_cls "
+    f"custom_envs.*.env_manager_cls {' '.join(CLIPPING)}": later(),
 }
+RULES = table(_TABLE)
 """Key of ROLL -> what becomes of it. All other keys are the same here, or unknown."""
 
 

@@ -7,12 +7,13 @@ named as lost, or left where it is, for the loader to judge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from roll.configs.errors import ConfigProblem, shown
+from roll.configs.run import TENSORBOARD, TRACKERS
 
 Path = tuple[str, ...]
 """A key as its parts: ``actor_train.infer_batch_size`` is two."""
@@ -62,6 +63,11 @@ def lost(reason: str) -> Rule:
 def later(advice: str = "") -> Rule:
     """Return the rule of a key that is read together with others."""
     return Rule(later=True, advice=advice)
+
+
+def table(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return a table with a row for each key; several keys of one rule are written with spaces between them."""
+    return {key: rule for keys, rule in rules.items() for key in keys.split()}
 
 
 @dataclass
@@ -173,6 +179,29 @@ class Translation:
             what = f"{origin} is read as `{name}: {shown(value, parts[-1])}`" if origin else f"{name}: {shown(value)}"
             self.lines.append(what + (f" ({note})" if note else ""))
 
+    def put_given(self, path: str, value: Any, note: str = "") -> None:
+        """Set our key, if theirs has a value."""
+        if value is not None:
+            self.put(path, value, note)
+
+    def put_name(self, value: Any) -> None:
+        """Write the name of the experiment, if there is one; it becomes the name of a folder."""
+        self.put_given("exp_name", None if value is None else str(value).replace("/", "-"))
+
+    def put_cluster(self, per_node: int, nodes: int) -> None:
+        """Write how many GPUs there are; several nodes are a Ray cluster that runs already."""
+        self.put("cluster.device", "cuda")
+        self.put("cluster.num_devices_per_node", per_node)
+        if nodes > 1:
+            self.put("cluster.num_nodes", nodes)
+            self.put("cluster.address", "auto")
+
+    def put_precision(self, dtype: str) -> None:
+        """Write the precision of trainer and engine, unless one has its own."""
+        for role in ("actor_train", "actor_infer"):
+            path = f"{role}.model_args.dtype"
+            self.put(path, self.ours(path, dtype))
+
     def drop(self, path: str, reason: str) -> None:
         """Take our key out again, and name it as without effect."""
         parts = tuple(path.split("."))
@@ -228,6 +257,20 @@ def translated(
     for parts, value, pattern, rule in pending:
         _apply(done, parts, value, pattern, rule)
     return done
+
+
+def translation(
+    origin: str, rules: Mapping[str, Rule], steps: Sequence[Callable[[Translation], None]], given: Mapping[Path, Any]
+) -> Translation:
+    """Return our configuration of another system's keys, all of them accounted for: those of the table, then those that
+    each step reads together."""
+
+    def translate(keys: Mapping[Path, Any]) -> Translation:
+        done = translated(origin, keys, rules, unknown_is_ours=False)
+        done.take(*steps)
+        return done
+
+    return accounted(translate, given)
 
 
 def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Mapping[Path, Any]) -> Translation:
@@ -340,6 +383,22 @@ def in_epochs(origin: str, epochs: Any) -> str:
     """Return what is missing where the length of a run is given in epochs of its data, or not at all."""
     given = "their number was not given" if epochs is None else f"there are {epochs}"
     return f"{origin} counts epochs, and {given}: prompts of the data x epochs / `rollout_batch_size`"
+
+
+def put_trackers(done: Translation, key: str, project: Any, no_trackers: Collection[str]) -> list[str]:
+    """Write the trackers that their key names, and the project of each. Return those that there are here; the names in
+    ``no_trackers`` are those of none."""
+    names = done.get(key, [])
+    names = names if isinstance(names, list) else [names]
+    known = [name for name in names if name in (TENSORBOARD, *TRACKERS.built_in)]
+    for name in names:
+        if name not in known and name not in no_trackers:
+            done.lose(key, name, "there is no such tracker")
+    done.put("track_with", known or [TENSORBOARD])
+    for name in known:
+        if project is not None and name != TENSORBOARD:
+            done.put(f"tracker_kwargs.{name}.project", project)
+    return known
 
 
 def leaves(tree: Mapping[str, Any], parts: Path = ()) -> Iterator[tuple[Path, Any]]:

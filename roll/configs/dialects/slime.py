@@ -9,15 +9,14 @@ from typing import Any
 from roll.configs.dialects.rules import (
     RETURN_ARGUMENTS,
     Path,
-    Rule,
     Translation,
-    accounted,
     in_epochs,
     later,
     lost,
     none,
+    table,
     to,
-    translated,
+    translation,
     whole,
 )
 
@@ -52,7 +51,7 @@ _SCHEDULER_FLAGS = (
     "skip-eval-before-train rollout-global-dataset"
 )
 
-RULES: dict[str, Rule] = {
+_TABLE = {
     "entry": later(),
     "hf-checkpoint": to("pretrain"),
     "ref-load": none("the reference starts as `pretrain`"),
@@ -96,8 +95,7 @@ RULES: dict[str, Rule] = {
     # validation
     "eval-interval": later("write `eval_steps`"),
     "eval-prompt-data": later("write `validation.data_args.file_name`"),
-    "eval-input-key": later("write `validation.data_args.columns`"),
-    "eval-label-key": later("write `validation.data_args.columns`"),
+    "eval-input-key eval-label-key": later("write `validation.data_args.columns`"),
     "n-samples-per-eval-prompt": later("write `validation.generating_args.num_return_sequences`"),
     "eval-temperature": later("write `validation.generating_args.temperature`"),
     "eval-top-p": later("write `validation.generating_args.top_p`"),
@@ -129,8 +127,7 @@ RULES: dict[str, Rule] = {
     "use-tis": later("write `old_logprobs: recompute` and `train_infer_correction`"),
     "tis-clip": later("write `train_infer_correction.weight.upper`"),
     "tis-clip-low": later("write `train_infer_correction.weight.lower`"),
-    "use-opsm": later("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
-    "opsm-delta": later("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
+    "use-opsm opsm-delta": later("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
     "custom-tis-function-path": lost("write `train_infer_correction` (docs/algorithms/correction.md)"),
     "custom-config-path": lost("what its functions read is not known here"),
     "use-rollout-logprobs": to("old_logprobs", {True: "behaviour"}),
@@ -166,17 +163,13 @@ RULES: dict[str, Rule] = {
     "recompute-granularity": to(f"{_OPTIONS}.recompute_granularity"),
     "recompute-method": to(f"{_OPTIONS}.recompute_method"),
     "recompute-num-layers": to(f"{_OPTIONS}.recompute_num_layers"),
-    "enable-mtp-training": lost("heads for several tokens are not trained"),
-    "mtp-num-layers": lost("heads for several tokens are not trained"),
-    "mtp-loss-scaling-factor": lost("heads for several tokens are not trained"),
-    "use-routing-replay": lost("the routing of experts is not replayed"),
-    "use-rollout-routing-replay": lost("the routing of experts is not replayed"),
+    "enable-mtp-training mtp-num-layers mtp-loss-scaling-factor": lost("heads for several tokens are not trained"),
+    "use-routing-replay use-rollout-routing-replay": lost("the routing of experts is not replayed"),
     # rewards and rollouts
     "rm-type": later("write `rewards.<name>.verifier`"),
     "custom-rm-path": later("write `rewards.<name>.verifier: module:function`"),
     "rm-url": lost("write a function that asks the address, or a `judge` (docs/rewards.md)"),
-    "reward-key": none("a verifier returns one score, and what else it names becomes metrics"),
-    "eval-reward-key": none("a verifier returns one score, and what else it names becomes metrics"),
+    "reward-key eval-reward-key": none("a verifier returns one score, and what else it names becomes metrics"),
     "group-rm": lost("a verifier judges one response"),
     "custom-generate-function-path": lost("write `pipeline: agentic`, with an environment (docs/agentic.md)"),
     "rollout-function-path": later("write `pipeline: agentic`, or `async_generation_ratio`"),
@@ -194,10 +187,11 @@ RULES: dict[str, Rule] = {
     "sglang-dp-size": none("each `num_gpus_per_engine` devices are an engine"),
     "sglang-ep-size": to(f"{_ENGINE}.ep_size"),
     "sglang-*": later("write it, with `_` for `-` and without `sglang`, in `strategy_config`"),
-    **dict.fromkeys(_MODEL_FLAGS.split(), none(_MODEL)),
-    **dict.fromkeys(_TRAINER_FLAGS.split(), none(_TRAINERS)),
-    **dict.fromkeys(_SCHEDULER_FLAGS.split(), none(_SCHEDULER)),
+    _MODEL_FLAGS: none(_MODEL),
+    _TRAINER_FLAGS: none(_TRAINERS),
+    _SCHEDULER_FLAGS: none(_SCHEDULER),
 }
+RULES = table(_TABLE)
 """Flag of slime, without its dashes -> what becomes of it."""
 
 _ESTIMATORS = {
@@ -211,13 +205,8 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1", "abs"
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of slime's flags."""
-    return accounted(_translate, given)
-
-
-def _translate(given: Mapping[Path, Any]) -> Translation:
-    done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    done.take(_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _teacher, _running)
-    return done
+    steps = (_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _teacher, _running)
+    return translation(ORIGIN, RULES, steps, given)
 
 
 def _columns(done: Translation, section: str, prefix: str = "") -> None:
@@ -230,8 +219,7 @@ def _columns(done: Translation, section: str, prefix: str = "") -> None:
         done.put(f"{section}.chat_template_kwargs", json.loads(variables) if isinstance(variables, str) else variables)
     note = "a list of messages; write `prompt` in place of `messages` where it is text" if chat else ""
     done.put(f"{section}.columns.{'messages' if chat else 'prompt'}", prompt, note)
-    if label is not None:
-        done.put(f"{section}.columns.ground_truth", label)
+    done.put_given(f"{section}.columns.ground_truth", label)
 
 
 def _data(done: Translation) -> None:
@@ -266,7 +254,6 @@ def _devices(done: Translation) -> None:
         nodes, per_node = nodes or 1, per_node or 8
     rollout = done.get("rollout-num-gpus")
     trains = nodes * per_node
-    done.put("cluster.device", "cuda")
     if done.flag("colocate") or rollout is None:
         generates, total = f"0-{trains - 1}", trains
     else:
@@ -275,21 +262,15 @@ def _devices(done: Translation) -> None:
             done.lack("actor_infer.device_mapping", "`--rollout-num-gpus` was not a plain number; as many as train")
             own = trains
         generates, total = f"{trains}-{trains + own - 1}", trains + own
-    one = total <= 8
-    size = total if one else max(per_node, 8)
-    done.put("cluster.num_devices_per_node", size)
-    if not one:
-        done.put("cluster.num_nodes", -(-total // size))
-        if total > size:
-            done.put("cluster.address", "auto")
+    size = total if total <= 8 else max(per_node, 8)
+    done.put_cluster(size, -(-total // size))
     done.put("actor_train.device_mapping", f"0-{trains - 1}")
     done.put("actor_infer.device_mapping", generates)
 
 
 def _trainer(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_name", "megatron_train")
-    done.put("actor_train.model_args.dtype", "bfloat16")
-    done.put("actor_infer.model_args.dtype", "bfloat16")
+    done.put_precision("bfloat16")
     tensor = whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1
     if done.flag("sequence-parallel"):
         if tensor > 1:
@@ -372,8 +353,7 @@ def _loss(done: Translation) -> None:
         _beside(done, "reference")
     if done.ours("adv_estimator") == "gae":
         _beside(done, "critic")
-        if bound is not None:
-            done.put("value_clip", bound)
+        done.put_given("value_clip", bound)
     clip, least, delta = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0), done.get("opsm-delta", 1e-4)
     if done.flag("use-tis"):
         weight = {"level": "token", "mode": "truncate", "upper": clip, **({"lower": least} if least else {})}
@@ -489,10 +469,8 @@ def _running(done: Translation) -> None:
     project, group = done.get("wandb-project"), done.get("wandb-group")
     if done.flag("use-wandb"):
         done.put("track_with", ["wandb"])
-        if project is not None:
-            done.put("tracker_kwargs.wandb.project", project)
-    if group is not None:
-        done.put("exp_name", str(group).replace("/", "-"))
+        done.put_given("tracker_kwargs.wandb.project", project)
+    done.put_name(group)
     load = done.get("load")
     if load is not None and done.ours("output_dir") is not None and str(load) == str(done.ours("output_dir")):
         done.put("resume_from_checkpoint", True, "goes on with what is in `output_dir`")

@@ -12,15 +12,15 @@ from typing import Any
 
 from roll.configs.dialects.rules import (
     Path,
-    Rule,
     Translation,
-    accounted,
     in_epochs,
     later,
     lost,
     none,
+    put_trackers,
+    table,
     to,
-    translated,
+    translation,
     whole,
 )
 from roll.configs.errors import ConfigProblem, count
@@ -36,23 +36,18 @@ _DATA = "prompts are read once, in the driver"
 _SAMPLING = "sampling has temperature, top-p, top-k and stop strings"
 _LIGER = "the loss is computed in chunks in any case"
 
-RULES: dict[str, Rule] = {
+_TABLE = {
     "entry": none("the command is `roll train`"),
     # model and data
     "model": later("write `pretrain`"),
     "model_name_or_path": to("pretrain"),
-    "model_init_kwargs": later("write `actor_train.model_args`"),
+    "model_init_kwargs model_init_kwargs.*": later("write `actor_train.model_args`"),
     "model_init_kwargs.attn_implementation": to("actor_train.model_args.attn_implementation"),
     "model_init_kwargs.trust_remote_code": to("actor_train.model_args.trust_remote_code"),
-    "model_init_kwargs.*": later("write `actor_train.model_args`"),
-    "dtype": later("write `actor_train.model_args.dtype`"),
-    "torch_dtype": later("write `actor_train.model_args.dtype`"),
+    "dtype torch_dtype": later("write `actor_train.model_args.dtype`"),
     "attn_implementation": to("actor_train.model_args.attn_implementation"),
     "trust_remote_code": to("actor_train.model_args.trust_remote_code"),
-    "dataset_name": later("write `actor_train.data_args.hub`"),
-    "dataset_config": later("write `actor_train.data_args.hub`"),
-    "dataset_split": later("write `actor_train.data_args.hub`"),
-    "dataset_train_split": later("write `actor_train.data_args.hub`"),
+    "dataset_name dataset_config dataset_split dataset_train_split": later("write `actor_train.data_args.hub`"),
     "dataset_test_split": later("write `validation.data_args.hub`"),
     "train_dataset": later("write `actor_train.data_args`"),
     "eval_dataset": later("write `validation.data_args`"),
@@ -61,18 +56,13 @@ RULES: dict[str, Rule] = {
     "reward_funcs": later("write `rewards`"),
     "reward_weights": lost("weigh the parts within one function (docs/migration/trl.md)"),
     "reward_model_name_or_path": later("write `verifier: reward_model` and `reward_pretrain`"),
-    "use_peft": later("write `actor_train.model_args.lora_target`"),
-    "lora_r": later("write `actor_train.model_args.lora_rank`"),
-    "lora_alpha": later("write `actor_train.model_args.lora_alpha`"),
-    "lora_target_modules": later("write `actor_train.model_args.lora_target`"),
+    "use_peft lora_target_modules peft_config.target_modules": later("write `actor_train.model_args.lora_target`"),
+    "lora_r peft_config.r": later("write `actor_train.model_args.lora_rank`"),
+    "lora_alpha peft_config.lora_alpha": later("write `actor_train.model_args.lora_alpha`"),
     "lora_dropout": later("remove it: adapters have no dropout"),
-    "peft_config.r": later("write `actor_train.model_args.lora_rank`"),
-    "peft_config.lora_alpha": later("write `actor_train.model_args.lora_alpha`"),
-    "peft_config.target_modules": later("write `actor_train.model_args.lora_target`"),
     "peft_config.*": none("adapters have rank, alpha and layers"),
     "tools": lost("write `pipeline: agentic`, with tools (docs/tools.md)"),
-    "environment_factory": lost("write `pipeline: agentic`, with an environment (docs/agentic.md)"),
-    "rollout_func": lost("write `pipeline: agentic`, with an environment (docs/agentic.md)"),
+    "environment_factory rollout_func": lost("write `pipeline: agentic`, with an environment (docs/agentic.md)"),
     "callbacks": lost("write a stage (docs/howto/stage.md)"),
     "chat_template_kwargs": to("actor_train.data_args.chat_template_kwargs"),
     "chat_template_kwargs.*": to("actor_train.data_args.chat_template_kwargs.*"),
@@ -103,12 +93,10 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing": to(
         "actor_train.strategy_args.strategy_config.gradient_checkpointing", note="on by default in TRL, off here"
     ),
-    "gradient_checkpointing_kwargs": none("recomputing has no variants"),
-    "gradient_checkpointing_kwargs.*": none("recomputing has no variants"),
+    "gradient_checkpointing_kwargs gradient_checkpointing_kwargs.*": none("recomputing has no variants"),
     "bf16": later("write `actor_train.model_args.dtype: bfloat16`"),
     "fp16": later("write `actor_train.model_args.dtype`"),
-    "use_liger_kernel": none(_LIGER),
-    "use_liger_loss": none(_LIGER),
+    "use_liger_kernel use_liger_loss": none(_LIGER),
     "cast_lm_head_to_fp32": none("log-probabilities are computed in float32"),
     "ds3_gather_for_generation": none("weights travel in buckets"),
     # sampling
@@ -117,8 +105,7 @@ RULES: dict[str, Rule] = {
     "top_k": to("actor_infer.generating_args.top_k", {None: 0, -1: 0}),
     "min_p": lost("sampling has top-p and top-k"),
     "repetition_penalty": later("remove it: what is sampled is the policy's distribution"),
-    "generation_kwargs": lost(_SAMPLING),
-    "generation_kwargs.*": lost(_SAMPLING),
+    "generation_kwargs generation_kwargs.*": lost(_SAMPLING),
     "use_vllm": later("write `actor_infer.strategy_args.strategy_name`"),
     "vllm_mode": later("write `actor_infer.device_mapping`"),
     "vllm_gpu_memory_utilization": later("write `strategy_config: {gpu_memory_utilization}`"),
@@ -129,8 +116,7 @@ RULES: dict[str, Rule] = {
     "vllm_model_impl": later("write `strategy_config: {model_impl}`"),
     "vllm_importance_sampling_correction": later("write `old_logprobs: recompute` and `train_infer_correction`"),
     "vllm_importance_sampling_*": later("write `train_infer_correction`"),
-    "use_transformers_continuous_batching": none("`hf_infer` batches continuously"),
-    "use_transformers_paged": none("`hf_infer` batches continuously"),
+    "use_transformers_continuous_batching use_transformers_paged": none("`hf_infer` batches continuously"),
     "transformers_continuous_batching_config": none("`hf_infer` has options of its own"),
     "transformers_continuous_batching_config.*": none("`hf_infer` has options of its own"),
     "cache_implementation": none("`hf_infer` has a cache of its own"),
@@ -141,8 +127,7 @@ RULES: dict[str, Rule] = {
     "epsilon": later("write `pg_variant_args: {clip_low, clip_high}`"),
     "epsilon_high": later("write `pg_variant_args: {clip_high}`"),
     "delta": later("write `pg_variant_args: {dual_clip}`"),
-    "sapo_temperature_pos": later("write `pg_variant_args`"),
-    "sapo_temperature_neg": later("write `pg_variant_args`"),
+    "sapo_temperature_pos sapo_temperature_neg": later("write `pg_variant_args`"),
     "beta": later("write `use_kl_loss`, `kl_loss_coef` and `reference`"),
     "use_bias_correction_kl": lost("there is no such estimator; see `kl_estimator`"),
     "sync_ref_model": lost("the reference stays what it is"),
@@ -151,37 +136,28 @@ RULES: dict[str, Rule] = {
     "normalize_advantages": to("whiten_advantages"),
     "reward_clip_range": later("write `reward_clip`"),
     "entropy_coef": to("entropy_loss_coef"),
-    "use_adaptive_entropy": lost("the coefficient of the entropy stays what it is"),
-    "entropy_target": lost("the coefficient of the entropy stays what it is"),
-    "entropy_coef_*": lost("the coefficient of the entropy stays what it is"),
+    "use_adaptive_entropy entropy_target entropy_coef_*": lost("the coefficient of the entropy stays what it is"),
     "top_entropy_quantile": lost("all tokens learn"),
-    "vespo_*": lost("there is no such loss"),
-    "luspo_*": lost("there is no such loss"),
+    "vespo_* luspo_*": lost("there is no such loss"),
     "off_policy_mask_threshold": lost("write `train_infer_correction.reject` (docs/algorithms/correction.md)"),
     # the run
     "output_dir": to("output_dir"),
     "run_name": later("write `exp_name`"),
-    "max_steps": later("write `max_steps`"),
-    "num_train_epochs": later("write `max_steps`"),
+    "max_steps num_train_epochs": later("write `max_steps`"),
     "save_steps": to("save_steps", note="counts training steps here, optimizer steps in TRL"),
     "save_strategy": later("write `save_steps`; 0 is only at the end"),
     "save_total_limit": to("max_ckpt_to_keep"),
-    "eval_steps": later("write `eval_steps`"),
-    "eval_strategy": later("write `eval_steps`"),
+    "eval_steps eval_strategy": later("write `eval_steps`"),
     "num_generations_eval": later("write `validation.generating_args.num_return_sequences`"),
     "per_device_eval_batch_size": none("all prompts of validation are in flight at once"),
     "logging_steps": to("logging_steps"),
     "report_to": later("write `track_with`"),
     "seed": to("seed"),
     "resume_from_checkpoint": to("resume_from_checkpoint"),
-    "push_to_hub": none(_HUB),
-    "hub_*": none(_HUB),
+    "push_to_hub hub_*": none(_HUB),
     "trackio_space_id": later("write `tracker_kwargs.trackio.space_id`"),
     "project": later("write `tracker_kwargs.<tracker>.project`"),
-    "log_completions": none(_LOG),
-    "num_completions_to_print": none(_LOG),
-    "log_unique_prompts": none(_LOG),
-    "logging_*": none(_LOG),
+    "log_completions num_completions_to_print log_unique_prompts logging_*": none(_LOG),
     "remove_unused_columns": none("all columns are kept as metadata"),
     "dataloader_*": none(_DATA),
     "config_file": none("devices are in the file"),
@@ -194,6 +170,7 @@ RULES: dict[str, Rule] = {
     "request_timeout": to("actor_infer.request_timeout_seconds"),
     "weight_sync_timeout": to("weight_update.timeout_seconds"),
 }
+RULES = table(_TABLE)
 """Argument of TRL -> what becomes of it."""
 
 _OTHERS = ("sft", "dpo", "kto", "ppo", "reward", "prm", "orpo", "cpo", "bco", "gkd", "xpo", "nashmd", "onlinedpo")
@@ -203,13 +180,8 @@ _VERIFIERS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of TRL's arguments."""
-    return accounted(_translate, given)
-
-
-def _translate(given: Mapping[Path, Any]) -> Translation:
-    done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    done.take(_trainer_is_known, _model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running)
-    return done
+    steps = (_trainer_is_known, _model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running)
+    return translation(ORIGIN, RULES, steps, given)
 
 
 def _trainer_is_known(done: Translation) -> None:
@@ -233,18 +205,12 @@ def _model(done: Translation) -> None:
     elif done.ours("pretrain") is None:
         done.lack("pretrain", "TRL's model was not given")
     kwargs = str(done.get("model_init_kwargs", ""))
-    words = [
-        kwargs,
-        str(done.get("dtype", "")),
-        str(done.get("torch_dtype", "")),
-        str(done.get("model_init_kwargs.dtype")),
-        str(done.get("model_init_kwargs.torch_dtype")),
-    ]
+    named = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
+    words = [kwargs, *(str(done.get(name)) for name in named)]
     half = done.flag("fp16") or any("float16" in word and "bfloat16" not in word for word in words)
     plain = any("float32" in word for word in words) or not done.flag("bf16", True)
     dtype = "float16" if half else "float32" if plain else "bfloat16"
-    done.put("actor_train.model_args.dtype", dtype)
-    done.put("actor_infer.model_args.dtype", dtype)
+    done.put_precision(dtype)
     rank = whole(done.get("lora_r", done.get("peft_config.r", 8 if _has_adapters(done) else None)))
     target = done.get("lora_target_modules", done.get("peft_config.target_modules"))
     alpha = done.get("lora_alpha", done.get("peft_config.lora_alpha"))
@@ -254,8 +220,7 @@ def _model(done: Translation) -> None:
         done.put(
             "actor_train.model_args.lora_target", target or "all-linear", "" if target else "PEFT chooses by model"
         )
-        if alpha is not None:
-            done.put("actor_train.model_args.lora_alpha", alpha)
+        done.put_given("actor_train.model_args.lora_alpha", alpha)
         if dropout:
             done.lose("lora_dropout", dropout, "adapters have no dropout")
 
@@ -295,21 +260,15 @@ def _devices(done: Translation) -> None:
         done.lack("cluster.num_devices_per_node", "`accelerate launch` decides the number of processes; 8 are written")
         processes = 8
     apart = done.choice("vllm_mode", {"server": True, "colocate": False}, "colocate") or _is_async(done)
-    per_node = -(-processes // nodes)
-    done.put("cluster.device", "cuda")
-    done.put("actor_train.device_mapping", f"0-{processes - 1}")
+    per_node, generates, note = -(-processes // nodes), f"0-{processes - 1}", ""
     if apart:
         own = whole(done.ours("actor_infer.num_gpus_per_engine")) or 1
-        done.put("cluster.num_devices_per_node", per_node + own if nodes == 1 else per_node)
+        generates = f"{processes}-{processes + own - 1}"
         note = "vLLM's server has devices of its own, of which only it knows"
-        done.put("actor_infer.device_mapping", f"{processes}-{processes + own - 1}", note)
-        nodes += nodes > 1
-    else:
-        done.put("cluster.num_devices_per_node", per_node)
-        done.put("actor_infer.device_mapping", f"0-{processes - 1}")
-    if nodes > 1:
-        done.put("cluster.num_nodes", nodes)
-        done.put("cluster.address", "auto")
+        per_node, nodes = (per_node + own, 1) if nodes == 1 else (per_node, nodes + 1)
+    done.put_cluster(per_node, nodes)
+    done.put("actor_train.device_mapping", f"0-{processes - 1}")
+    done.put("actor_infer.device_mapping", generates, note)
 
 
 def _is_async(done: Translation) -> bool:
@@ -407,8 +366,7 @@ def _engine(done: Translation) -> None:
     done.put("actor_infer.strategy_args.strategy_name", "vllm" if vllm else "hf_infer")
     if vllm:
         done.put(f"{_ENGINE}.gpu_memory_utilization", share)
-        if implementation is not None:
-            done.put(f"{_ENGINE}.model_impl", implementation)
+        done.put_given(f"{_ENGINE}.model_impl", implementation)
     else:
         done.values.pop(("actor_infer", "num_gpus_per_engine"), None)
     penalty = done.get("repetition_penalty", 1.0)
@@ -506,16 +464,8 @@ def _running(done: Translation) -> None:
     name, output = done.get("run_name"), done.ours("output_dir")
     if name or output:
         done.put("exp_name", str(name or str(output).rstrip("/").rpartition("/")[2]).replace("/", "-"))
-    trackers = done.get("report_to", [])
-    names = trackers if isinstance(trackers, list) else [trackers]
-    known = [each for each in names if each in ("wandb", "swanlab", "trackio", "tensorboard")]
-    for other in [each for each in names if each not in known and each not in ("none", "all")]:
-        done.lose("report_to", other, "there is no such tracker")
-    done.put("track_with", known or ["tensorboard"])
-    project, space = done.get("project"), done.get("trackio_space_id")
-    for tracker in known:
-        if project is not None and tracker != "tensorboard":
-            done.put(f"tracker_kwargs.{tracker}.project", project)
+    known = put_trackers(done, "report_to", done.get("project"), ("none", "all"))
+    space = done.get("trackio_space_id")
     if space is not None and "trackio" in known:
         done.put("tracker_kwargs.trackio.space_id", space)
 

@@ -8,16 +8,16 @@ from typing import Any
 from roll.configs.dialects.rules import (
     RETURN_ARGUMENTS,
     Path,
-    Rule,
     Translation,
-    accounted,
     in_epochs,
     later,
     lost,
     none,
+    put_trackers,
     rule_of,
+    table,
     to,
-    translated,
+    translation,
     whole,
 )
 
@@ -34,11 +34,9 @@ _CORRECT = "write `old_logprobs: recompute` and `train_infer_correction`"
 _MEGATRON = f"{_AR}.actor.megatron"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
 
-RULES: dict[str, Rule] = {
+_TABLE = {
     "entry": later(),
-    "config-path": none("a run is one file"),
-    "config-name": none("a run is one file"),
-    "hydra.**": none("a run is one file"),
+    "config-path config-name hydra.**": none("a run is one file"),
     # data
     "data.train_files": later("write `actor_train.data_args.file_name`"),
     "data.val_files": later("write `validation.data_args.file_name`"),
@@ -58,8 +56,7 @@ RULES: dict[str, Rule] = {
     "data.trust_remote_code": to("actor_train.model_args.trust_remote_code"),
     "data.return_raw_chat": none(_ALWAYS),
     "data.return_raw_input_ids": none("requests are token ids"),
-    "data.filter_overlong_prompts_workers": none("prompts are read once"),
-    "data.dataloader_num_workers": none("prompts are read once"),
+    "data.filter_overlong_prompts_workers data.dataloader_num_workers": none("prompts are read once"),
     "data.val_batch_size": to("val_batch_size", note="requests in flight; all prompts are answered"),
     "data.image_key": lost("pictures are no input here"),
     # model and optimizer
@@ -88,8 +85,7 @@ RULES: dict[str, Rule] = {
         closed=True,
     ),
     f"{_AR}.actor.fsdp_config.strategy": none("FSDP2 is the only one"),
-    f"{_AR}.actor.fsdp_config.**": none(_MEMORY),
-    f"{_AR}.actor.megatron.*_offload": none(_MEMORY),
+    f"{_AR}.actor.fsdp_config.** {_AR}.actor.megatron.*_offload": none(_MEMORY),
     f"{_MEGATRON}.use_mbridge": none(_ALWAYS),
     f"{_MEGATRON}.use_dist_checkpointing": none("checkpoints are those of Hugging Face"),
     f"{_MEGATRON}.context_parallel_size": to(f"{_OPTIONS}.context_parallel_size"),
@@ -111,8 +107,7 @@ RULES: dict[str, Rule] = {
     f"{_AR}.actor.ppo_max_token_len_per_gpu": later("write `max_tokens_per_microbatch_in_train`"),
     f"{_AR}.actor.ppo_epochs": to("ppo_epochs"),
     f"{_AR}.actor.shuffle": none(_ALWAYS),
-    f"{_AR}.rollout.log_prob_*": none(_LOGPROBS),
-    f"{_AR}.ref.log_prob_*": none(_LOGPROBS),
+    f"{_AR}.rollout.log_prob_* {_AR}.ref.log_prob_*": none(_LOGPROBS),
     f"{_AR}.ref.**": none("the reference is a trainer without an optimizer; see `reference`"),
     # algorithm
     "algorithm.adv_estimator": later("write `adv_estimator`"),
@@ -120,13 +115,12 @@ RULES: dict[str, Rule] = {
     "algorithm.gamma": later("write `adv_estimator_args: {gamma}`"),
     "algorithm.lam": later("write `adv_estimator_args: {lambda_}`"),
     "algorithm.use_kl_in_reward": later("write `add_token_level_kl`"),
-    "algorithm.kl_penalty": later("write `kl_estimator`"),
+    f"algorithm.kl_penalty {_AR}.actor.kl_loss_type": later("write `kl_estimator`"),
     "algorithm.kl_ctrl.*": later("write `init_kl_coef`, `kl_controller`, `target_kl` and `kl_horizon`"),
     "algorithm.filter_groups.enable": to("group_filter", {True: "zero_variance", False: "none"}),
     "algorithm.filter_groups.metric": none("groups are filtered by their scores"),
     "algorithm.filter_groups.max_num_gen_batches": none("a filtered group's slot is given back"),
-    "algorithm.rollout_correction.*": later(_CORRECT),
-    "algorithm.rollout_is*": later(_CORRECT),
+    "algorithm.rollout_correction.* algorithm.rollout_is*": later(_CORRECT),
     f"{_AR}.actor.policy_loss.loss_mode": later("write `actor_train.pg_variant`"),
     f"{_AR}.actor.policy_loss.clip_cov_*": later("write `pg_variant_args: {share, cov_low, cov_high}`"),
     f"{_AR}.actor.policy_loss.*": later("write `pg_variant_args: {share, beta}`"),
@@ -134,12 +128,10 @@ RULES: dict[str, Rule] = {
     f"{_AR}.actor.clip_ratio_low": later("write `pg_variant_args: {clip_low}`"),
     f"{_AR}.actor.clip_ratio_high": later("write `pg_variant_args: {clip_high}`"),
     f"{_AR}.actor.clip_ratio_c": later("write `pg_variant_args: {dual_clip}`"),
-    f"{_AR}.actor.tau_pos": later("write `pg_variant_args`"),
-    f"{_AR}.actor.tau_neg": later("write `pg_variant_args`"),
+    f"{_AR}.actor.tau_pos {_AR}.actor.tau_neg": later("write `pg_variant_args`"),
     f"{_AR}.actor.loss_agg_mode": later("write `loss_agg_mode`"),
     f"{_AR}.actor.use_kl_loss": later("write `use_kl_loss`"),
     f"{_AR}.actor.kl_loss_coef": later("write `kl_loss_coef`"),
-    f"{_AR}.actor.kl_loss_type": later("write `kl_estimator`"),
     f"{_AR}.actor.entropy_coeff": to("entropy_loss_coef"),
     f"{_AR}.actor.entropy_checkpointing": none("the entropy is computed in chunks"),
     f"{_AR}.actor.entropy_from_logits_with_chunking": none(_ALWAYS),
@@ -150,10 +142,8 @@ RULES: dict[str, Rule] = {
     f"{_AR}.rollout.n": to("num_return_sequences_in_group"),
     f"{_AR}.rollout.tensor_model_parallel_size": to("actor_infer.num_gpus_per_engine"),
     f"{_AR}.rollout.gpu_memory_utilization": later("write `strategy_config: {gpu_memory_utilization}`"),
-    f"{_AR}.rollout.max_num_batched_tokens": later("write it in `strategy_config`"),
-    f"{_AR}.rollout.max_num_seqs": later("write it in `strategy_config`"),
-    f"{_AR}.rollout.enforce_eager": later("write it in `strategy_config`"),
-    f"{_AR}.rollout.enable_chunked_prefill": later("write it in `strategy_config`"),
+    f"{_AR}.rollout.max_num_batched_tokens {_AR}.rollout.max_num_seqs": later("write it in `strategy_config`"),
+    f"{_AR}.rollout.enforce_eager {_AR}.rollout.enable_chunked_prefill": later("write it in `strategy_config`"),
     f"{_AR}.rollout.engine_kwargs.**": later("write it in `actor_infer.strategy_args.strategy_config`"),
     f"{_AR}.rollout.temperature": to("actor_infer.generating_args.temperature"),
     f"{_AR}.rollout.top_p": to("actor_infer.generating_args.top_p"),
@@ -175,8 +165,7 @@ RULES: dict[str, Rule] = {
     # asynchrony, dots' among it
     "**.hybrid_engine": later("write the same `device_mapping` for `actor_train` and `actor_infer`"),
     f"{_AR}.rollout.mode": none("each request is on its own, at every ratio"),
-    "**.async_strategy": later("write `async_generation_ratio: 1`"),
-    "**.async_pipeline": later("write `async_generation_ratio: 1`"),
+    "**.async_strategy **.async_pipeline": later("write `async_generation_ratio: 1`"),
     "**.with_reward": none("rewards are computed while others are generated"),
     "**.use_nodes_ratios": later("write `cluster.shares: {train: 0.5, infer: 0.5}`"),
     "**.enable_dual_buffer": to("weight_update.dual_buffer"),
@@ -187,8 +176,7 @@ RULES: dict[str, Rule] = {
     "**.param_update_load_bucket_size_mb": to("weight_update.param_update_load_bucket_size_mb"),
     "**.update_weights_bucket_megabytes": to("weight_update.param_update_gather_bucket_size_mb"),
     "**.generate_ahead_steps": later("write `async_generation_ratio`, one less: 2 there is one step off"),
-    "rollout.nnodes": later("write `actor_infer.device_mapping`"),
-    "rollout.n_gpus_per_node": later("write `actor_infer.device_mapping`"),
+    "rollout.nnodes rollout.n_gpus_per_node": later("write `actor_infer.device_mapping`"),
     "rollout.n": none("`actor_rollout_ref.rollout.n` says it"),
     "rollout.total_rollout_steps": later("write `max_steps`"),
     "rollout.total_epochs": none("steps are counted, not epochs"),
@@ -226,20 +214,13 @@ RULES: dict[str, Rule] = {
     # rewards and critic
     "**.custom_reward_function.path": later("write `rewards.<domain>.verifier: module:function`"),
     "**.custom_reward_function.name": later("write `rewards.<domain>.verifier: module:function`"),
-    "reward_model.enable": later("write a reward with `verifier: reward_model`"),
-    "reward_model.model.path": later("write `reward_pretrain`"),
-    "reward_model.launch_reward_fn_async": none(_ALWAYS),
-    "reward_model.use_reward_loop": none(_ALWAYS),
-    "**.overlong_buffer_cfg.*": later("write `length_penalty: {kind: overlong}`"),
-    "**.overlong_buffer.*": later("write `length_penalty: {kind: overlong}`"),
+    "reward_model.enable reward.reward_model.enable": later("write a reward with `verifier: reward_model`"),
+    "reward_model.model.path reward.reward_model.model_path": later("write `reward_pretrain`"),
+    "reward_model.launch_reward_fn_async reward_model.use_reward_loop": none(_ALWAYS),
+    "**.overlong_buffer_cfg.* **.overlong_buffer.*": later("write `length_penalty: {kind: overlong}`"),
     "**.max_resp_len": none("`response_length` says it"),
-    "**.reward_manager": none(_MANAGERS),
-    "reward.reward_model.enable": later("write a reward with `verifier: reward_model`"),
-    "reward.reward_model.model_path": later("write `reward_pretrain`"),
+    "**.reward_manager reward.reward_manager.name reward.num_workers reward_model.num_workers": none(_MANAGERS),
     "reward.reward_model.**": none("how a reward model is run is a matter of `rewards.<name>`"),
-    "reward.reward_manager.name": none(_MANAGERS),
-    "reward.num_workers": none(_MANAGERS),
-    "reward_model.num_workers": none(_MANAGERS),
     "**.sandbox_fusion.*": lost("write `verifier: code`, which has a sandbox of its own"),
     **{
         f"reward_model.{name}": none("how a reward model is run is a matter of `rewards.<name>`")
@@ -259,10 +240,10 @@ RULES: dict[str, Rule] = {
         "model.fsdp_config.** fsdp_config.** megatron.** checkpoint.** ulysses_sequence_parallel_size".split()
     },
     # distillation
-    "distillation.teacher_model.inference.**": none(_TEACHER),
-    "distillation.teacher_models.*.inference.**": none(_TEACHER),
+    "distillation.teacher_model.inference.** distillation.teacher_models.*.inference.**": none(_TEACHER),
     "distillation.**": later("write `teacher` and `distillation`"),
 }
+RULES = table(_TABLE)
 """verl's key -> what becomes of it."""
 
 _LOSSES = {
@@ -292,14 +273,9 @@ COLUMNS = {"messages": "prompt", "domain": "data_source", "ground_truth": "rewar
 
 def translate(given: Mapping[Path, Any]) -> Translation:
     """Return our configuration of verl's keys."""
-    return accounted(_translate, given)
-
-
-def _translate(given: Mapping[Path, Any]) -> Translation:
-    done = translated(ORIGIN, given, RULES, unknown_is_ours=False)
-    done.take(_data, _devices, _trainer, _batches, _loss, _advantages, _asynchrony, _correction, _kl, _critic)
-    done.take(_teacher, _engine, _validation, _rewards, _running)
-    return done
+    first = (_data, _devices, _trainer, _batches, _loss, _advantages, _asynchrony, _correction, _kl)
+    steps = (*first, _critic, _teacher, _engine, _validation, _rewards, _running)
+    return translation(ORIGIN, RULES, steps, given)
 
 
 def _files(value: Any) -> list[str]:
@@ -334,7 +310,6 @@ def _data(done: Translation) -> None:
 
 def _devices(done: Translation) -> None:
     nodes, per_node = whole(done.get("trainer.nnodes", 1)), whole(done.get("trainer.n_gpus_per_node", 8))
-    done.put("cluster.device", "cuda")
     if nodes is None or per_node is None:
         done.lack("cluster", "how many nodes and GPUs there are was not a plain number; one node of 8 is written")
         nodes, per_node = nodes or 1, per_node or 8
@@ -348,10 +323,7 @@ def _devices(done: Translation) -> None:
         total_nodes = nodes + apart_nodes
     elif apart is not None and apart_nodes:
         done.lack("cluster", f"the trainer has {nodes} x {per_node} GPUs, the rollouts {apart_nodes} x {apart}")
-    done.put("cluster.num_devices_per_node", devices)
-    if total_nodes > 1:
-        done.put("cluster.num_nodes", total_nodes)
-        done.put("cluster.address", "auto")
+    done.put_cluster(devices, total_nodes)
     if isinstance(ratios, list) and ratios and all(isinstance(each, int | float) for each in ratios):
         note = "the first of verl's ratios is the trainer's; the rest of each node generates"
         done.put("cluster.shares.train", ratios[0], note)
@@ -389,8 +361,7 @@ def _trainer(done: Translation) -> None:
     megatron = any(parts[:3] == (_AR, "actor", "megatron") for parts in done.given)
     name = "megatron_train" if megatron else "fsdp2_train"
     done.put("actor_train.strategy_args.strategy_name", done.ours("actor_train.strategy_args.strategy_name", name))
-    done.put("actor_train.model_args.dtype", "bfloat16")
-    done.put("actor_infer.model_args.dtype", done.ours("actor_infer.model_args.dtype", "bfloat16"))
+    done.put_precision("bfloat16")
     checkpointing = done.flag(f"{_AR}.model.enable_gradient_checkpointing", True)
     if done.ours("actor_train.strategy_args.strategy_name") == "fsdp2_train":
         done.put(f"{_OPTIONS}.gradient_checkpointing", checkpointing)
@@ -407,8 +378,7 @@ def _trainer(done: Translation) -> None:
     if whole(rank) is not None:
         done.put("actor_train.model_args.lora_rank", rank)
         done.put("actor_train.model_args.lora_target", target)
-        if alpha is not None:
-            done.put("actor_train.model_args.lora_alpha", alpha)
+        done.put_given("actor_train.model_args.lora_alpha", alpha)
     for role in ("actor", "ref"):
         key = f"{_AR}.{role}.ulysses_sequence_parallel_size"
         if done.has(key) and done.get(key) not in (1, None):
@@ -569,11 +539,8 @@ def _frozen(done: Translation, role: str) -> None:
     done.put(f"{role}.strategy_args.strategy_name", done.ours("actor_train.strategy_args.strategy_name"))
     for way in ("tensor", "pipeline"):
         size = done.ours(f"{_OPTIONS}.{way}_model_parallel_size")
-        if size is not None:
-            done.put(f"{role}.strategy_args.strategy_config.{way}_model_parallel_size", size)
-    mapping = done.ours("actor_train.device_mapping")
-    if mapping is not None:
-        done.put(f"{role}.device_mapping", mapping)
+        done.put_given(f"{role}.strategy_args.strategy_config.{way}_model_parallel_size", size)
+    done.put_given(f"{role}.device_mapping", done.ours("actor_train.device_mapping"))
     done.put(f"{role}.model_args.dtype", "bfloat16")
 
 
@@ -729,23 +696,11 @@ def _rewards(done: Translation) -> None:
 
 
 def _running(done: Translation) -> None:
-    loggers = done.get("trainer.logger", [])
-    names = loggers if isinstance(loggers, list) else [loggers]
-    known = [name for name in names if name in ("wandb", "swanlab", "trackio", "tensorboard")]
-    done.put("track_with", known or ["tensorboard"])
-    for name in set(map(str, names)) - set(known) - {"console"}:
-        done.lose("trainer.logger", name, "there is no such tracker")
-    project, experiment = done.get("trainer.project_name"), done.get("trainer.experiment_name")
-    if experiment is not None:
-        done.put("exp_name", str(experiment).replace("/", "-"))
-    for name in ("wandb", "swanlab"):
-        if project is not None and name in known:
-            done.put(f"tracker_kwargs.{name}.project", project)
-    epochs = done.get("trainer.total_epochs")
+    put_trackers(done, "trainer.logger", done.get("trainer.project_name"), ("console",))
+    experiment, epochs = done.get("trainer.experiment_name"), done.get("trainer.total_epochs")
+    done.put_name(experiment)
     if done.ours("max_steps") is None:
         done.lack("max_steps", in_epochs(ORIGIN, epochs))
-    if (
-        done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto")
-        and done.ours("output_dir") is not None
-    ):
+    resumes = done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto")
+    if resumes and done.ours("output_dir") is not None:
         done.put("resume_from_checkpoint", True)
