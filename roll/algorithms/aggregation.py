@@ -123,8 +123,7 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """Return ``values`` where ``mask`` (bool, same shape) is true, else 0. The gradient outside the mask is exactly 0.
-    """
+    """Return ``values`` where ``mask`` (bool, same shape) is true, else 0. Outside, the gradient is exactly 0."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 

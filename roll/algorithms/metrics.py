@@ -31,8 +31,7 @@ TRAINED_TOKENS, TRAINED_SEQUENCES = "trained/tokens", "trained/sequences"
 
 @dataclass
 class PartMetrics:
-    """Contribution of a part of a batch to its metrics. All parts have the same names in the same order; no gradients.
-    """
+    """Contribution of a part of a batch to its metrics, without gradient. All parts have the same names, in order."""
 
     sums: dict[str, Tensor]
     """Name -> sum over the part: 0-d, or 1-d for histogram counts."""

@@ -44,7 +44,7 @@ def load_transformer(path: str, dtype: torch.dtype) -> SD3Transformer2DModel:
 
 
 def _widen_buffers(model: nn.Module, folder: Path) -> None:
-    """Reload buffers in float32 from the files in ``folder``: loading rounded them, and trainers send them in float32."""
+    """Reload buffers in float32 from ``folder``: loading the model rounded them, and trainers send them in float32."""
     buffers = dict(model.named_buffers())
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as stored:

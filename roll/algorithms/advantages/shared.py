@@ -99,8 +99,7 @@ def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor]
 
 
 def group_normalised(rewards: Tensor, groups: Tensor, normalize_by_std: bool, eps: float) -> Tensor:
-    """Return the `grpo` advantage of each sample, ``[batch]``; ``rewards`` (float64) and ``groups`` (int64) are too.
-    """
+    """Return the `grpo` advantage of each sample, ``[batch]``; ``rewards`` (float64) and ``groups`` (int64) are too."""
     centred = rewards - group_mean(rewards, groups)
     return centred / (group_deviation(rewards, groups) + eps) if normalize_by_std else centred
 

@@ -23,7 +23,6 @@ from roll.algorithms.advantages.shared import checked_turns, spread_over_tokens,
 def step_reinforce(
     inputs: AdvantageInputs, *, gamma: Annotated[float, Field(ge=0, le=1, description="Discount per turn.")] = 1.0
 ) -> Tensor:
-    """Return the discounted return of each token's turn, ``[batch, seq]``. Turns without tokens count in the discount.
-    """
+    """Return the discounted return of each token's turn, ``[batch, seq]``. Turns without tokens are discounted too."""
     turns = checked_turns(inputs)
     return spread_over_tokens(turn_returns(inputs.token_rewards, turns, gamma), turns)
