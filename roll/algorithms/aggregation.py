@@ -106,7 +106,7 @@ def checked_mask(response_mask: Tensor) -> None:
 
 
 def checked_shape(name: str, value: Tensor, shape: tuple[int, ...], *, floating: bool = False) -> None:
-    """Raise ``ValueError`` unless this is a tensor of a shape, and if ``floating`` of floating-point numbers.
+    """Raise ``ValueError`` unless ``value`` is a tensor of this shape and, if ``floating``, of a floating-point dtype.
 
     Nothing is broadcast, since that would hide mistakes.
     """

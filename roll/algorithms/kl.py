@@ -29,7 +29,7 @@ def absolute(difference: Tensor) -> Tensor:
 
 
 def k2(difference: Tensor) -> Tensor:
-    """Return d^2 / 2: biased, never negative. On tokens of the policy its gradient is unbiased."""
+    """Return d^2 / 2: biased, never negative. Its gradient is unbiased on tokens sampled from the policy."""
     return difference.square() / 2
 
 

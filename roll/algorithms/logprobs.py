@@ -31,7 +31,7 @@ head's weight.
 
 
 _EntropyUse = Literal["none", "metric", "loss"]
-"""Whether entropies are not computed, computed without a gradient (metric), or computed with a gradient (loss)."""
+"""Use of entropies: not computed, computed without a gradient (metric), or computed with a gradient (loss)."""
 
 
 def token_logprobs(

@@ -48,7 +48,7 @@ class PolicyObjective:
     distillation_coef: float = 0.0
     """Coefficient of the reverse KL divergence to the teacher in the loss; 0: no distillation."""
     old_policy: OldPolicy = "behaviour"
-    """Which log-probabilities are the denominator of the ratio."""
+    """The log-probabilities that form the denominator of the ratio."""
     corrected: bool = False
     """True if each token's policy loss is multiplied by its ``correction_weights``."""
     weighted: bool = False

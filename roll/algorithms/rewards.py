@@ -35,7 +35,7 @@ class LengthPenalty:
     """Settings of a length-dependent term that is added to the score."""
 
     kind: Literal["overlong", "relative"]
-    """`overlong_penalty` or `relative_length_reward`."""
+    """The function to use: `overlong_penalty` or `relative_length_reward`."""
     weight: float = 1.0
     """Scale of the term, in units of the reward."""
     max_length: int = 0
@@ -118,9 +118,9 @@ class RewardShaping:
     """Scores are clipped to [-clip, clip]; None: no clipping."""
     length_penalty: LengthPenalty | None = None
     mean: MomentsOf = "none"
-    """Over which samples the mean to subtract is computed."""
+    """The samples over which the mean to subtract is computed."""
     std: MomentsOf = "none"
-    """Over which samples the standard deviation to divide by is computed."""
+    """The samples over which the standard deviation to divide by is computed."""
     drop_truncated: bool = False
     """True to drop responses that were truncated at the maximum length."""
     difficulty: tuple[float, float] | None = None

@@ -75,7 +75,7 @@ class Picture:
     """A generated image, with the latents to train on."""
 
     image: np.ndarray
-    """uint8 ``[height, width, 3]``."""
+    """uint8 ``[height, width, 3]``: RGB image."""
     latents: np.ndarray
     """float32 ``[stochastic steps + 1, channels, height, width]``: latents before the first stochastic step and after
     each of them. Without stochastic steps: only the final latents."""
@@ -108,11 +108,11 @@ class Completion:
 
     request_id: str
     token_ids: np.ndarray
-    """int32 ``[new]``."""
+    """int32 ``[new]``: sampled token ids."""
     logprobs: np.ndarray
-    """float32 ``[new]``."""
+    """float32 ``[new]``: log-probability of each token."""
     versions: np.ndarray
-    """int32 ``[new]``."""
+    """int32 ``[new]``: weight version of each token."""
     finish_reason: FinishReason
     text: str | None = None
     """The response as text, without special tokens; None if it was not decoded."""
@@ -160,7 +160,7 @@ class PreparedWeights:
 
 
 class InferStrategy(ABC):
-    """One engine replica."""
+    """Interface of a generation engine: one replica."""
 
     _prepared: PreparedWeights | None = None
 

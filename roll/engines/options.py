@@ -63,7 +63,7 @@ def stream_interval(has_stop_strings: bool) -> int:
 
 
 _OFF = (None, False, "off", "null", "none")
-"""Values that turn an argument off."""
+"""Values that turn an engine argument off."""
 
 
 def _key_problems(

@@ -299,7 +299,7 @@ class InferencePool:
         await self._change_each(self._settle, len(self._names), self._names)
 
     async def load_states(self) -> None:
-        """Wake all replicas. Those without weights load the newest ones, after waiting for an update being sent."""
+        """Wake all replicas. Replicas without weights load the newest ones; they wait for an update being sent."""
         self._awake.set()
         if any(replica.version < 0 for replica in self._replicas.values()):
             with waiting("weights that are being sent", "their arrival"):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedTrainStrategy(TrainStrategy):
-    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+    """One rank of the DeepSpeed trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)

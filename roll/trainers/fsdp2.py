@@ -45,7 +45,7 @@ def _sharded(parameter: Tensor) -> DTensor:
 
 
 class Fsdp2TrainStrategy(TrainStrategy):
-    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+    """One rank of the FSDP2 trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)

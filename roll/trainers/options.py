@@ -78,7 +78,7 @@ class MegatronOptions:
     """With granularity ``full``. ``uniform``: all layers, checkpointed in units of `recompute_num_layers`; ``block``:
     the first `recompute_num_layers` layers of each stage."""
     recompute_num_layers: Annotated[int | None, Field(ge=1)] = None
-    """See `recompute_method`."""
+    """Number of layers that `recompute_method` refers to."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens are sent to their experts. Only ``alltoall`` is supported, because samples differ in length."""
     moe_grouped_gemm: bool = False
@@ -239,7 +239,7 @@ def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: f
 
 
 def check_deepspeed_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return the problems of a ``strategy_config``, which stands at ``path`` in the configuration.
+    """Return the problems of a ``strategy_config`` for `deepspeed_train`, at ``path`` in the configuration.
 
     Unknown keys under `zero_optimization` are found only if DeepSpeed is installed.
     """

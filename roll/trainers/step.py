@@ -208,7 +208,7 @@ class MicroBatch:
     """int64 ``[kept]``: positions whose logits are needed, one range for all rows; each predicts the next token.
     Packed: only the positions that predict wanted targets, at least one."""
     targets: Tensor
-    """int64 ``[rows, kept]``; packed ``[1, positions]``."""
+    """int64 ``[rows, kept]``: token ids to predict. Packed: ``[1, positions]``."""
     mask: Tensor
     """bool ``[rows, kept]``: wanted targets. All false in the dummy of an empty micro-batch."""
     fields: dict[str, Tensor]

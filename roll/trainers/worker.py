@@ -50,7 +50,7 @@ HELD_TENSORS = 8
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Everything a trainer process needs to build its strategy."""
+    """Arguments for building a trainer or forward-only role in its worker processes."""
 
     setup: TrainerSetup
     """Arguments common to all ranks; each fills in its rank, device and the rendezvous address."""
@@ -316,7 +316,7 @@ class Writing:
         self.task = asyncio.create_task(asyncio.to_thread(work, self._count))
 
     def progress(self) -> WritingProgress:
-        """Return the current progress."""
+        """Return the write's current progress."""
         size = allocated = 0
         for file in self._path.iterdir() if self._path.is_dir() else (self._path,):
             with suppress(FileNotFoundError, NotADirectoryError):  # not created yet, or renamed in the meantime

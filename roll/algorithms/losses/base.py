@@ -51,7 +51,7 @@ class PolicyInputs:
     selected: Tensor | None = None
     """bool: tokens that the loss selected from the whole batch (`LossRequirements.select`)."""
     old_policy: OldPolicy = "behaviour"
-    """Which log-probabilities are the denominator of the ratio."""
+    """The log-probabilities that form the denominator of the ratio."""
 
     def __post_init__(self) -> None:
         if self.old_policy not in get_args(OldPolicy):

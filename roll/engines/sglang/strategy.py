@@ -9,10 +9,10 @@ Written against the source code of SGLang 0.5.23; tested only against a stand-in
 ``enable_deterministic_inference`` in `strategy_config`.
 
 Weights are loaded as a checkpoint in memory: the files are anonymous shared memory, and a folder of symbolic links
-gives them names. Of the ways that SGLang offers, this one needs no pickles (DESIGN §12) and splits tensors over GPUs.
-Plain log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. Those of a
-truncated distribution are reported with the sampling mask, and only for a top-k within the server's limit. Requests for
-which SGLang would not report the log-probabilities of the sampled distribution are rejected.
+gives them names. This is the only way in SGLang that needs no pickles (DESIGN §12) and splits tensors over GPUs. Plain
+log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. For a truncated
+distribution, SGLang reports log-probabilities with the sampling mask, and only for a top-k within the server's limit.
+Requests for which it would not report the log-probabilities of the sampled distribution are rejected.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ def score_body(tokens: np.ndarray, engine_id: str) -> dict[str, Any]:
 
 
 _NAN = "NaN happened"
-"""What SGLang reports as matched stop string if the logits are NaN."""
+"""Matched stop string that SGLang reports if the logits are NaN."""
 
 
 def take_message(response: Response, message: Mapping[str, Any]) -> bool:

@@ -218,7 +218,7 @@ def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Pa
 
 
 class MegatronTrainStrategy(TrainStrategy):
-    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+    """One rank of the Megatron trainer; see `TrainStrategy` for the contract of each method."""
 
     optimizer: MegatronOptimizer
 

@@ -205,7 +205,7 @@ class Copies:
     """The ranks that hold a replica of a parameter."""
 
     group: dist.ProcessGroup
-    """Those of the ranks that shard the parameter's optimizer state."""
+    """The subset of the ranks that shards the parameter's optimizer state."""
     number: int
     """Index of this rank among the replicas."""
     count: int
@@ -413,7 +413,7 @@ def _read(files: CheckpointFiles, part: Piece) -> Tensor:
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all ranks of the group."""
+    """Gather a tensor from all ranks of the group. Collective."""
     if group.size() == 1:
         return [tensor]
     tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
