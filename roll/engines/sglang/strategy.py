@@ -9,8 +9,8 @@ Written against the source code of SGLang 0.5.23; tested only against a stand-in
 ``enable_deterministic_inference`` in `strategy_config`.
 
 Weights are loaded as a checkpoint in memory: the files are anonymous shared memory, and a folder of symbolic links
-gives them names. This is the only way in SGLang that needs no pickles (DESIGN §12) and splits tensors over GPUs. Plain
-log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. For a truncated
+gives them names. This way of loading needs no pickles (DESIGN §12), and SGLang itself splits the tensors over GPUs.
+Plain log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. For a truncated
 distribution, SGLang reports log-probabilities with the sampling mask, and only for a top-k within the server's limit.
 Requests for which it would not report the log-probabilities of the sampled distribution are rejected.
 """
