@@ -1,8 +1,9 @@
-"""Tensor mathematics of reinforcement learning, as pure functions on ``[batch, seq]`` tensors with a response mask.
+"""Reinforcement-learning algorithms as pure functions on ``[batch, seq]`` tensors with a response mask.
 
-Masked positions influence no value and no gradient, inputs are never changed, and nothing depends on how a batch is
-split. All of it is at hand under this name, for notebooks and other trainers (`roll.algorithms.ppo`): every loss and
-every estimator by its key, with checked settings, and what they are used with. Imported when first used.
+Masked positions influence no value and no gradient, inputs are never modified, and results do not depend on how a batch
+is split. Notebooks and other trainers can use everything from this package directly: every loss and estimator under its
+configuration name (`roll.algorithms.ppo`), with validated settings, and the functions around them. Names are imported
+on first use.
 """
 
 from __future__ import annotations

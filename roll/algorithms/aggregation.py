@@ -1,12 +1,12 @@
-"""Aggregation of per-token losses into one number, and the reading of values under a mask.
+"""Aggregation of per-token losses into a scalar, and masking of values.
 
-The normalisers are counted once over the whole optimizer batch and passed in, so the values of micro-batches and ranks
-add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
-response tokens do not count; without any token at all the result is 0. A sequence is a response or an episode, also
-where it comes as several rows: then each row has its share of it.
+The normalisers (divisors) are counted once over the whole optimizer batch and passed in, so the results of
+micro-batches and ranks add up to that of the whole batch. The mask is applied to numerator and denominator alike.
+Sequences without response tokens do not count; without any token the result is 0. A sequence is a response or an
+episode. An episode may be split over several rows, each of which then has a share of it.
 
-Multiplying by a mask is not enough: ``0 * nan`` is ``nan``, in values and in gradients. `keep` replaces what is
-outside.
+Multiplying by a mask is not enough, because ``0 * nan`` is ``nan``, in values and in gradients. `keep` therefore
+replaces values outside the mask.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 
 @dataclass(frozen=True)
 class LossNormalizers:
-    """The divisors of the losses of a whole optimizer batch."""
+    """Divisors of the aggregated loss, counted over a whole optimizer batch."""
 
     tokens: int
-    """Response tokens of the batch."""
+    """Number of response tokens in the batch."""
     sequences: float
-    """Sequences with at least one response token; of one in several rows, the shares of these rows."""
+    """Number of sequences with at least one response token. Rows of a sequence in several rows count by their share."""
     max_response_length: int | None = None
-    """The constant of `seq-mean-token-sum-norm`, in tokens; it does not depend on the batch. Other modes need none."""
+    """Constant divisor of `seq-mean-token-sum-norm`, in tokens; None for the other modes."""
 
     @classmethod
     def unknown(cls, max_response_length: int | None) -> LossNormalizers:
-        """Return divisors of 1, for a batch whose totals are not known yet: its sums are divided at the end."""
+        """Return divisors of 1, for a batch whose totals are not known yet. Its sums are divided later."""
         return cls(1, 1, max_response_length)
 
     @classmethod
@@ -45,7 +45,7 @@ class LossNormalizers:
         max_response_length: int | None = None,
         shares: Sequence[float] | None = None,
     ) -> LossNormalizers:
-        """Count the response tokens of every row of the whole batch. ``shares``: those of `aggregate`."""
+        """Return the divisors of a batch, given each row's number of response tokens. ``shares``: see `aggregate`."""
         lengths = [int(length) for length in response_lengths]
         of_rows = [1.0] * len(lengths) if shares is None else shares
         sequences = math.fsum(share for share, length in zip(of_rows, lengths, strict=True) if length > 0)
@@ -59,15 +59,18 @@ def aggregate(
     normalizers: LossNormalizers | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """Return the contribution of these rows to the aggregate over the whole batch, a 0-d tensor.
+    """Return these rows' contribution to the aggregate over the whole batch, a 0-d tensor. Contributions add up.
 
-    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. ``shares`` ``[batch]``: the part of its sequence's
-    response tokens that a row has; None: a row holds its whole sequence. ``normalizers`` are those of the whole batch;
-    None: these rows are all of it. Contributions of disjoint rows add up. The weight of a token is, for ``token-mean``:
-    1 / tokens (DAPO, arXiv 2503.14476); ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO, arXiv 2402.03300);
-    ``seq-mean-token-sum``: 1 / sequences; ``seq-mean-token-sum-norm``: 1 / (sequences x longest possible response) (Dr.
-    GRPO, arXiv 2503.20783). ``ValueError`` for an unknown mode, a wrong shape, or a constant that the mode needs and is
-    not given.
+    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. ``normalizers`` are those of the whole batch; None:
+    these rows are the whole batch. ``shares`` ``[batch]``: the fraction of its sequence's response tokens that a row
+    holds; None: each row is a whole sequence. The weight of a token is, for
+
+    - ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476);
+    - ``seq-mean-token-mean``: 1 / (sequences x length of its sequence) (GRPO, arXiv 2402.03300);
+    - ``seq-mean-token-sum``: 1 / sequences;
+    - ``seq-mean-token-sum-norm``: 1 / (sequences x maximum response length) (Dr. GRPO, arXiv 2503.20783).
+
+    ``ValueError`` for an unknown mode, a wrong shape, or a missing ``max_response_length``.
     """
     checked_mask(response_mask)
     checked_shape("values", values, tuple(response_mask.shape))
@@ -94,7 +97,7 @@ def aggregate(
 
 
 def checked_mask(response_mask: Tensor) -> None:
-    """Raise ``ValueError`` unless a mask is a bool tensor ``[batch, seq]``."""
+    """Raise ``ValueError`` unless ``response_mask`` is a bool tensor ``[batch, seq]``."""
     _check_tensor("response_mask", response_mask)
     if response_mask.dtype != torch.bool:
         raise ValueError(f"response_mask must be bool, not {response_mask.dtype}: write `mask.bool()`")
@@ -103,7 +106,7 @@ def checked_mask(response_mask: Tensor) -> None:
 
 
 def checked_shape(name: str, value: Tensor, shape: tuple[int, ...], *, floating: bool = False) -> None:
-    """Raise ``ValueError`` unless this is a tensor of a shape, and if ``floating`` of floating-point numbers.
+    """Raise ``ValueError`` unless ``value`` is a tensor of this shape and, if ``floating``, of a floating-point dtype.
 
     Nothing is broadcast, since that would hide mistakes.
     """
@@ -120,7 +123,7 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """Return ``values`` where ``mask`` (bool, same shape) is true, else 0. The gradient outside is exactly 0."""
+    """Return ``values`` where ``mask`` (bool, same shape) is true, else 0. Outside, the gradient is exactly 0."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -128,7 +131,7 @@ Value = TypeVar("Value")
 
 
 def needed(value: Value | None, name: str) -> Value:
-    """Return the value. ``ValueError`` with the field's name if it is None."""
+    """Return ``value``, or raise ``ValueError`` with the field's ``name`` if it is None."""
     if value is None:
         raise ValueError(f"{name} are needed here, and none were given; declare the need in its requirements")
     return value

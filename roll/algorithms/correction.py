@@ -1,16 +1,16 @@
-"""Importance weights and rejection that correct for the distance between the sampling policy and the trained policy.
+"""Off-policy correction: importance weights and rejection for the gap between the sampling and the trained policy.
 
 Both use the ratio rho = proximal / behaviour. It does not change during the updates on a batch, so it is computed once,
-on the whole batch. A weight multiplies the policy loss of a token. Rejection takes a token out of the loss, numerator
-and normaliser alike. Both look at all response tokens, so the order of rejections does not matter and the ratio of a
-sequence covers the whole sequence. Bounds apply to rho itself and are compared as logarithms: no ratio overflows.
+on the whole batch. A weight multiplies the policy loss of a token. Rejection removes a token from the loss, from
+numerator and normaliser alike. Both are computed from all response tokens, so the order of rejections does not matter
+and a sequence ratio covers the whole sequence. Bounds on rho are compared in log space, so no ratio overflows.
 
-One weight and any number of rejections can be combined. All but normalised weights and the rejection by second moment
-are the same for a part of a batch as for the whole. `docs/algorithms/correction.md` has the settings that have a name
-(TIS, MIS, IcePop, geometric mask, OPSM, veto, M2PO). Sources besides those on that page: Yao et al., "Your efficient RL
-framework secretly brings you off-policy RL training", 2025 (TIS for engines that differ from the trainer); Liu et al.,
-"When speed kills stability", 2025 (MIS); Li et al., arXiv 2512.23075 (bounds the largest divergence of a token as
-well).
+One weight and any number of rejections can be combined. Except for normalised weights and rejection by second moment,
+results for a part of a batch are the same as within the whole batch. `docs/algorithms/correction.md` lists the settings
+for known methods (TIS, MIS, IcePop, geometric mask, OPSM, veto, M2PO). Sources besides those on that page: Yao et al.,
+"Your efficient RL framework secretly brings you off-policy RL training", 2025 (TIS for engines that differ from the
+trainer); Liu et al., "When speed kills stability", 2025 (MIS); Li et al., arXiv 2512.23075 (also bounds the largest
+divergence of a token).
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from roll.configs.errors import Problems, choose_among
 from roll.configs.plugins import made, problem
 
 Level = Literal["token", "segment", "sequence", "geometric"]
-"""The unit of a ratio: each token, the geometric mean over its unbroken run of response tokens (a turn of an episode),
-the product over the response, or the geometric mean over the response."""
+"""Granularity of a ratio. ``token``: each token's own; ``segment``: geometric mean over an unbroken run of response
+tokens (a turn of an episode); ``sequence``: product over the response; ``geometric``: geometric mean over it."""
 RejectionLevel = Literal["token", "segment", "sequence", "geometric", "veto"]
-"""`Level`, or ``veto``: one token out of bounds rejects its whole response."""
+"""`Level`, or ``veto``: a single token outside the bounds rejects its whole response."""
 
 
 @dataclass(frozen=True)
 class ImportanceWeight:
-    """A bounded weight rho. At level ``sequence`` or ``geometric`` all tokens of a row share one weight, at level
-    ``segment`` all tokens of a run."""
+    """Settings of a bounded importance weight rho.
+
+    At level ``sequence`` or ``geometric``, all tokens of a response share one weight; at level ``segment``, all tokens
+    of an unbroken run do."""
 
     level: Annotated[
         Level,
@@ -84,14 +86,14 @@ class RatioRejection:
             raise ValueError("lower and upper are both 1, which keeps next to nothing; lower must be below upper")
 
     def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:
-        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
+        """Return the tokens to keep, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
         lower, upper = self.lower or 0.0, self.upper or math.inf
         return _accepted(log_ratio, mask, self.level, lambda values: _inside(values, lower, upper))
 
 
 @dataclass(frozen=True)
 class DivergenceRejection:
-    """Rejection of tokens or sequences whose estimated divergence of proximal from behaviour exceeds a threshold."""
+    """Rejection of tokens or sequences whose estimated KL(behaviour || proximal) exceeds a threshold."""
 
     level: Annotated[
         RejectionLevel,
@@ -114,7 +116,7 @@ class DivergenceRejection:
     ] = False
 
     def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:
-        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected,
+        """Return the tokens to keep, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected,
         whatever its advantage."""
         divergence = KL_ESTIMATORS[self.divergence](-log_ratio)
         accepted = _accepted(divergence, mask, self.level, lambda values: values <= self.threshold)
@@ -125,8 +127,8 @@ class DivergenceRejection:
 
 @dataclass(frozen=True)
 class SecondMomentRejection:
-    """Rejection of the tokens with the largest (log rho)^2, until its mean over the other tokens of the batch is small
-    enough (M2PO, Zheng et al., arXiv 2510.01161)."""
+    """Rejection of the tokens with the largest (log rho)^2, until its mean over the remaining tokens of the batch is at
+    most a threshold (M2PO, Zheng et al., arXiv 2510.01161)."""
 
     second_moment: Annotated[
         float,
@@ -134,8 +136,9 @@ class SecondMomentRejection:
     ]
 
     def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:
-        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected, and
-        of equal tokens all or none."""
+        """Return the tokens to keep, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``.
+
+        NaN is rejected. Tokens with equal values are all kept or all rejected."""
         squares = log_ratio.square().nan_to_num(nan=math.inf)
         ordered = squares[mask].sort().values
         means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, dtype=ordered.dtype, device=ordered.device)
@@ -148,7 +151,7 @@ Rejection = RatioRejection | DivergenceRejection | SecondMomentRejection
 
 @dataclass(frozen=True)
 class Correction:
-    """The correction of the distance. ``ValueError`` if it would have no effect."""
+    """Settings of the off-policy correction. ``ValueError`` if it would have no effect."""
 
     weight: Annotated[
         ImportanceWeight | None, Field(description="The importance weight of each token. Default: none.")
@@ -167,7 +170,7 @@ class Correction:
 
     @property
     def needs_batch(self) -> bool:
-        """True if what happens to a token depends on samples other than its own."""
+        """True if a token's weight or rejection depends on other samples of the batch."""
         return self.normalize or any(isinstance(each, SecondMomentRejection) for each in self.reject)
 
     def __post_init__(self) -> None:
@@ -182,9 +185,9 @@ class CorrectionResult:
     """The result of `correct` for a batch."""
 
     weights: Tensor
-    """``[batch, seq]``, without gradient: the factor of each token's policy loss. 0 where ``kept`` is false."""
+    """``[batch, seq]``, without gradient: factor of each token's policy loss; 0 where ``kept`` is false."""
     kept: Tensor
-    """bool ``[batch, seq]``: response tokens that stay in the loss."""
+    """bool ``[batch, seq]``: response tokens that were not rejected."""
     metrics: dict[str, float]
 
 
@@ -202,21 +205,22 @@ def correct(
     max_lag: int | None = None,
     capped: bool = False,
 ) -> CorrectionResult:
-    """Compute weights and rejection of a whole batch, before the first update on it.
+    """Compute weights and rejection for a whole batch, before the first update on it.
 
-    ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool), ``lags``
-    (int) and ``advantages`` (needed if a rejection looks at their sign, else ``ValueError``) are ``[batch, seq]``. A
-    row is a whole sequence; entries outside the mask are never read. Computed in float64; the weights are float32, or
-    float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens that are trained on, before
-    rejection; the mean weight is taken over the trained tokens that also stay, or if ``by_sequence`` (the loss is a
-    mean over sequences) over the sequences that have such tokens, each counting with the mean of these tokens.
-    ``lags``, ``max_lag`` and ``capped`` are those of `lag_buckets`.
+    ``proximal_logprobs`` (the trainer's before the update), ``behaviour_logprobs``, ``response_mask`` (bool), ``lags``
+    (int) and ``advantages`` are ``[batch, seq]``; a row is a whole sequence. Entries outside the mask are never read.
+    ``advantages`` are required if a rejection depends on their sign (else ``ValueError``). Computed in float64; the
+    weights are float32, or float64 if an input is. ``trained`` (bool, default: the response mask) marks the tokens to
+    train on, before rejection. ``lags``, ``max_lag`` and ``capped`` are those of `lag_buckets`.
+
+    The mean weight, by which ``normalize`` divides, is over the trained tokens that are kept. With ``by_sequence`` (the
+    loss is a mean over sequences), it is the mean over sequences of their tokens' means.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
-    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: that mean,
-    before normalisation. With ``max_lag`` the first two are also reported per lag, as ``lag_<n>/...``.
-    ``ValueError`` for a wrong shape or type.
+    were rejected; ``rejected_sequences_share``: responses whose tokens were all rejected; ``weight_mean``: the mean
+    weight before normalisation. With ``max_lag``, the two shares of tokens are also reported per lag, as
+    ``lag_<n>/...``. ``ValueError`` for a wrong shape or dtype.
     """
     checked_mask(response_mask)
     for name, tensor in (("proximal_logprobs", proximal_logprobs), ("behaviour_logprobs", behaviour_logprobs)):
@@ -252,11 +256,11 @@ def correct(
 
 
 def parse_correction(args: Mapping[str, Any]) -> Correction:
-    """Build a correction from plain values of a configuration file.
+    """Build a correction from the mapping `train_infer_correction` of a configuration file.
 
-    ``weight``: the arguments of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the arguments of
-    `SecondMomentRejection` (if ``second_moment`` is given), `DivergenceRejection` (if ``divergence`` or ``threshold``
-    is) or `RatioRejection`. Raises `ConfigError` with every wrong key, type, range and combination.
+    ``weight``: the arguments of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list with the arguments of a
+    `SecondMomentRejection` (recognised by ``second_moment``), `DivergenceRejection` (by ``divergence`` or
+    ``threshold``) or `RatioRejection`. Raises `ConfigError` listing every wrong key, type, range and combination.
     """
     path = "train_infer_correction"
     problems = Problems()
@@ -297,7 +301,7 @@ _KINDS = {
     "divergence": "rejection by divergence",
     "threshold": "rejection by divergence",
 }
-"""Key that only one kind of rejection has -> its name."""
+"""Key that identifies a kind of rejection -> the kind's name."""
 
 
 def _build(name: str, record: type, args: Any, path: str) -> Any:
@@ -312,7 +316,7 @@ def _owners(key: str) -> list[str]:
 
 
 def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight | None) -> tuple[Tensor, Tensor]:
-    """Return the weights (1 everywhere without a setting), and a bool mask of those that a bound changed."""
+    """Return the weights (1 everywhere if ``weight`` is None), and a bool mask of those that a bound changed."""
     if weight is None:
         return torch.ones_like(log_ratio), torch.zeros_like(mask)
     log_ratio = _at_level(log_ratio, mask, weight.level)
@@ -325,7 +329,7 @@ def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight |
 
 
 def _mean_weight(weights: Tensor, staying: Tensor, by_sequence: bool) -> Tensor:
-    """Return the mean over tokens, or over sequences of the mean over their tokens; 0-d, 0 without tokens."""
+    """Return the mean weight over tokens, or the mean over sequences of their tokens' means; 0-d, 0 without tokens."""
     lengths, totals = staying.sum(-1), keep(weights, staying).sum(-1)
     if by_sequence:
         return (totals / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
@@ -333,8 +337,8 @@ def _mean_weight(weights: Tensor, staying: Tensor, by_sequence: bool) -> Tensor:
 
 
 def _at_level(values: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return token values ``[batch, seq]`` (0 outside ``mask``), or the mean of their run, or the sum or mean of their
-    row, at each position."""
+    """Aggregate token values ``[batch, seq]`` (0 outside ``mask``) to a level: each position gets its own value, the
+    mean of its segment, or the sum (``sequence``) or mean (``geometric``) of its row."""
     if level == "token":
         return values
     if level == "segment":
@@ -346,7 +350,7 @@ def _at_level(values: Tensor, mask: Tensor, level: Level) -> Tensor:
 
 
 def _accepted(values: Tensor, mask: Tensor, level: RejectionLevel, accepts: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what ``accepts`` returns for values at a level, bool ``[batch, seq]``; with ``veto`` for whole rows."""
+    """Apply ``accepts`` to values at a level, bool ``[batch, seq]``. With ``veto``, a row needs all tokens accepted."""
     if level == "veto":
         return (accepts(values) | ~mask).all(-1, keepdim=True).expand(values.shape)
     return accepts(_at_level(values, mask, level))

@@ -1,9 +1,9 @@
-"""Denoising steps of a flow-matching model as decisions of a Gaussian policy: moments, log-probabilities, divergences.
+"""Denoising steps of a flow-matching model as actions of a Gaussian policy: moments, log-probabilities, KL divergences.
 
-With noise level s from 1 (noise) to 0 (picture), x_s = (1 - s) x_0 + s e, and the model predicts the velocity v =
-E[e - x_0 | x_s]. A deterministic step from s to s' is x + v dt with dt = s' - s (below 0). A stochastic step draws the
-next latent from N(mean, std^2 I), so it has a log-probability, as a text token has. Everything here is float32 (float64
-if an input is), works row by row, and leaves its inputs as they are.
+With noise level s from 1 (noise) to 0 (image), x_s = (1 - s) x_0 + s e, and the model predicts the velocity v =
+E[e - x_0 | x_s]. A deterministic (ODE) step from s to s' is x + v dt with dt = s' - s < 0. A stochastic (SDE) step
+draws the next latent from N(mean, std^2 I), so it has a log-probability, like a text token. Computation is float32
+(float64 if an input is) and independent per row; inputs are not modified.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 Reduce = Literal["mean", "sum"]
 PerRow = float | Tensor
-"""One number for all rows, or a tensor ``[batch]`` with one for each."""
+"""One number for all rows, or a tensor ``[batch]``."""
 Moments = tuple[Tensor, Tensor]
-"""Mean ``[batch, ...]`` of the next latent, and standard deviation ``[batch, 1, ...]`` of each of its dimensions."""
+"""Mean ``[batch, ...]`` of the next latent, and its standard deviation per dimension, ``[batch, 1, ...]``."""
 
 
 def flow_sde(x: Tensor, v: Tensor, s: Tensor, to: Tensor, noise: Tensor, first_level: float) -> Moments:
     """Return the moments of Flow-GRPO's SDE (arXiv 2505.05470).
 
-    g = noise sqrt(s / (1 - s)), at s = 1 with ``first_level`` for s in the denominator;
+    g = noise sqrt(s / (1 - s)), where at s = 1 ``first_level`` replaces s in the denominator;
     mean = x (1 + g^2 dt / (2 s)) + v (1 + g^2 (1 - s) / (2 s)) dt; std = g sqrt(-dt).
     For small steps the marginals are those of the ODE.
     """
@@ -40,15 +40,15 @@ def cps(x: Tensor, v: Tensor, s: Tensor, to: Tensor, noise: Tensor, first_level:
     """Return the moments of coefficients-preserving sampling (arXiv 2509.05952).
 
     std = s' sin(noise pi / 2); mean = x_0 (1 - s') + e sqrt(s'^2 - std^2), with the predictions x_0 = x - s v and e =
-    x + (1 - s) v. Old and new noise together have exactly the level s', whatever the length of the step; the last step
-    has no noise. The spread of x_0 given x is lost, so the marginals are the ODE's only for a sure x_0.
+    x + (1 - s) v. Old and new noise together have exactly level s' for any step size; the last step has no noise. The
+    variance of x_0 given x is ignored, so the marginals equal the ODE's only if x determines x_0.
     """
     angle = noise * (math.pi / 2)
     return (x - s * v) * (1 - to) + (x + (1 - s) * v) * (to * angle.cos()), to * angle.sin()
 
 
 def dance(x: Tensor, v: Tensor, s: Tensor, to: Tensor, noise: Tensor, first_level: float) -> Moments:
-    """Return the moments of DanceGRPO's SDE (arXiv 2505.07818), noise of the same strength at each level.
+    """Return the moments of DanceGRPO's SDE (arXiv 2505.07818), with the same noise strength at each level.
 
     score = -(x - (1 - s) x_0) / s^2 with x_0 = x - s v; mean = x + v dt - noise^2 score dt / 2; std = noise sqrt(-dt).
     For small steps the marginals are those of the ODE; close to s = 0 the steps must be smaller than s.
@@ -63,7 +63,8 @@ KINDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Momen
     "cps": cps,
     "dance": dance,
 }
-"""Name -> function of (latent, velocity, level, next level, noise, first level below 1), all of the latent's rank."""
+"""Name -> function of (latent, velocity, level, next level, noise, first level below 1). Tensors have the latent's
+number of dimensions."""
 
 
 def step_moments(
@@ -77,9 +78,9 @@ def step_moments(
 ) -> Moments:
     """Return mean ``[batch, ...]`` and standard deviation ``[batch]`` of the next latent.
 
-    ``latent`` and ``velocity`` are ``[batch, ...]``; ``0 <= next_level < level <= 1``. ``noise`` is the strength of the
-    ``kind``, at least 0, and for `cps` at most 1; with 0 the mean is the step x + v dt of the ODE and the deviation 0.
-    ``first_level`` is the level after 1, that is ``levels(...)[1]``. ``ValueError`` for an unknown kind.
+    ``latent`` and ``velocity`` are ``[batch, ...]``; ``0 <= next_level < level <= 1``. ``noise`` is the noise strength
+    of the ``kind``, at least 0, and for `cps` at most 1; with 0 the mean is the ODE step x + v dt and the deviation 0.
+    ``first_level`` is the level after 1, ``levels(...)[1]``. ``ValueError`` for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of sampling {kind!r}; valid: {', '.join(KINDS)}")
@@ -92,10 +93,10 @@ def step_moments(
 def log_prob(sample: Tensor, mean: Tensor, std: Tensor, reduce: Reduce = "mean") -> Tensor:
     """Return the log-density ``[batch]`` of ``sample`` under N(mean, std^2 I), in nats.
 
-    ``sample`` and ``mean`` are ``[batch, ...]``, ``std`` is ``[batch]``. With `mean` it is divided by the number of
-    dimensions, as in Flow-GRPO: the ratio of two policies then stays near 1, and clip ranges are of the order of 1e-4;
-    with `sum` it is the log-density itself, and they are of the order of 0.2. A row with deviation 0 is no decision:
-    its value and gradient are 0, and it belongs outside the response mask.
+    ``sample`` and ``mean`` are ``[batch, ...]``, ``std`` is ``[batch]``. With ``reduce="mean"`` the log-density is
+    divided by the number of dimensions, as in Flow-GRPO: ratios then stay near 1, and clip ranges are of the order of
+    1e-4. With ``"sum"`` it is not divided, and clip ranges are of the order of 0.2. For a row with deviation 0 (a
+    deterministic step), value and gradient are 0; exclude it with the response mask.
     """
     sure, width = _width(std, mean)
     squares = ((_wide(sample) - _wide(mean)) / width).square()
@@ -106,8 +107,8 @@ def log_prob(sample: Tensor, mean: Tensor, std: Tensor, reduce: Reduce = "mean")
 def kl(mean: Tensor, mean_ref: Tensor, std: Tensor, reduce: Reduce = "mean") -> Tensor:
     """Return KL(N(mean, std^2 I) || N(mean_ref, std^2 I)) ``[batch]`` = |mean - mean_ref|^2 / (2 std^2), in nats.
 
-    Shapes, ``reduce`` and rows with deviation 0 are as in `log_prob`. The reference has the same deviation, since that
-    depends on the level alone.
+    Shapes, ``reduce`` and rows with deviation 0 are as in `log_prob`. Both distributions have the same deviation,
+    because it depends on the noise level only.
     """
     sure, width = _width(std, mean)
     squares = ((_wide(mean) - _wide(mean_ref)) / width).square()
@@ -115,10 +116,11 @@ def kl(mean: Tensor, mean_ref: Tensor, std: Tensor, reduce: Reduce = "mean") -> 
 
 
 def levels(steps: int, shift: float = 1.0) -> Tensor:
-    """Return the noise levels ``[steps + 1]`` from 1 to 0 of `FlowMatchEulerDiscreteScheduler` with a constant shift.
+    """Return diffusers' `FlowMatchEulerDiscreteScheduler` noise levels with a constant shift, ``[steps + 1]``, 1 to 0.
 
-    Evenly spaced s become shift s / (1 + (shift - 1) s) (Esser et al., arXiv 2403.03206, equation 23); the scheduler
-    shifts the lowest level, 1 / 1000, twice. The model's time step is 1000 s. ``ValueError`` unless both are positive.
+    Evenly spaced s become shift s / (1 + (shift - 1) s) (Esser et al., arXiv 2403.03206, equation 23); as in that
+    scheduler, the lowest level, 1 / 1000, is shifted twice. The model's time step is 1000 s. ``ValueError`` unless
+    ``steps`` and ``shift`` are positive.
     """
     if steps < 1 or not 0 < shift < math.inf:
         raise ValueError(f"a schedule needs at least one step and a positive shift, not {steps} and {shift}")
@@ -128,11 +130,11 @@ def levels(steps: int, shift: float = 1.0) -> Tensor:
 
 
 def window(steps: int, size: int, within: int, seed: int | Sequence[int]) -> range:
-    """Return the indices of the stochastic steps: ``size`` in a row among the first ``within`` of ``steps``.
+    """Return the indices of the stochastic steps: ``size`` consecutive ones among the first ``within`` of ``steps``.
 
-    The position is drawn from ``seed`` (one number or several), and is the same on every machine; ``within = size``
-    fixes it at the beginning. Flow-GRPO-Fast takes one or two in the first half. ``ValueError`` unless
-    ``1 <= size <= within <= steps``.
+    Their position is random, determined by ``seed`` (one integer or several); with ``within = size`` they are the first
+    steps. Flow-GRPO-Fast uses one or two steps in the first half. ``ValueError`` unless ``1 <= size <= within <=
+    steps``.
     """
     if not 1 <= size <= within <= steps:
         raise ValueError(f"a window of {size} within the first {within} of {steps} steps does not fit")
@@ -141,13 +143,13 @@ def window(steps: int, size: int, within: int, seed: int | Sequence[int]) -> ran
 
 
 def per_row(value: PerRow, like: Tensor) -> Tensor:
-    """Return numbers ``[batch]``, or one for all rows, in a shape that multiplies ``like`` ``[batch, ...]``."""
+    """Reshape a number, or a tensor ``[batch]``, so that it broadcasts over ``like`` ``[batch, ...]``."""
     numbers = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     return numbers.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _width(std: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows have deviation 0, and the deviations with 1 in these rows."""
+    """Return a mask of the rows with deviation 0, and the deviations with these replaced by 1."""
     deviation = per_row(std, _wide(like))
     sure = deviation == 0
     return sure, deviation.masked_fill(sure, 1)

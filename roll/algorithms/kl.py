@@ -1,9 +1,9 @@
-"""Per-token estimators of a KL divergence, the KL penalty in token rewards, and controllers of its weight.
+"""Per-token estimators of a KL divergence, the KL penalty in token rewards, and controllers of its coefficient.
 
-Samples come from the first distribution. Used as values, k1 is unbiased with high variance, k2 is biased with low
-variance, and k3 is unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020). Used as losses, they
-rank differently. The expected gradient of k1 is 0. The gradient of k3 is that of the forward divergence, KL(reference
-|| policy). Only k2 has the gradient of the intended divergence, KL(policy || reference) (Liu et al., arXiv 2510.01555;
+Tokens are sampled from the policy, and d = log policy - log reference. As values, k1 is unbiased with high variance, k2
+is biased with low variance, and k3 is unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020).
+As losses, the expected gradient of k1 is 0, and that of k3 is the gradient of the forward divergence, KL(reference ||
+policy). Only k2 has the gradient of the intended divergence, KL(policy || reference) (Liu et al., arXiv 2510.01555;
 Shah et al., arXiv 2512.21852).
 """
 
@@ -19,17 +19,17 @@ from roll.algorithms.aggregation import checked_mask, checked_shape, keep
 
 
 def k1(difference: Tensor) -> Tensor:
-    """Return d: unbiased, and of either sign. It is useless as a loss, because its gradient has expectation 0."""
+    """Return d: unbiased, and of either sign. Useless as a loss, because its expected gradient is 0."""
     return difference
 
 
 def absolute(difference: Tensor) -> Tensor:
-    """Return abs(d), a distance of the log-probabilities that estimates no KL divergence."""
+    """Return abs(d): a distance between log-probabilities, not an estimate of a KL divergence."""
     return difference.abs()
 
 
 def k2(difference: Tensor) -> Tensor:
-    """Return d^2 / 2: biased, never negative. On tokens of the policy its gradient is unbiased."""
+    """Return d^2 / 2: biased, never negative. Its gradient is unbiased on tokens sampled from the policy."""
     return difference.square() / 2
 
 
@@ -42,9 +42,9 @@ def k3_straight_through(difference: Tensor) -> Tensor:
     """Return the value of k3 with the gradient of k2: a low-variance value, and the right expected gradient.
 
     For a token x sampled from the policy, E[d grad log policy(x)] is the gradient of KL(policy || reference) of the
-    next-token distribution, since E[grad log policy] = 0 (arXiv 2510.01555, 2512.21852). A token also changes the
-    divergence of the tokens after it. No per-token loss includes that effect; the penalty in the rewards does. On
-    tokens of another policy the estimate needs importance weights.
+    next-token distribution, since E[grad log policy] = 0 (arXiv 2510.01555, 2512.21852). A token also affects the
+    divergence at later tokens; no per-token loss includes that effect, but a KL penalty in the rewards does. For tokens
+    sampled from another policy, the estimate needs importance weights.
     """
     carrier = k2(difference)
     return k3(difference).detach() + (carrier - carrier.detach())
@@ -77,7 +77,7 @@ def token_kl(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor
 
 
 def sequence_token_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Place the reward of each sequence ``[batch]`` on its last response token, ``[batch, seq]``.
+    """Return token rewards ``[batch, seq]`` with each sequence's reward ``[batch]`` on its last response token.
 
     The result is float32, or float64 if the rewards are. ``ValueError`` for a wrong shape.
     """
@@ -96,18 +96,17 @@ def kl_penalised_token_rewards(
     kl_coef: float,
     estimator: str = "k3",
 ) -> Tensor:
-    """Return token rewards: -kl_coef x KL at each response token, plus the sequence's reward at its last.
+    """Return token rewards: -kl_coef x KL at each response token, plus the sequence's reward on the last one.
 
-    ``rewards`` are ``[batch]``, the others ``[batch, seq]``; the result is ``[batch, seq]`` without gradient, 0 outside
-    the mask (Ziegler et al., arXiv 1909.08593). A sequence without response tokens gets no reward, since it has no
-    token to put it on.
+    ``rewards`` are ``[batch]``, the other tensors ``[batch, seq]``; the result is ``[batch, seq]``, without gradient, 0
+    outside the mask (Ziegler et al., arXiv 1909.08593). The reward of a sequence without response tokens is lost.
     """
     penalty = token_kl(logprobs.detach(), reference_logprobs.detach(), response_mask, estimator)
     return sequence_token_rewards(rewards.detach(), response_mask) - kl_coef * penalty
 
 
 class KLController:
-    """The weight ``coef`` of a KL penalty: constant, unless a subclass moves it."""
+    """The coefficient ``coef`` of a KL penalty. Constant here; subclasses may adapt it."""
 
     def __init__(self, coef: float) -> None:
         """Raise ``ValueError`` unless ``coef`` is finite and at least 0."""
@@ -116,18 +115,18 @@ class KLController:
         self.coef = coef
 
     def update(self, kl: float, samples: int) -> None:
-        """Report that the divergence was ``kl`` nats per response, over ``samples`` responses."""
+        """Adapt the coefficient to a measured divergence of ``kl`` nats per response, over ``samples`` responses."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must keep, as plain values; nothing for a constant, which the configuration sets."""
+        """Return the state to checkpoint, as plain values; empty for a constant, which the configuration sets."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 class AdaptiveKLController(KLController):
-    """A weight that rises while the divergence is above its target and falls while it is below.
+    """A coefficient that rises while the divergence is above its target, and falls while it is below.
 
     error = clip(kl / target - 1, -0.2, 0.2); coef <- coef x (1 + error x samples / horizon) (Ziegler et al., arXiv
     1909.08593, section 2.2).
@@ -138,7 +137,7 @@ class AdaptiveKLController(KLController):
     def __init__(self, init_coef: float, target: float, horizon: int) -> None:
         """Set the ``target`` in nats and the ``horizon`` in samples.
 
-        ``ValueError`` unless all arguments are finite and above 0: a weight of 0 could never leave 0.
+        ``ValueError`` unless all arguments are finite and above 0: a coefficient of 0 would stay 0.
         """
         for name, value in (("init_coef", init_coef), ("target", target), ("horizon", horizon)):
             if not 0 < value < math.inf:
@@ -148,10 +147,10 @@ class AdaptiveKLController(KLController):
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Take one step towards the target.
+        """Move the coefficient one step, given a measured divergence of ``kl`` nats per response.
 
-        ``samples`` is capped at the horizon, or the weight could become negative. An infinite ``kl`` counts as a very
-        large one: the clipped error bounds the step. A NaN says nothing about the divergence, so the weight stays.
+        ``samples`` is capped at the horizon, so that the coefficient stays positive. An infinite ``kl`` counts as a
+        very large one, because the error is clipped. With NaN the coefficient does not change.
         """
         if math.isnan(kl):
             return
@@ -162,7 +161,7 @@ class AdaptiveKLController(KLController):
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the weight; ``ValueError`` if it is missing, not finite or not above 0."""
+        """Restore the coefficient. ``ValueError`` if it is missing, not finite or not above 0."""
         coef = state.get("coef")
         if coef is None or not 0 < coef < math.inf:
             raise ValueError(f"the state of an adaptive KL controller needs a finite coef above 0, not {dict(state)}")

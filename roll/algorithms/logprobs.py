@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens, and entropies, from logits or straight from the hidden states before them.
+"""Memory-efficient log-probabilities of given tokens, and entropies, from logits or from the LM head's hidden states.
 
-Exact in float32 or better whatever the precision of the logits. From logits, a vocabulary-sized float32 copy exists for
-one chunk of positions at a time, in the backward pass as well. From hidden states, the logits and their gradient also
-exist for one chunk at a time: for 4,096 positions and 150,000 tokens each of these would take 2.3 GiB. Nothing is
-masked here.
+Computed in float32 or better, whatever the precision of the logits. From logits, the float32 copy exists for one chunk
+of positions at a time, in the backward pass as well. From hidden states, even the logits and their gradient exist for
+one chunk at a time; each would take 2.3 GiB for 4,096 positions and a vocabulary of 150,000. These functions apply no
+mask.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from torch.utils.checkpoint import checkpoint
 from roll.algorithms.aggregation import checked_shape
 
 CHUNK_ELEMENTS = 2**26
-"""Number of logits processed at a time if logits are given (256 MiB in float32)."""
+"""Number of logits (positions x vocabulary) processed at a time if logits are given (256 MiB in float32)."""
 
 LINEAR_CHUNK_ELEMENTS = 2**25
-"""Number of logits held at a time if they are computed here (128 MiB in float32, plus up to twice that).
+"""Number of logits processed at a time if they are computed from hidden states (128 MiB in float32, plus up to twice
+that).
 
-For 150,000 tokens these are 223 positions. The time to compute them roughly equals the time a GPU takes to read the
-weight.
+With a vocabulary of 150,000 this is 223 positions, for which computing on a GPU takes about as long as reading the
+head's weight.
 """
 
 
 _EntropyUse = Literal["none", "metric", "loss"]
-"""The use of entropies: not computed, computed without a gradient, or with one."""
+"""Use of entropies: not computed, computed without a gradient (metric), or computed with a gradient (loss)."""
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Tensor:
-    """Return log softmax(logits / temperature) at the targets.
+    """Return log softmax(logits / temperature) at the targets, with gradient.
 
-    ``logits`` ``[..., vocabulary]``, ``targets`` int ``[...]``; returns ``[...]`` in float32 (float64 for float64
+    ``logits`` are ``[..., vocabulary]``, ``targets`` int ``[...]``; returns float32 ``[...]`` (float64 for float64
     logits). Raises ``ValueError`` for a temperature that is not positive (a greedy distribution has no gradient), and
     for targets of another shape or type.
     """
@@ -53,9 +54,9 @@ def token_logprobs_and_entropy(
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of ``token_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
+    """Return the result of `token_logprobs`, and the entropy (nats) of the distribution at each position, ``[...]``.
 
-    The entropy carries a gradient only if ``entropy_gradient`` is true; as a metric it costs no memory.
+    The entropy carries a gradient only with ``entropy_gradient``; without one it needs no additional memory.
     """
     entropy_use: _EntropyUse = "loss" if entropy_gradient else "metric"
     logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, entropy_use)
@@ -70,12 +71,12 @@ def linear_logprobs(
     temperature: float = 1.0,
     chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> Tensor:
-    """Return ``token_logprobs`` of the logits ``hidden @ weight.T + bias``, which never exist as a whole.
+    """Return `token_logprobs` of the logits ``hidden @ weight.T + bias``, without holding all logits at once.
 
-    ``hidden`` ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or ``None``, ``targets``
-    int ``[...]``; returns ``[...]`` in float32 (float64 for float64 inputs), with gradients to ``hidden``, ``weight``
-    and ``bias``. The product is computed in the precision of its factors, the rest in float32 or better. If all logits
-    fit into ``chunk_elements``, values and gradients are bit-identical to those of ``token_logprobs``. Raises
+    ``hidden`` is ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or None, ``targets``
+    int ``[...]``; returns float32 ``[...]`` (float64 for float64 inputs), with gradients for ``hidden``, ``weight`` and
+    ``bias``. The matrix product is computed in the precision of its factors, the rest in float32 or better. If all
+    logits fit into ``chunk_elements``, values and gradients are bit-identical to those of `token_logprobs`. Raises
     ``ValueError`` for a temperature that is not positive.
     """
     (logprobs,) = _linear(hidden, weight, bias, targets, temperature, chunk_elements, "none")
@@ -91,7 +92,7 @@ def linear_logprobs_and_entropy(
     entropy_gradient: bool = False,
     chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of ``linear_logprobs``, and the entropy as ``token_logprobs_and_entropy`` does."""
+    """Return the result of `linear_logprobs`, and the entropies as `token_logprobs_and_entropy` does."""
     entropy_use: _EntropyUse = "loss" if entropy_gradient else "metric"
     logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, entropy_use)
     return logprobs, entropy
@@ -110,7 +111,7 @@ def _in_chunks(
     if len(flat_targets) <= rows:
         pieces = [_chunk(flat_logits, flat_targets, temperature, entropy_use)]
     else:
-        # Recomputing a chunk in the backward pass keeps its float32 copy from being stored until then.
+        # Chunks are recomputed in the backward pass, so that their float32 copies need not be stored until then.
         pieces = [
             checkpoint(_chunk, chunk, chunk_targets, temperature, entropy_use, use_reentrant=False)
             for chunk, chunk_targets in zip(flat_logits.split(rows), flat_targets.split(rows), strict=True)
@@ -173,9 +174,9 @@ def _entropy_of(scaled: Tensor, log_normalizer: Tensor) -> Tensor:
 class _ChunkedHead(torch.autograd.Function):
     """Log-probabilities (and entropies) of flat hidden states; logits exist only in chunks, forward and backward.
 
-    The forward pass goes through chunks of positions and keeps one normaliser per position. The backward pass can
-    therefore split the vocabulary instead, and computes its logits again. Each row of the weight's gradient is then
-    computed once, in place; chunks of positions would sum gradients of the weight's size, in its precision. Only the
+    The forward pass processes chunks of positions and stores one normaliser per position. With these, the backward pass
+    can process chunks of the vocabulary instead, recomputing their logits. Each row of the weight's gradient is then
+    computed once, in place; chunks of positions would add up gradients of the weight's size, in its precision. Only the
     gradient of the hidden states is a sum over chunks. It is small, and is summed in float32 or better.
     """
 
@@ -191,7 +192,7 @@ class _ChunkedHead(torch.autograd.Function):
         entropy_use: _EntropyUse,
     ) -> tuple[Tensor, ...]:
         rows = _rows_of(len(weight), chunk_elements)
-        # Filled in place: keeping an intermediate of each chunk would scatter small blocks among the large ones.
+        # Filled in place: one result tensor per chunk would fragment memory.
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, log_normalizer, entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for start in range(0, len(hidden), rows):
@@ -241,7 +242,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _columns_of(positions: int, chunk_elements: int) -> int:
     columns = max(1, chunk_elements // positions)
-    # Matrix products are fastest where rows are aligned.
+    # Matrix products are fastest with aligned rows.
     return columns if columns < 64 else columns - columns % 64
 
 
@@ -252,10 +253,10 @@ def _scaled_logit_gradient(
     entropy: Tensor | None,
     entropy_gradient: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the scaled logits x in some columns of the vocabulary; overwrite ``log_probabilities``.
+    """Return the gradient of the scaled logits x in a chunk of the vocabulary. Overwrites ``log_probabilities``.
 
-    d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H). ``targets`` count from the first column
-    and may lie outside.
+    d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H). ``targets`` are relative to the chunk's
+    first column and may lie outside.
     """
     if entropy is None or entropy_gradient is None:
         gradient = log_probabilities.exp_().mul_(-logprob_gradient[:, None])

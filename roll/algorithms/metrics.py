@@ -1,15 +1,15 @@
-"""Metrics of losses, critics, staleness and engine mismatch, as sums that add up over micro-batches and ranks.
+"""Training metrics (losses, critics, staleness, mismatch with the engine), as sums over micro-batches and ranks.
 
-Only sums and maxima are exchanged. Ratios of sums (means, effective sample size) and quantiles are computed once, at
-the end, so a metric does not depend on how the batch was split. Every part of a batch has the same names in the same
-order. The sums are float64: a ratio of e^40 is exact enough. A ratio of e^2000 makes chi2 infinite and the effective
-sample size 0. Nothing becomes NaN unless a log-probability was NaN.
+Parts of a batch contribute sums and maxima only. Ratios of sums (means, effective sample size) and quantiles are
+computed once, at the end, so a metric does not depend on how the batch was split. Every part of a batch has the same
+names in the same order. The sums are float64: a ratio of e^40 is precise enough; a ratio of e^2000 makes chi2 infinite
+and the effective sample size 0. Nothing becomes NaN unless a log-probability was NaN.
 
-Two implementations of the same model differ by rounding, or by a mistake. Neither is off-policy data, and no correction
-is meant for it; `mismatch` measures the difference on tokens of equal weights. Its quantiles come from counts in fixed
-logarithmic bins of the absolute difference, 20 a decade from 1e-8 to 100 nats: a quantile is reported as the geometric
-middle of its bin, at most 6 % off. Less than 1e-8 is reported as 0 (float32 does not resolve it), more than 100 as the
-largest difference.
+The log-probabilities of trainer and engine differ by rounding, or because of a bug, even for the same weights. This is
+not off-policy data, and corrections are not meant for it; the metrics ``mismatch/...`` measure it on tokens that were
+sampled with the trainer's current weights. Quantiles come from a histogram of the absolute difference with logarithmic
+bins, 20 per decade from 1e-8 to 100 nats. They are reported as the geometric middle of their bin, at most 6 % off;
+below 1e-8 as 0 (float32 does not resolve it), above 100 as the largest difference.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from torch import Tensor
 from roll.algorithms.aggregation import keep
 
 TRAINED_TOKENS, TRAINED_SEQUENCES = "trained/tokens", "trained/sequences"
-"""Names of the sums that normalise the loss."""
+"""Names of the sums that are the divisors of the loss."""
 
 
 @dataclass
 class PartMetrics:
-    """Sums and maxima over a part of a batch by name, without gradient. Every part has the same names in one order."""
+    """Contribution of a part of a batch to its metrics, without gradient. All parts have the same names, in order."""
 
     sums: dict[str, Tensor]
-    """0-d, or 1-d for the counts of a histogram."""
+    """Name -> sum over the part: 0-d, or 1-d for histogram counts."""
     maxima: dict[str, Tensor]
-    """0-d."""
+    """Name -> maximum over the part, 0-d."""
     metrics_of: Callable[[dict[str, Any], dict[str, float]], dict[str, float]]
-    """Function of the sums and the maxima of the whole batch, by name, that returns its metrics."""
+    """Function that returns the metrics, given the whole batch's sums and maxima by name."""
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """Return float64 vectors of the entries to sum over parts and of the entries to maximise."""
+        """Return two float64 vectors: the entries to sum over parts, and the entries to take the maximum of."""
         sums = torch.cat([value.double().reshape(-1) for value in self.sums.values()])
         return sums, torch.stack([value.double() for value in self.maxima.values()])
 
     def named(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return the sums of the whole batch by name, from the combined vector of all its parts."""
+        """Return the whole batch's sums by name, given the sum of all parts' vectors."""
         named: dict[str, Any] = {}
         start = 0
         for name, value in self.sums.items():
@@ -55,9 +55,9 @@ class PartMetrics:
         return named
 
     def from_vectors(self, sums: Sequence[float], maxima: Sequence[float], divisor: float = 1.0) -> dict[str, float]:
-        """Return the metrics of the whole batch from the combined vectors of all its parts.
+        """Return the whole batch's metrics, given the sum and the maximum of all parts' vectors.
 
-        ``divisor`` is that of the totals, if they were not normalised before.
+        ``divisor`` divides the losses (names ``total/...``), if they were not normalised before.
         """
         named = self.named(sums)
         if divisor != 1.0:
@@ -66,7 +66,7 @@ class PartMetrics:
 
 
 def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
-    """Combine the parts of a batch: return the sums and the maxima of the whole batch."""
+    """Return the sum of the parts' vectors of sums, and the maximum of their vectors of maxima."""
     vectors = [part.vectors() for part in parts]
     return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)
 
@@ -84,17 +84,17 @@ def policy_metrics(
 ) -> PartMetrics:
     """Return the metrics of a policy for one part of a batch.
 
-    ``totals`` are 0-d contributions by name, already normalised over the whole batch. All other tensors are ``[batch,
-    seq]`` with at least one entry. ``token_metrics`` are values per token by name. ``logprobs`` are of the current
-    policy, ``behaviour_logprobs`` of the policy that sampled. ``buckets`` are the `lag_buckets` of the response mask.
-    ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights behind ``logprobs``; without
-    it, the mismatch is not measured. ``trained`` (bool) marks the tokens of the loss; default: the response mask.
-    ``shares`` are those of `trained_counts`. Entries outside the masks are never read. The ratio is not clamped,
-    because an overflow must be visible.
+    ``totals`` are 0-d contributions to losses by name, already normalised over the whole batch. All other tensors are
+    ``[batch, seq]`` with at least one entry. ``token_metrics`` are per-token values by name. ``logprobs`` are those of
+    the current policy, ``behaviour_logprobs`` those recorded at sampling. ``buckets`` are the `lag_buckets` of the
+    response mask. ``mismatch_mask`` (bool) marks the response tokens that were sampled with the weights that computed
+    ``logprobs``; without it, the mismatch is not measured. ``trained`` (bool) marks the trained tokens; default: the
+    response mask. ``shares``: see `trained_counts`. Entries outside the masks are never read. The ratio is not clamped,
+    so that an overflow is visible.
 
-    The whole batch has these metrics: the totals; the means of the token metrics; ``ratio_max`` and ``ratio_mean``;
-    ``ess``, ``kl`` (k3), ``k1`` and ``chi2``, and per lag ``lag_<n>/...``, as in `off_policy_metrics`; and
-    ``mismatch/...``, as in `mismatch_metrics`, if it was measured.
+    Metrics of the whole batch: the totals; the means of the token metrics; ``ratio_max`` and ``ratio_mean``; ``ess``,
+    ``kl`` (k3), ``k1`` and ``chi2``, and per lag ``lag_<n>/...``, as in `off_policy_metrics`; and ``mismatch/...``, as
+    in `mismatch_metrics`, if measured.
     """
     response_mask = buckets[""]
     trained = response_mask if trained is None else trained
@@ -112,9 +112,9 @@ def policy_metrics(
 
 
 def trained_counts(trained: Tensor, shares: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the numbers of trained tokens and of sequences that have one, from their mask ``[batch, seq]``.
+    """Return the number of trained tokens, and of sequences with at least one. ``trained``: bool ``[batch, seq]``.
 
-    ``shares`` ``[batch]``: the parts of their sequences that the rows are; None: they are whole.
+    ``shares`` ``[batch]``: the fraction of its sequence that each row is; None: each row is a whole sequence.
     """
     sequences = trained.any(-1)
     return {
@@ -142,11 +142,11 @@ def _policy_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[s
 
 
 def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of several optimizer steps into those of one training step.
+    """Combine the metrics of a training step's optimizer steps.
 
-    Values are means over the steps; ``ratio_max`` and ``error_max`` are the largest. Metrics of one lag are weighted by
-    the share of that lag, which a step may not have. ``mismatch/...`` is that of the first step, because only before
-    that step can the trainer have the same weights as the engine.
+    Values are means over the optimizer steps; ``ratio_max`` and ``error_max`` are maxima. Metrics per lag are weighted
+    by the lag's share of tokens, which may be 0 in some steps. ``mismatch/...`` is that of the first optimizer step,
+    because only before that can trainer and engine have the same weights.
     """
     names = dict.fromkeys(name for update in updates for name in update if not name.startswith("mismatch/"))
     first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
@@ -168,18 +168,19 @@ BINS_PER_DECADE = 20
 SMALLEST_DECADE, LARGEST_DECADE = -8, 2
 _DECADES = LARGEST_DECADE - SMALLEST_DECADE
 MISMATCH_SUMS = 3 + _DECADES * BINS_PER_DECADE + 2
-"""Number of entries of `mismatch_sums`: the sums of the difference, its absolute value and its square; then the counts
-of all bins, with one below and one above the range."""
+"""Number of entries of `mismatch_sums`: the sums of the difference, its absolute value and its square; then the
+histogram counts, including one bin below and one above the range."""
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 
 
 @torch.no_grad()
 def mismatch_sums(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums that add up over parts of a batch, and the largest absolute difference, which takes the maximum.
+    """Return a batch part's sums for `mismatch_metrics`, float64 ``[MISMATCH_SUMS]``, and the largest absolute
+    difference, 0-d.
 
-    The sums are float64 ``[MISMATCH_SUMS]``, the largest difference is 0-d. ``difference`` = log trainer - log engine
-    in nats and ``mask`` (bool, the tokens that count) are ``[batch, seq]``. Entries outside the mask are never read.
-    NaN counts as infinite in the bins, and stays visible in the sums.
+    ``difference`` = log-probability of the trainer - that of the engine, in nats; ``mask`` (bool) marks the tokens to
+    measure; both ``[batch, seq]``. Entries outside the mask are never read. NaN counts as infinite in the histogram,
+    and stays NaN in the sums.
     """
     difference = keep(difference.double(), mask)
     absolute = difference.abs()
@@ -193,10 +194,10 @@ def mismatch_sums(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mismatch_metrics(sums: Sequence[float], largest: float) -> dict[str, float]:
-    """Turn the sums of a whole batch into ``mismatch/...``, in nats per token.
+    """Return the metrics ``mismatch/...`` (nats per token) from the `mismatch_sums` and maximum of a whole batch.
 
-    ``mean`` and ``std`` of the difference; ``abs_mean``, ``p50``, ``p99`` and ``max`` of its absolute value;
-    ``tokens``. Without a token only ``tokens`` is returned: nothing was measured.
+    ``mean`` and ``std`` of the difference; ``abs_mean``, ``p50``, ``p99`` and ``max`` of its absolute value; and
+    ``tokens``, the number of measured tokens. If that is 0, only ``tokens`` is returned.
     """
     total, absolute_total, squares, *counts = sums
     tokens = sum(counts)
@@ -214,7 +215,7 @@ def mismatch_metrics(sums: Sequence[float], largest: float) -> dict[str, float]:
 
 
 def _quantile(counts: Sequence[float], rank: float, largest: float) -> float:
-    """Return the middle of the bin in which the running count reaches ``rank``."""
+    """Return the geometric middle of the bin in which the cumulative count reaches ``rank``."""
     position = next(index for index, reached in enumerate(itertools.accumulate(counts)) if reached >= rank)
     if position == 0:
         return 0.0
@@ -226,12 +227,13 @@ def _quantile(counts: Sequence[float], rank: float, largest: float) -> float:
 def lag_buckets(
     mask: Tensor, lags: Tensor | None = None, max_lag: int | None = None, capped: bool = False
 ) -> dict[str, Tensor]:
-    """Return ``mask`` (bool ``[batch, seq]``) under the empty name, and with ``max_lag`` its parts by lag.
+    """Split ``mask`` (bool ``[batch, seq]``) by lag. Return metric prefix -> mask; the empty prefix has all of it.
 
-    ``lags`` int ``[batch, seq]`` is the training step minus the version of the token. ``lag_<n>/`` has the tokens of
-    lag n, from 0 to ``max_lag``; the last also takes all older tokens. With ``capped``, set if older tokens may occur,
-    the last is called ``lag_<n>+/``. The names depend only on ``max_lag`` and ``capped``, never on the tokens.
-    ``ValueError`` if ``max_lag`` is negative, or given without ``lags``.
+    ``lags``, int ``[batch, seq]``, is the training step minus the token's version. Prefix ``lag_<n>/`` has the tokens
+    of lag n, from 0 to ``max_lag``; the last one includes all older tokens. With ``capped`` (older tokens may occur),
+    the last prefix is ``lag_<n>+/``. Prefixes depend only on ``max_lag`` and ``capped``, never on the tokens. Without
+    ``max_lag``, only the empty prefix is returned. ``ValueError`` if ``max_lag`` is negative, or given without
+    ``lags``.
     """
     if max_lag is None:
         return {"": mask}
@@ -243,9 +245,9 @@ def lag_buckets(
 
 @torch.no_grad()
 def off_policy_sums(log_ratio: Tensor, buckets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return 0-d float64 sums over the tokens of each of the `lag_buckets`, by name, without gradient.
+    """Return a batch part's sums for `off_policy_metrics`, for each of the `lag_buckets`: name -> 0-d float64.
 
-    ``log_ratio`` ``[batch, seq]`` = log current - log behaviour, in nats.
+    ``log_ratio`` ``[batch, seq]`` = log-probability of the current policy - that of the behaviour policy, in nats.
     """
     log_ratio = log_ratio.double()
     values = {
@@ -261,17 +263,17 @@ def off_policy_sums(log_ratio: Tensor, buckets: Mapping[str, Tensor]) -> dict[st
 
 
 def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Turn the sums of a whole batch (`off_policy_sums`, added up) into its metrics.
+    """Return the off-policy metrics from the `off_policy_sums` of a whole batch.
 
-    With rho the ratio current / behaviour of a token that the behaviour policy mu sampled:
+    With rho the ratio current / behaviour of a token sampled from the behaviour policy mu:
 
-    - ``ess``: (sum rho)^2 / (n sum rho^2), the effective sample size as a share of n tokens, in [0, 1] (Kong 1992);
+    - ``ess``: effective sample size (sum rho)^2 / (n sum rho^2), as a fraction of the n tokens, in [0, 1] (Kong 1992);
     - ``k1``: mean of -log rho, and ``k3``: mean of rho - 1 - log rho, at least 0: both estimate KL(mu || current) in
       nats per token (J. Schulman, "Approximating KL divergence", 2020);
     - ``chi2``: mean of rho^2, minus 1: estimates the chi-squared divergence of the current policy from mu.
 
-    ``lag_<n>/...`` has the same metrics for the tokens of one lag, and their ``share`` of all tokens. A lag without
-    tokens is left out. Without any token all values are 0.
+    ``lag_<n>/...`` are the same metrics for the tokens of one lag, and their ``share`` of all tokens. Lags without
+    tokens are left out. Without any token all values are 0.
     """
     plain = {name: float(value) for name, value in sums.items()}
     metrics: dict[str, float] = {}
@@ -294,7 +296,7 @@ def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float:
     if not tokens or squared == 0 or math.isinf(squared):
         return 0.0
-    # In this order no intermediate result overflows; only rounding can lead above 1.
+    # In this order no intermediate result overflows; rounding may exceed 1.
     return min(ratio / tokens * (ratio / squared), 1.0)
 
 
@@ -304,12 +306,12 @@ def value_metrics(
 ) -> PartMetrics:
     """Return the metrics of a critic for one part of a batch.
 
-    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``;
-    ``shares`` are those of `trained_counts`. Entries outside the mask are never read.
+    ``values``, ``returns``, ``clipped`` (1 where the gradient is clipped) and ``mask`` (bool) are ``[batch, seq]``;
+    ``shares``: see `trained_counts`. Entries outside the mask are never read.
 
-    The metrics of the batch: ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest
-    absolute error; ``clip_fraction``; and ``explained_variance``: 1 - Var(return - value) / Var(return), which is 1 for
-    a perfect critic, 0 for one that knows the mean only, and 0 if returns do not vary.
+    Metrics of the whole batch: ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest
+    absolute error; ``clip_fraction``; and ``explained_variance``, 1 - Var(return - value) / Var(return): 1 for a
+    perfect critic, 0 for a constant one, and 0 if all returns are equal.
     """
     predicted, wanted = (keep(tensor.double(), mask) for tensor in (values, returns))
     error = wanted - predicted
@@ -335,8 +337,8 @@ def supervised_metrics(loss: Tensor, logprobs: Tensor, entropy: Tensor, mask: Te
 
     ``logprobs``, ``entropy`` and ``mask`` (bool) are ``[batch, seq]``. Entries outside the mask are never read.
 
-    The metrics of the batch: ``loss``; ``cross_entropy`` and ``entropy``, means over the trained tokens in nats; the
-    largest cross-entropy of a token, ``error_max``; and the number of trained ``tokens``.
+    Metrics of the whole batch: ``loss``; ``cross_entropy`` and ``entropy``, means over the trained tokens in nats;
+    ``error_max``, the largest cross-entropy of a token; and ``tokens``, the number of trained tokens.
     """
     surprise = -keep(logprobs.detach().double(), mask)
     sums = {

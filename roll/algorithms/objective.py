@@ -1,11 +1,12 @@
-"""The loss of one optimizer step, as a picklable description that a trainer can apply to any part of the batch.
+"""Training objectives: picklable descriptions of the loss of one optimizer step, applicable to any part of its batch.
 
-For given responses it is their cross-entropy. For a policy it is policy loss + kl_loss_coef x KL to the reference +
-distillation_coef x KL to the teacher - entropy_loss_coef x entropy, each aggregated the same way with the normalisers
-of the whole batch. For a value model it is the squared error. Contributions of disjoint rows add up to the whole, in
-value, gradient and metrics. Losses see all response tokens, so that a sequence ratio covers the whole sequence. The
-aggregates, that of the entropy bonus too, count the tokens of the loss mask: the response tokens that remain after
-rejection and masks. The metric ``entropy`` is over all response tokens.
+- Policy: policy loss + kl_loss_coef x KL to the reference + distillation_coef x KL to the teacher - entropy_loss_coef x
+  entropy, each aggregated in the same way, with the normalisers of the whole batch.
+- Value model: squared error. Supervised fine-tuning: cross-entropy.
+
+Contributions of disjoint rows add up to the whole batch's value, gradient and metrics. Losses see all response tokens,
+so a sequence ratio covers the whole sequence. Aggregation, also of the entropy bonus, covers the trained tokens only:
+those in the loss mask that no rejection removed. The metric ``entropy`` is over all response tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from roll.algorithms.metrics import PartMetrics, lag_buckets, policy_metrics, su
 
 @dataclass
 class PolicyObjective:
-    """The training objective of a policy. Raises `ConfigError` or ``ValueError`` at once if a value cannot work."""
+    """Training objective of a policy. Construction raises `ConfigError` or ``ValueError`` for invalid settings."""
 
     max_response_length: int
-    """Tokens; the constant of `seq-mean-token-sum-norm`."""
+    """Constant divisor of `seq-mean-token-sum-norm`, in tokens."""
     pg_variant: str = "ppo"
     pg_variant_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: str = "token-mean"
@@ -45,27 +46,27 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     entropy_loss_coef: float = 0.0
     distillation_coef: float = 0.0
-    """Weight of the reverse KL divergence from the teacher as a term of the loss; 0: there is none."""
+    """Coefficient of the reverse KL divergence to the teacher in the loss; 0: no distillation."""
     old_policy: OldPolicy = "behaviour"
-    """The policy in the denominator of the ratio."""
+    """The log-probabilities that form the denominator of the ratio."""
     corrected: bool = False
-    """True if batches carry ``correction_weights``, which multiply the policy loss of each token."""
+    """True if each token's policy loss is multiplied by its ``correction_weights``."""
     weighted: bool = False
-    """True if batches carry ``sample_weights``, which multiply the whole loss of a sample and no normaliser."""
+    """True if a sample's whole loss is multiplied by its ``sample_weights``. Normalisers are not affected."""
     by_episode: bool = False
-    """True if batches carry ``episode_shares``: an episode of several samples is one sequence of the aggregation."""
+    """True if batches have ``episode_shares``: several samples may form one episode, which counts as one sequence."""
     max_lag: int | None = None
-    """The largest lag with metrics of its own, from 0; None: no metrics per lag."""
+    """Largest lag with separate metrics, counted from 0; None: no metrics per lag."""
     lags_capped: bool = False
-    """True if lags above ``max_lag`` occur; they are counted as ``max_lag``."""
+    """True if larger lags than ``max_lag`` may occur. They are counted as ``max_lag``."""
     monitored: bool = False
-    """True if the mismatch with the engine is measured, over the tokens marked ``same_weights``. Meaningful only before
-    an update, and only if the engine recorded log-probabilities of the whole distribution."""
+    """True to measure the mismatch between trainer and engine, over the tokens marked ``same_weights``. Valid only
+    before an update, and if the engine recorded log-probabilities of the full (not truncated) distribution."""
     one_pass: bool = False
-    """True if batches carry no ``proximal_logprobs`` and no ``correction_weights``: they follow from the forward pass
-    that the gradient is taken of. Right for the first update on a batch only."""
+    """True to take the proximal log-probabilities, and compute the correction, from the training forward pass itself
+    instead of a separate pass before it. Valid for the first update on a batch only."""
     correction: Correction | None = None
-    """The correction, if it is computed in that pass. Tokens that it rejects leave the loss."""
+    """Correction to compute in that pass; used with `one_pass` only. Tokens that it rejects are not trained on."""
     policy_loss: PolicyLoss = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,12 +80,12 @@ class PolicyObjective:
 
     @property
     def requirements(self) -> LossRequirements:
-        """Requirements and properties of the policy loss."""
+        """The requirements of the policy loss."""
         return self.policy_loss.requirements
 
     @property
     def token_fields(self) -> tuple[str, ...]:
-        """Per-token fields that a batch must carry besides its tokens and response mask."""
+        """Names of the per-token fields that a batch needs besides its tokens and response mask."""
         wanted = {
             "behaviour_logprobs": True,
             "advantages": True,
@@ -100,7 +101,7 @@ class PolicyObjective:
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Per-sample fields that a batch must carry."""
+        """Names of the per-sample fields that a batch needs."""
         wanted = {
             "scores": self.requirements.needs_scores,
             "sample_weights": self.weighted,
@@ -114,7 +115,7 @@ class PolicyObjective:
         return self.entropy_loss_coef != 0
 
     def normalizers(self, response_lengths: Sequence[int], shares: Sequence[float] | None = None) -> LossNormalizers:
-        """Return normalisers from the number of loss-mask tokens in every sample of the whole batch."""
+        """Return the divisors of the loss. ``response_lengths``: trained tokens of each sample of the whole batch."""
         return LossNormalizers.of(response_lengths, self.max_response_length, shares)
 
     def __call__(
@@ -126,11 +127,11 @@ class PolicyObjective:
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
     ) -> tuple[Tensor, PartMetrics]:
-        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
+        """Return these rows' contribution to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
-        ``logprobs``, ``entropy`` and the token fields are ``[batch, seq]``, the sample fields ``[batch]``; entries
+        ``logprobs``, ``entropy`` and the `token_fields` are ``[batch, seq]``, the `sample_fields` ``[batch]``; entries
         outside the response mask are never read. ``loss_mask`` (bool, a subset of the response mask; default: all of
-        it) marks the tokens that are trained on. ``ValueError`` names the fields that are missing.
+        it) marks the tokens to train on. ``ValueError`` names missing fields.
         """
         missing = [name for name in (*self.token_fields, *self.sample_fields) if name not in fields]
         if missing:
@@ -138,7 +139,7 @@ class PolicyObjective:
         trained = response_mask if loss_mask is None else loss_mask & response_mask
         if self.one_pass:
             fields, trained = self._corrected(logprobs.detach(), response_mask, fields, trained)
-        # A token that is not trained on counts in the ratio of its response, but gets no gradient from it.
+        # A token that is not trained on counts in its response's ratio, but gets no gradient.
         inputs = PolicyInputs(
             logprobs=torch.where(trained, logprobs, logprobs.detach()),
             behaviour_logprobs=fields["behaviour_logprobs"],
@@ -186,10 +187,10 @@ class PolicyObjective:
         return loss, metrics
 
     def _teacher_kl(self, inputs: PolicyInputs, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the reverse KL divergence from the teacher at each token, ``[batch, seq]``, with its gradient.
+        """Return the reverse KL divergence to the teacher at each token, ``[batch, seq]``, with gradient.
 
-        Tokens of other weights count as often as they would be sampled now, but never more than once: they are weighted
-        by the correction if there is one, else by min(current / behaviour, 1).
+        Off-policy tokens are importance-weighted: by the correction if there is one, else by min(current / behaviour,
+        1).
         """
         divergence = token_kl(inputs.logprobs, fields["teacher_logprobs"], inputs.response_mask, "k3_straight_through")
         if self.corrected:
@@ -199,7 +200,7 @@ class PolicyObjective:
     def _corrected(
         self, proximal: Tensor, response_mask: Tensor, fields: Mapping[str, Tensor], trained: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the fields with what follows from the log-probabilities before the update, and the trained tokens."""
+        """Add ``proximal_logprobs`` and the correction's weights to the fields. Return them and the trained tokens."""
         fields = {**fields, "proximal_logprobs": proximal}
         if self.correction is None:
             return fields, trained
@@ -216,22 +217,22 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class SupervisedObjective:
-    """The cross-entropy of given responses. Raises ``ValueError`` at once if a setting cannot work."""
+    """Objective of supervised fine-tuning: cross-entropy. Construction raises ``ValueError`` for invalid settings."""
 
     max_response_length: int
-    """Tokens; the constant of `seq-mean-token-sum-norm`."""
+    """Constant divisor of `seq-mean-token-sum-norm`, in tokens."""
     loss_agg_mode: str = "token-mean"
     token_fields: ClassVar[tuple[str, ...]] = ()
-    """Per-token fields that a batch must carry besides its tokens and response mask: none."""
+    """Names of the per-token fields that a batch needs besides its tokens and response mask: none."""
     sample_fields: ClassVar[tuple[str, ...]] = ()
-    """Per-sample fields that a batch must carry: none."""
+    """Names of the per-sample fields that a batch needs: none."""
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
             raise ValueError(f"unknown loss_agg_mode {self.loss_agg_mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
 
     def normalizers(self, response_lengths: Sequence[int], shares: Sequence[float] | None = None) -> LossNormalizers:
-        """Return normalisers from the number of trained tokens in every sample of the whole batch."""
+        """Return the divisors of the loss; see `PolicyObjective.normalizers`."""
         return LossNormalizers.of(response_lengths, self.max_response_length, shares)
 
     def __call__(
@@ -243,10 +244,10 @@ class SupervisedObjective:
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
     ) -> tuple[Tensor, PartMetrics]:
-        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
+        """Return these rows' contribution to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
         ``logprobs`` and ``entropy`` are ``[batch, seq]``; entries outside the response mask are never read.
-        ``loss_mask`` is that of `PolicyObjective`. There are no ``fields``.
+        ``loss_mask`` is that of `PolicyObjective.__call__`. ``fields`` is ignored.
         """
         trained = response_mask if loss_mask is None else loss_mask & response_mask
         loss = aggregate(-logprobs, trained, self.loss_agg_mode, normalizers)
@@ -256,14 +257,14 @@ class SupervisedObjective:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return half the squared error of each value, (v - R)^2 / 2, and token metrics; all ``[batch, seq]``.
+    """Return half the squared error of each value, (v - R)^2 / 2, and per-token metrics; all ``[batch, seq]``.
 
-    With ``clip`` c: the maximum of the errors of v and of v clipped to old_value +- c, so that a value that has moved
-    more than c towards its return gets no gradient (from the code published with PPO, not from its paper; Engstrom et
-    al., arXiv 2005.12729). ``values`` carry the gradient; ``old_values`` (before the first update on the batch) and
-    ``returns`` are targets and carry none. ``response_mask`` is bool; losses and metrics are 0 outside it, whatever the
-    inputs held there. float32, or float64 if the values are. ``clip_fraction``: 1 where the gradient is cut.
-    ``ValueError`` unless ``clip`` is above 0, and for a wrong shape or type.
+    With ``clip`` c, the loss is the larger of the errors of v and of v clipped to old_value +- c, so a value that has
+    moved more than c towards its return gets no gradient (from the code published with PPO, not its paper; Engstrom et
+    al., arXiv 2005.12729). Only ``values`` carry a gradient; ``old_values`` are those before the first update on the
+    batch. Losses and metrics are 0 outside ``response_mask`` (bool), whatever the inputs hold there. Returns float32,
+    or float64 if the values are. ``clip_fraction``: 1 where the gradient is clipped to 0. ``ValueError`` unless
+    ``clip`` is above 0, and for a wrong shape or dtype.
     """
     checked_mask(response_mask)
     for name, tensor in (("values", values), ("old_values", old_values), ("returns", returns)):
@@ -285,17 +286,17 @@ def value_loss(
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The training objective of a critic. Raises ``ValueError`` at once if a setting cannot work."""
+    """Training objective of a critic. Construction raises ``ValueError`` for invalid settings."""
 
     max_response_length: int
-    """Tokens; the constant of `seq-mean-token-sum-norm`."""
+    """Constant divisor of `seq-mean-token-sum-norm`, in tokens."""
     loss_agg_mode: str = "token-mean"
     clip: float | None = None
-    """Largest change of a value since before the first update on the batch with which it still gets a gradient."""
+    """Clip range of values around the old ones (`value_loss`); None: no clipping."""
     by_episode: bool = False
-    """That of `PolicyObjective`."""
+    """See `PolicyObjective.by_episode`."""
     token_fields: ClassVar[tuple[str, ...]] = ("old_values", "returns")
-    """Per-token fields that a batch must carry besides its tokens and response mask."""
+    """Names of the per-token fields that a batch needs besides its tokens and response mask."""
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
@@ -305,11 +306,11 @@ class ValueObjective:
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Per-sample fields that a batch must carry."""
+        """Names of the per-sample fields that a batch needs."""
         return ("episode_shares",) if self.by_episode else ()
 
     def normalizers(self, response_lengths: Sequence[int], shares: Sequence[float] | None = None) -> LossNormalizers:
-        """Return normalisers from the number of trained tokens in every sample of the whole batch."""
+        """Return the divisors of the loss; see `PolicyObjective.normalizers`."""
         return LossNormalizers.of(response_lengths, self.max_response_length, shares)
 
     def __call__(
@@ -320,10 +321,10 @@ class ValueObjective:
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
     ) -> tuple[Tensor, PartMetrics]:
-        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
+        """Return these rows' contribution to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
-        ``values`` and the token fields are ``[batch, seq]``; entries outside the response mask are never read.
-        ``loss_mask`` is that of `PolicyObjective`. ``ValueError`` names the fields that are missing.
+        ``values`` and the `token_fields` are ``[batch, seq]``; entries outside the response mask are never read.
+        ``loss_mask`` is that of `PolicyObjective.__call__`. ``ValueError`` names missing fields.
         """
         missing = [name for name in (*self.token_fields, *self.sample_fields) if name not in fields]
         if missing:

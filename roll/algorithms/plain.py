@@ -1,4 +1,4 @@
-"""Losses and advantage estimators as plain functions of tensors, for a caller without a configuration."""
+"""Losses and advantage estimators as plain functions of tensors, for use without a configuration file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def names() -> list[str]:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """Return a built-in loss or estimator as a function of tensors and of its settings."""
+    """Return a built-in loss or estimator as a function of tensors and settings.
+
+    A loss takes `PolicyInputs`; an estimator takes rewards, response mask and further tensors."""
     if name in POLICY_LOSSES.built_in:
         return _described(_loss(name), POLICY_LOSSES.load(name, name))
     return _described(_estimator(name), ADVANTAGE_ESTIMATORS.load(name, name))
@@ -28,10 +30,10 @@ def function(name: str) -> Callable[..., Any]:
 
 def _loss(name: str) -> Callable[..., Any]:
     def loss(inputs: PolicyInputs, **settings: Any) -> tuple[Tensor, TokenMetrics]:
-        """Return loss and metrics per token ``[batch, seq]``, 0 outside the mask.
+        """Return per-token losses and metrics, ``[batch, seq]``, 0 outside the mask.
 
-        ``settings`` are those of `pg_variant_args`. Raises `roll.ConfigError` for a wrong setting, and ``ValueError``
-        for a missing input.
+        ``settings`` are the keys of `pg_variant_args`. Raises `roll.ConfigError` for an invalid setting, and
+        ``ValueError`` for a missing input.
         """
         return make_policy_loss(name, settings)(inputs)
 
@@ -54,9 +56,9 @@ def _estimator(name: str) -> Callable[..., Any]:
     ) -> Tensor:
         """Return the advantages ``[batch, seq]`` of a whole batch, without gradient, 0 outside the mask.
 
-        ``rewards`` are ``[batch]``, one per response, or ``[batch, seq]``, one per token. ``groups`` ``[batch]`` tells
-        which responses are compared: numbers or texts; only estimators that compare need them. The other tensors are
-        those of `AdvantageInputs`, ``settings`` those of `adv_estimator_args`. Raises `roll.ConfigError` for a wrong
+        ``rewards`` are ``[batch]`` (one per response) or ``[batch, seq]`` (one per token). ``groups`` ``[batch]`` are
+        group ids, integers or strings; only group-relative estimators need them. The other tensors are those of
+        `AdvantageInputs`; ``settings`` are the keys of `adv_estimator_args`. Raises `roll.ConfigError` for an invalid
         setting, and ``ValueError`` for an input that is missing or has the wrong shape.
         """
         made = make_advantage_estimator(name, settings)

@@ -1,8 +1,8 @@
-"""Losses and advantage estimators by name: their descriptions, and how they are made with their arguments.
+"""Registry of policy losses and advantage estimators: lookup by name, descriptions, validation of their settings.
 
-The function's keyword arguments are its settings. A decorator adds the text of the reference page, the requirements,
-and the check of relations between arguments; a function without a decorator has the default requirements. Nothing here
-imports torch, so that a check of a configuration knows the names.
+A function's keyword arguments are its settings. A decorator adds the text for the reference page, the requirements, and
+a check of relations between settings; a function without a decorator has the default requirements. This module imports
+no torch, so that configuration checks can use the names.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _ABOUT = "about"
 
 @dataclass(frozen=True)
 class About:
-    """Description of a loss or an estimator: a decorator that attaches itself to the function."""
+    """Description of a loss or an estimator. Used as a decorator, which attaches the description to the function."""
 
     formula: str = ""
     source: str = ""
-    """Paper or book, with its arXiv number."""
+    """Paper or book, with the arXiv number if it has one."""
     use: str = ""
-    """When to choose it, in a sentence."""
+    """When to choose it, in a sentence or two."""
     requirements: Any = None
-    """Requirements and properties for callers, or a function that computes them from the arguments; None: the default
-    ones."""
+    """Requirements record (`LossRequirements` or `AdvantageRequirements`), or a function of the settings that returns
+    one. None: the defaults."""
     check: Callable[..., None] | None = None
-    """Function of the arguments that raises ``ValueError`` if they do not go together."""
+    """Function of the settings that raises ``ValueError`` if their combination is invalid."""
 
     def __call__(self, function: Function) -> Function:
         vars(function)[_ABOUT] = self
@@ -44,14 +44,14 @@ class About:
 
 
 def about_of(function: Callable[..., Any]) -> About | None:
-    """Return the description of a function, if it has one."""
+    """Return the description attached to a loss or estimator; None if it has none."""
     return getattr(function, _ABOUT, None)
 
 
 def settings_of(function: Callable[..., Any], name: str, where: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a loss or an estimator that are settings: all but its inputs, which come first.
+    """Return the settings of a loss or an estimator: all its parameters except the first, which takes the inputs.
 
-    Raises `ConfigError` if it takes no inputs.
+    ``name`` and ``where`` (a configuration path) are for messages. Raises `ConfigError` if it has no such parameter.
     """
     parameters = {} if isinstance(function, type) else parameters_of(function, name, where)
     inputs = next(iter(parameters.values()), None)
@@ -64,7 +64,9 @@ _NO_INPUTS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
 def one_file_each(package: str) -> dict[str, PlugIn]:
-    """Return the built-in functions of a package. Each has a file of its name; `base` and `shared` hold none."""
+    """Return the built-in losses or estimators of a package: module ``x`` defines function ``x``.
+
+    The modules `base` and `shared` are skipped."""
     names = [module.name for module in iter_modules(import_module(package).__path__)]
     return {name: PlugIn(f"{package}.{name}:{name}") for name in names if name not in ("base", "shared")}
 
@@ -72,10 +74,11 @@ def one_file_each(package: str) -> dict[str, PlugIn]:
 def built(
     kind: Kind[PlugIn], name: str, args: Mapping[str, Any], paths: tuple[str, str], default: Any
 ) -> tuple[Callable[..., Any], dict[str, Any], Any]:
-    """Return the function ``name``, all its arguments, and its requirements (``default`` if it declares none).
+    """Return the loss or estimator ``name``, all its settings, and its requirements (``default`` if it declares none).
 
-    Integers become floats; no other value is converted. Raises `ConfigError` that lists every wrong name, type and
-    range; ``paths`` are those of the name and of the arguments.
+    ``args`` are the settings that the user gave. Integers are accepted for floats; no other value is converted.
+    ``paths`` are the configuration paths of the name and of the settings. Raises `ConfigError` listing every unknown
+    name, wrong type and value out of range.
     """
     function = kind.load(name, paths[0])
     settings = settings_of(function, name, paths[0])
@@ -92,7 +95,7 @@ def built(
 
 
 def _owners(kind: Kind[PlugIn], key: str) -> list[str]:
-    """Return the built-in plug-ins that have a setting ``key``."""
+    """Return the names of the built-in plug-ins that have a setting ``key``."""
     return [name for name in sorted(kind.built_in) if key in settings_of(kind.load(name, kind.name), name, kind.name)]
 
 

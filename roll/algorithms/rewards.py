@@ -1,8 +1,8 @@
-"""Reward shaping before advantages: from raw scores to rewards, and the choice of samples to train on.
+"""Reward shaping before advantages: rewards from raw scores, and the selection of samples to train on.
 
-The order is fixed: scores are clipped, length and repetition penalties are added, the sum is normalised. The samples to
-keep are chosen by their raw scores, so that no setting above changes the choice. Nothing is changed in place; the only
-state is the caller's `RunningMoments`. All tensors cover a whole batch.
+The order is fixed: scores are clipped, length and repetition penalties are added, the sum is normalised. Samples are
+selected by their raw scores, so the other settings do not affect the selection. Inputs are not modified; the only state
+is the caller's `RunningMoments`. All tensors cover a whole batch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from roll.algorithms.advantages.shared import (
 from roll.algorithms.aggregation import needed
 
 MomentsOf = Literal["none", "batch", "group", "tag", "running"]
-"""The samples whose mean or deviation normalises the rewards."""
+"""The samples over which the mean or standard deviation for normalisation is computed."""
 
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """A length term that is added to the score."""
+    """Settings of a length-dependent term that is added to the score."""
 
     kind: Literal["overlong", "relative"]
-    """`overlong_penalty` or `relative_length_reward`."""
+    """The function to use: `overlong_penalty` or `relative_length_reward`."""
     weight: float = 1.0
-    """Size of the length term, in units of the reward."""
+    """Scale of the term, in units of the reward."""
     max_length: int = 0
-    """Longest possible response, in tokens; `overlong` only."""
+    """Maximum response length, in tokens; `overlong` only."""
     buffer: int = 0
     """Number of tokens below ``max_length`` over which the penalty grows; `overlong` only."""
     correct_above: float = 0.0
-    """The raw score above which a response is correct; `relative` only."""
+    """Raw score above which a response counts as correct; `relative` only."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("overlong", "relative"):
@@ -54,23 +54,23 @@ class LengthPenalty:
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """A repetition term that is added to the score: `repetition_penalty`."""
+    """Settings of `repetition_penalty`, which is added to the score."""
 
     ngram_size: int = 3
-    """Tokens of an n-gram."""
+    """Number of tokens in an n-gram."""
     weight: float = 1.0
-    """Size of the term, in units of the reward."""
+    """Scale of the penalty, in units of the reward."""
 
 
 @dataclass
 class RunningMoments:
-    """Mean and deviation of all values so far, numerically stable."""
+    """Running mean and standard deviation of all values so far, computed in a numerically stable way."""
 
     count: int = 0
-    """Values seen."""
+    """Number of values so far."""
     mean: float = 0.0
     squared_deviations: float = 0.0
-    """Sum of (value - mean)^2 over all values seen."""
+    """Sum of (value - mean)^2 over all values so far."""
 
     @property
     def deviation(self) -> float:
@@ -78,9 +78,9 @@ class RunningMoments:
         return math.sqrt(self.squared_deviations / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, values: Tensor) -> None:
-        """Merge a batch of any shape (Chan, Golub and LeVeque 1979).
+        """Add a batch of values of any shape (Chan, Golub and LeVeque 1979).
 
-        ``ValueError`` if a value is not finite: it would corrupt every later result.
+        ``ValueError`` if a value is not finite, because it would corrupt all later results.
         """
         flat = values.detach().double().flatten()
         if not flat.isfinite().all():
@@ -96,11 +96,11 @@ class RunningMoments:
         self.count = total
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must keep, as plain values."""
+        """Return the state to checkpoint, as plain values."""
         return {"count": self.count, "mean": self.mean, "squared_deviations": self.squared_deviations}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from what `state_dict` returned. ``ValueError`` if it is incomplete or impossible."""
+        """Restore the state that `state_dict` returned. ``ValueError`` if it is incomplete or invalid."""
         wanted = ("count", "mean", "squared_deviations")
         values = {name: state.get(name, math.nan) for name in wanted}
         if not all(map(math.isfinite, values.values())) or values["count"] < 0 or values["squared_deviations"] < 0:
@@ -112,21 +112,21 @@ class RunningMoments:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """The shaping of a batch's scores; by default nothing changes."""
+    """Settings of `shape_rewards`. By default, rewards are the raw scores and all samples are kept."""
 
     clip: float | None = None
-    """Scores are clipped to plus and minus this value."""
+    """Scores are clipped to [-clip, clip]; None: no clipping."""
     length_penalty: LengthPenalty | None = None
     mean: MomentsOf = "none"
-    """The samples whose mean is subtracted."""
+    """The samples over which the mean to subtract is computed."""
     std: MomentsOf = "none"
-    """The samples whose deviation is the divisor."""
+    """The samples over which the standard deviation to divide by is computed."""
     drop_truncated: bool = False
-    """True to leave out responses that were cut at their maximum length."""
+    """True to drop responses that were truncated at the maximum length."""
     difficulty: tuple[float, float] | None = None
-    """The range of the mean raw score, ends included; groups outside it are left out."""
+    """Inclusive range of a group's mean raw score; groups outside it are dropped."""
     drop_zero_variance: bool = False
-    """True to leave out groups of equal raw scores."""
+    """True to drop groups whose raw scores are all equal."""
     repetition_penalty: RepetitionPenalty | None = None
 
 
@@ -135,11 +135,11 @@ class ShapedRewards:
     """The result of `shape_rewards`."""
 
     rewards: Tensor
-    """``[batch]``."""
+    """``[batch]``: shaped rewards."""
     keep: Tensor
     """bool ``[batch]``: samples to train on."""
     metrics: dict[str, float]
-    """Metrics of the settings that are on: ``clipped_share``, ``length_penalty`` and ``repetition_penalty`` (means),
+    """Metrics of the settings in use: ``clipped_share``, ``length_penalty`` and ``repetition_penalty`` (means),
     ``running_mean``, ``running_std``, ``kept_share``."""
 
 
@@ -154,13 +154,13 @@ def shape_rewards(
     penalties: Tensor | None = None,
     responses: Sequence[np.ndarray] | None = None,
 ) -> ShapedRewards:
-    """Clip, add the penalties and normalise; choose the samples to keep by raw scores. All tensors ``[batch]``.
+    """Clip the scores, add penalties, normalise, and select samples by their raw scores. All tensors are ``[batch]``.
 
     ``lengths`` are in response tokens, ``truncated`` is bool; ``penalties`` are added to the clipped scores;
-    ``responses`` are the token ids of each response, for a repetition penalty. Rewards are float64 if the scores are,
-    else float32. With a running mean or deviation, ``running`` first learns the rewards of this batch, so the first
-    batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is not finite, or if running
-    moments or responses are missing.
+    ``responses`` are the token ids of each response, for a repetition penalty; ``tags`` are for moments by tag. Rewards
+    are float64 if the scores are, else float32. If a setting is ``running``, ``running`` is first updated with this
+    batch's rewards, so that it has moments for the first batch too; otherwise it is not changed. ``ValueError`` for a
+    score that is not finite, or if running moments or responses are missing.
     """
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
@@ -214,12 +214,13 @@ def normalize_rewards(
     eps: float = 1e-6,
     tags: Groups | None = None,
 ) -> Tensor:
-    """Return (reward - mean) / (deviation + eps), ``[batch]``; ``mean`` and ``std`` each name their own source.
+    """Return (reward - mean) / (standard deviation + eps), ``[batch]``.
 
-    ``none`` subtracts 0, or does not divide. Deviations are unbiased (n - 1). If the deviation is 0 (a group of one,
-    equal rewards) the result is exactly 0 whatever the mean: there is nothing to compare. ``running`` is only read;
-    ``tag`` uses the samples with equal ``tags``. The result is float64 if the rewards are, else float32. ``ValueError``
-    for an unknown source, for what a source needs and is missing (running moments, groups, tags), or ``eps`` <= 0.
+    ``mean`` and ``std`` name the samples over which each is computed: ``batch``, ``group``, ``tag`` (samples with equal
+    ``tags``), ``running`` (from ``running``, which is not updated), or ``none`` (subtract 0, or do not divide).
+    Deviations are unbiased (n - 1). If the deviation is 0 (a group of one, equal rewards), the result is exactly 0,
+    whatever the mean. The result is float64 if the rewards are, else float32. ``ValueError`` for an unknown name, for
+    missing running moments, groups or tags, or ``eps`` <= 0.
     """
     if not eps > 0:
         raise ValueError(f"eps must be above 0, not {eps}")
@@ -234,7 +235,7 @@ def normalize_rewards(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """Return 0 up to ``max_length - buffer`` tokens, falling linearly to -factor at ``max_length`` and beyond.
+    """Return 0 up to ``max_length - buffer`` tokens, decreasing linearly to -factor at ``max_length`` and beyond.
 
     This is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13). ``lengths`` ``[batch]`` are in
     response tokens. Returns ``[batch]``, to be added to the reward; float64 if the lengths are, else float32.
@@ -249,11 +250,12 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 
 
 def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, weight: float = 1.0) -> Tensor:
-    """Return weight x l for a correct response and weight x min(0, l) for a wrong one, with l from 1/2 to -1/2.
+    """Return the length reward of Kimi k1.5: shorter responses of a group get more than longer ones.
 
-    l = 1/2 - (length - shortest) / (longest - shortest) within the group, and 0 if all are equally long (Kimi k1.5,
-    arXiv 2501.12599, section 2.3.3). ``lengths`` in response tokens and ``correct`` (bool) are ``[batch]``. Returns
-    ``[batch]``, to be added to the reward; float64 if the lengths are, else float32. ``ValueError`` unless weight >= 0.
+    It is weight x l for a correct response and weight x min(0, l) for a wrong one, where l = 1/2 - (length - shortest)
+    / (longest - shortest) within the group, and 0 if all are equally long (arXiv 2501.12599, section 2.3.3).
+    ``lengths`` (response tokens) and ``correct`` (bool) are ``[batch]``. Returns ``[batch]``, to be added to the
+    reward; float64 if the lengths are, else float32. ``ValueError`` unless weight >= 0.
     """
     if not weight >= 0:
         raise ValueError(f"the weight of a penalty must be at least 0, not {weight}")
@@ -265,11 +267,11 @@ def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, wei
 
 
 def repetition_penalty(responses: Sequence[np.ndarray], ngram_size: int, weight: float = 1.0) -> Tensor:
-    """Return -weight x (1 - distinct n-grams / n-grams) of each response, and 0 for one without any n-gram.
+    """Return -weight x (1 - distinct n-grams / n-grams) of each response; 0 for a response without any n-gram.
 
-    ``responses`` are integer arrays ``[tokens]``. Returns float64 ``[batch]``, to be added to the reward. The formula
-    is that of open-r1 (after Yeo et al., arXiv 2502.03373, who put it on the repeated tokens); there n-grams are of
-    words, here of tokens, so that it fits every language. ``ValueError`` unless ngram_size >= 1 and weight >= 0.
+    ``responses`` are token ids, integer arrays ``[tokens]``. Returns float64 ``[batch]``, to be added to the reward.
+    The formula is open-r1's (after Yeo et al., arXiv 2502.03373, who penalise the repeated tokens), but with n-grams of
+    tokens instead of words, so that it works for every language. ``ValueError`` unless ngram_size >= 1 and weight >= 0.
     """
     if ngram_size < 1 or not weight >= 0:
         raise ValueError(f"a repetition penalty needs n-grams and a weight of at least 0, not {ngram_size}, {weight}")
@@ -277,20 +279,22 @@ def repetition_penalty(responses: Sequence[np.ndarray], ngram_size: int, weight:
 
 
 def _repeated_share(ids: np.ndarray, ngram_size: int) -> float:
-    """Return the share of n-grams that stand earlier in the response, too."""
+    """Return the fraction of n-grams that already occurred earlier in the response."""
     total = len(ids) - ngram_size + 1
     if total < 1:
         return 0.0
     tokens = np.unique(ids, return_inverse=True)[1]
     codes, kinds = tokens, int(tokens.max()) + 1
     for length in range(2, ngram_size + 1):
-        # The number of an n-gram: those of its beginning and of its last token. Renumbered, it never overflows.
+        # An n-gram's code combines those of its (n-1)-gram prefix and last token. Renumbering prevents overflow.
         codes = np.unique(codes[:-1] * kinds + tokens[length - 1 :], return_inverse=True)[1]
     return 1 - (int(codes.max()) + 1) / total
 
 
 def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> Tensor:
-    """Keep groups whose mean score lies in [low, high]; bool ``[batch]``. ``ValueError`` if low is above high."""
+    """Return a mask of the samples in groups whose mean score is in [low, high], bool ``[batch]``.
+
+    ``ValueError`` if ``low`` is above ``high``."""
     if not low <= high:
         raise ValueError(f"the difficulty range [{low}, {high}] is empty")
     mean = group_mean(scores.detach().double(), group_tensor(groups, scores))
@@ -298,7 +302,9 @@ def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> 
 
 
 def zero_variance_mask(scores: Tensor, groups: Groups) -> Tensor:
-    """Keep groups with at least two different scores; bool ``[batch]``. A group of one is left out."""
+    """Return a mask of the samples in groups with at least two different scores, bool ``[batch]``.
+
+    A group of one has no variance."""
     lowest, highest = group_range(scores.detach(), group_tensor(groups, scores))
     return lowest < highest
 
@@ -312,7 +318,7 @@ def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, penalty: Le
 def _moments(
     of: MomentsOf, values: Tensor, groups: Groups | None, running: RunningMoments | None, tags: Groups | None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation for each value, ``[batch]``."""
+    """Return the mean and standard deviation to normalise each value with, ``[batch]`` each."""
     if of == "running":
         if running is None or running.count == 0:
             raise ValueError("running moments are asked for, but there are none yet")

@@ -1,1 +1,1 @@
-"""Generation engines, one folder each, and the pool of their replicas."""
+"""Generation engines, one folder per library, and the pool of engine replicas."""

@@ -1,13 +1,12 @@
-"""The interface of every generation engine, and what all of them share: checks of requests, facts of the model, stop
-strings.
+"""The interface of all generation engines, and what they share: request validation, model metadata, stop strings.
 
-An engine knows nothing of groups, batches or training steps. Each request joins and leaves on its own. Its tokens carry
-the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
-methods belong to one event loop; an engine that computes in a thread hides it.
+An engine knows nothing of groups, batches or training steps; requests are independent. Each token carries its
+log-probability under the distribution it was sampled from, and the version of the weights that produced it. All methods
+must be called from one event loop; engines that compute in a thread hide it.
 
-Names and shapes of a checkpoint's tensors are what a trainer publishes. A model's end tokens come from where
-transformers looks for them, so that every engine ends a response at the same ones. transformers is imported when a
-model is read, because the run's own process imports this module too.
+Weight updates use the names and shapes of checkpoint tensors. End-of-sequence tokens are looked up where transformers
+does, so that all engines end a response at the same ones. transformers is imported only when a model is read, because
+the driver process imports this module too.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request. Equal parameters, seed, prompt and weights give equal tokens."""
+    """Sampling parameters of one request. The same parameters, seed, prompt and weights give the same tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy. Every recorded log-probability is then 0, because the distribution is a point."""
+    """0: greedy decoding. All recorded log-probabilities are then 0, because the token is certain."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all tokens."""
+    """0: no limit."""
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request when sampled; the token is part of the response."""
+    """Tokens that end the request when sampled. The token is part of the response."""
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
-    """Continue to `max_new_tokens`, whatever is sampled."""
+    """True to continue to `max_new_tokens`, ignoring all end tokens and stop strings."""
 
     @property
     def watches_text(self) -> bool:
@@ -63,71 +62,72 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """A picture to draw."""
+    """Request to generate an image."""
 
     prompt: str
     sampling: PictureSampling
     window: range | None
-    """The steps that have noise, and are the tokens of the result. None: no step has any, and every step is a token of
-    log-probability 0."""
+    """Numbers of the stochastic (SDE) denoising steps, which are the tokens of the result. None: all steps are
+    deterministic (ODE), and each is a token of log-probability 0."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that was drawn."""
+    """A generated image, with the latents to train on."""
 
     image: np.ndarray
-    """uint8 ``[height, width, 3]``."""
+    """uint8 ``[height, width, 3]``: RGB image."""
     latents: np.ndarray
-    """float32 ``[noisy steps + 1, channels, height, width]``: before the first step that has noise, and after each of
-    them; without noise only the last one."""
+    """float32 ``[stochastic steps + 1, channels, height, width]``: latents before the first stochastic step and after
+    each of them. Without stochastic steps: only the final latents."""
     newest_version: int = -1
-    """Newest version of the weights behind any of its steps, also those without noise."""
+    """Newest weight version used in any denoising step, deterministic ones included."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt to continue, and how to sample."""
+    """A generation request: a prompt and its sampling parameters."""
 
     request_id: str
     prompt_token_ids: np.ndarray
-    """int32 ``[prompt]``. For a request that is issued again after its engine died: the prompt plus the partial
-    response."""
+    """int32 ``[prompt]``. For a request that is reissued after its engine died: the prompt plus the partial response.
+    """
     sampling: SamplingParams
     first_token_index: int = 0
-    """Number of response tokens that earlier attempts have produced. They do not count against any limit. The random
-    stream resumes at this index, so a continued response is sampled like an uninterrupted one."""
+    """Number of response tokens at the end of the prompt, from earlier attempts. They do not count towards
+    `max_new_tokens`. The random stream resumes at this index, so a continued response is sampled like an uninterrupted
+    one."""
     with_text: bool = False
-    """True if the engine's process also decodes the response, so that the run's own process need not."""
+    """True to also decode the response to text in the engine's process, which relieves the driver process."""
     picture: PictureRequest | None = None
-    """What an engine of pictures draws. The seed is that of the sampling parameters, of which it reads nothing else."""
+    """The image to generate, for an image engine, which uses only the seed of `sampling`."""
 
 
 @dataclass
 class Completion:
-    """The result of a request: sampled tokens, their log-probabilities and the weight versions behind them."""
+    """The result of a request: sampled tokens, their log-probabilities and the weight versions that produced them."""
 
     request_id: str
     token_ids: np.ndarray
-    """int32 ``[new]``."""
+    """int32 ``[new]``: sampled token ids."""
     logprobs: np.ndarray
-    """float32 ``[new]``."""
+    """float32 ``[new]``: log-probability of each token."""
     versions: np.ndarray
-    """int32 ``[new]``."""
+    """int32 ``[new]``: weight version of each token."""
     finish_reason: FinishReason
     text: str | None = None
     """The response as text, without special tokens; None if it was not decoded."""
     picture: Picture | None = None
-    """The picture, of which the tokens are the numbers of the steps that have noise; None if the response is text."""
+    """The image, whose tokens are the numbers of its stochastic steps; None for a text response."""
 
     def after(self, known: int) -> TokenChunk:
-        """Return the tokens beyond the first ``known``, as the last chunk of the request."""
+        """Return the tokens after the first ``known`` ones, as the last chunk of the request."""
         return TokenChunk(self.token_ids[known:], self.logprobs[known:], self.versions[known:], self.finish_reason)
 
 
 @dataclass
 class TokenChunk:
-    """New tokens of a running request since its last chunk. The last chunk carries the finish reason."""
+    """New tokens of a request since its previous chunk. The last chunk has the finish reason."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -135,12 +135,12 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
 
     def completion(self, request_id: str, finish_reason: FinishReason) -> Completion:
-        """Return these tokens as the whole response."""
+        """Return these tokens as a complete response."""
         return Completion(request_id, self.token_ids, self.logprobs, self.versions, finish_reason)
 
 
 def no_tokens() -> TokenChunk:
-    """Return the only chunk of a request that was aborted before it began."""
+    """Return the empty chunk of a request that was aborted before it began."""
     return TokenChunk(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
 
 
@@ -150,14 +150,14 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass
 class PreparedWeights:
-    """A weight update that fits the engine's model, waiting to be loaded."""
+    """A received weight update, checked against the engine's model and ready to load."""
 
     held: HeldWeights
-    """Description of the weights as the engine would hold them."""
+    """Version and checksums of the weights as the engine will hold them."""
     content: Any
-    """The tensors, in the form that the engine loads."""
+    """The tensors, in the engine's own form."""
     layout: Layout = field(default_factory=dict)
-    """Filled in by an engine that compares it with what it holds after the load."""
+    """Layout of the tensors; set by engines that read weights back after the load."""
 
 
 @dataclass
@@ -180,7 +180,7 @@ class EngineLoad:
 
 
 class InferStrategy(ABC):
-    """One engine replica."""
+    """Interface of a generation engine: one replica."""
 
     _prepared: PreparedWeights | None = None
 
@@ -200,10 +200,12 @@ class InferStrategy(ABC):
         adapter_rank: int | None = None,
         strategy_config: dict[str, Any],
     ) -> None:
-        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
-        engine with ``shares_devices`` has to sleep at times. ``transport`` names the transport of weight updates. With
-        an ``adapter_rank`` they bring adapters (`roll.weights.adapters`), and the engine keeps the model that it has
-        loaded."""
+        """Set the engine's arguments; `start` loads the model.
+
+        ``eos_token_ids`` default to the model's own. On GPUs the model is split over ``devices_per_engine``.
+        ``shares_devices``: other roles use the devices too, so the engine must support `sleep`. ``transport``: name of
+        the transport of weight updates. ``adapter_rank``: updates contain LoRA adapters of this rank
+        (`roll.weights.adapters`) for the loaded base model; None: all weights."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._devices = devices_per_engine if device == "cuda" else 1
@@ -219,37 +221,36 @@ class InferStrategy(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end. An aborted request returns normally, with `finish_reason='abort'` and its tokens.
+        """Run a request to its end. If it is aborted, return its tokens so far, with ``finish_reason="abort"``.
 
-        Raises ``ValueError`` for a request that cannot run, `EngineFailed` if the engine fails.
+        Raises ``ValueError`` for an invalid request, `EngineFailed` if the engine fails.
         """
 
     @abstractmethod
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Run a request like `generate`, yielding its tokens as they come. Leaving the iteration early aborts it."""
+        """Run a request like `generate`, yielding tokens as they are sampled. Leaving the iterator early aborts it."""
 
     @abstractmethod
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """Return the new tokens of each running request beyond the first ``known[id]`` (absent: 0).
+        """Return request id -> tokens after the first ``known[id]`` ones (default 0), for running requests.
 
-        A request without new tokens may be left out, and so may one that has not begun. A chunk that ends its request
-        carries the finish reason.
+        Requests without new tokens may be left out. The last chunk of a request has the finish reason.
 
-        The answer also shows that the engine is alive, because it comes from the decoding loop between two steps. An
-        engine that is stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`.
+        Also serves as a liveness check: the decoding loop answers between two steps, also while paused or asleep. An
+        engine that hangs in a step does not answer. Raises `EngineFailed`.
         """
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now. Unknown ids are ignored: they may just have finished."""
+        """Abort these requests. Unknown ids are ignored, because a request may just have finished."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding. Return when no step runs; new requests are queued.
+        """Stop decoding, and return when no step is running. New requests are queued.
 
-        `drain` waits for the running requests and starts no queued one; it raises ``RuntimeError`` if another `pause`,
-        `resume` or `shutdown` interrupts it. `keep` freezes running requests with their caches. `resume` drops the
-        caches, which are rebuilt from prompts and partial tokens when the engine resumes.
+        Mode `drain` waits for running requests to finish and starts no queued ones; it raises ``RuntimeError`` if
+        another `pause`, `resume` or `shutdown` interrupts it. `keep` freezes running requests with their KV caches.
+        `resume` drops the caches; they are recomputed from prompts and partial responses when the engine resumes.
         """
 
     @abstractmethod
@@ -258,40 +259,41 @@ class InferStrategy(ABC):
 
     @abstractmethod
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
-        """Receive a weight update while requests run, without changing the weights in use.
+        """Receive a weight update without changing the weights in use. Requests keep running.
 
-        Returns a description of the weights as `load_weights` will load them. An update that was prepared before is
-        discarded. Raises `WeightMismatch`
-        naming the tensor if a name is unknown or missing, or a shape differs.
+        Returns version and checksums of the weights as `load_weights` will load them. Replaces an update that was
+        prepared before. Raises `WeightMismatch` naming the tensor if a name is unknown or missing, or a shape differs.
         """
 
     @abstractmethod
     async def load_weights(self, version: int) -> HeldWeights:
-        """Replace all weights by the prepared ones, or none; only while paused or idle.
+        """Replace all weights by the prepared ones. Only while paused or idle.
 
-        Raises ``RuntimeError`` if this version is not the one prepared, `EngineFailed` for a load that stopped halfway.
+        Returns version and checksums of the loaded weights. Raises ``RuntimeError`` if another version was prepared (no
+        weight is changed then), `EngineFailed` if loading fails halfway.
         """
 
     @abstractmethod
     async def sleep(self, discard: bool = False) -> bool:
-        """Free the caches and move the weights off the device; only while paused or idle. Harmless to repeat.
+        """Free the KV cache and move the weights off the device. Only while paused or idle; idempotent.
 
-        With ``discard`` an engine may drop its weights, and then returns True: between `wake` and `resume`,
-        `load_weights` must bring others. The engine stays paused until then.
+        With ``discard``, an engine may drop its weights instead, and then returns True: it stays paused, and
+        `load_weights` must be called between `wake` and `resume`.
         """
 
     @abstractmethod
     async def wake(self) -> None:
-        """Undo `sleep`. Requests continue from prompt plus partial tokens. A paused engine stays paused."""
+        """Undo `sleep`. Requests continue from prompt plus partial response. A paused engine stays paused."""
 
     @abstractmethod
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probability of each token given those before it, under the current weights, at temperature 1
-        and without truncation.
+        """Return the log-probabilities of given sequences under the current weights, at temperature 1 and without
+        truncation.
 
-        ``token_ids`` is int32 ``[length]`` for each sequence, with at least one token and fewer than the engine's
-        longest sequence. Returns float32 ``[length]`` for each, 0 at the first token. May run beside requests; the
-        engine must be awake and not paused. Raises ``ValueError`` for a sequence that does not fit the model.
+        Each sequence of ``token_ids`` is int32 ``[length]``, with at least one token and fewer than the engine's
+        maximum length. Returns float32 ``[length]`` for each: the log-probability of each token given the preceding
+        ones, 0 for the first. May run alongside requests; the engine must be awake and not paused. Raises
+        ``ValueError`` for a sequence that does not fit the model.
         """
 
     @abstractmethod
@@ -302,48 +304,52 @@ class InferStrategy(ABC):
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """End all requests as aborted and free everything. Harmless to repeat."""
+        """Abort all requests and free all resources. Idempotent."""
 
     async def memory(self) -> Mapping[str, float]:
         """Return the memory of the process that computes (see `memory_in_use`); empty if it is not known."""
         return memory_in_use()
 
     async def base_checksums(self) -> Mapping[str, int]:
-        """Return the checksums of the model that was loaded at the start, in the engine's precision, by the names of a
-        checkpoint. To be called before the first adapters are loaded. Raises `WeightMismatch` for a model that cannot
-        be compared."""
+        """Return checkpoint name -> checksum of the model loaded by `start`, in the engine's precision.
+
+        Call before the first adapter is loaded. Raises `WeightMismatch` if the model cannot be compared,
+        ``RuntimeError`` if the engine does not support adapter updates."""
         raise RuntimeError(f"{type(self).__name__} cannot be given adapters alone")
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Run one step of the engine library's own transfer, in which the trainer pushes by NCCL or CUDA IPC."""
+        """Run one step of the engine library's own weight transfer, by which the trainer pushes weights (NCCL or CUDA
+        IPC). Raises ``RuntimeError`` if the engine does not support it."""
         raise RuntimeError(f"weights cannot be pushed into {type(self).__name__}")
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
-        """Record a completed push and return what the engine holds. ``layout``: name -> (dtype name, shape)."""
+        """Complete a push of weights. Return version and checksums of the weights that the engine now holds.
+
+        ``layout``: name -> (dtype name, shape). Raises ``RuntimeError`` if the engine does not support pushes."""
         raise RuntimeError(f"weights cannot be pushed into {type(self).__name__}")
 
     def _prepared_for(self, version: int) -> PreparedWeights:
-        """Return the prepared weights. Raises ``RuntimeError`` if they are not of this version."""
+        """Return the prepared weights. Raises ``RuntimeError`` if they have another version."""
         if self._prepared is None or self._prepared.held.version != version:
             held = "nothing" if self._prepared is None else f"version {self._prepared.held.version}"
             raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
         return self._prepared
 
     def _read_facts(self, config: PretrainedConfig) -> None:
-        """Take the vocabulary, and the end tokens unless they were given, from the model's configuration."""
+        """Read the vocabulary size and, unless they were given, the end tokens from the model's configuration."""
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
         given = self._eos_token_ids
         self._end_tokens = eos_token_ids(self._spec, config) if given is None else tuple(given)
 
     def _check_request(self, request: GenerateRequest) -> None:
-        """Raise ``ValueError`` for a request that cannot run."""
+        """Raise ``ValueError`` for an invalid request."""
         check_request(request, self._spec.max_length, self._vocabulary)
 
     def _matcher_for(self, request: GenerateRequest) -> StopStringMatcher | None:
-        """Return the matcher of a request's stop strings, which has seen the tokens of earlier attempts; None if no
-        stop string may end the response.
+        """Return the matcher for a request's stop strings, already fed with the tokens of earlier attempts. None if it
+        has none.
 
-        The tokenizer is loaded for the first request that needs it. Raises ``ValueError`` if that fails.
+        Loads the tokenizer at the first request that needs it. Raises ``ValueError`` if that fails.
         """
         if not request.sampling.watches_text:
             return None
@@ -362,19 +368,19 @@ class InferStrategy(ABC):
 
 
 class EngineFailed(RuntimeError):
-    """The engine has failed for good. Every request fails with this error, which carries the cause."""
+    """The engine has failed permanently. Every request fails with this error, which names the cause."""
 
 
 @dataclass
 class BusyClock:
-    """Total seconds of computing, and the latest spans of computing."""
+    """Total busy time of an engine, and its recent busy spans."""
 
     total: float = 0.0
     since: float | None = None
     spans: BusySpans = field(default_factory=BusySpans)
 
     def set(self, busy: bool) -> None:
-        """Record that the engine is busy, or idle, from now on."""
+        """Record that the engine is busy (or idle) from now on."""
         now = time.perf_counter()
         if self.since is not None:
             self.total += now - self.since
@@ -383,12 +389,12 @@ class BusyClock:
         self.since = now if busy else None
 
     def stats(self) -> dict[str, Any]:
-        """Return `busy_seconds` and `busy_spans` for the engine's stats, as of the last `set`."""
+        """Return `busy_seconds` and `busy_spans` for `InferStrategy.stats`, up to the last `set`."""
         return {"busy_seconds": self.total, "busy_spans": self.spans.recent()}
 
 
 def check_request(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
-    """Raise ``ValueError`` naming the request and what is wrong with it."""
+    """Raise ``ValueError`` naming the problem if a request is invalid."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     problem = None
     if prompt.ndim != 1 or len(prompt) == 0:
@@ -419,10 +425,10 @@ Content = TypeVar("Content")
 def checked(
     tensors: Iterable[tuple[str, str, Sequence[int], Content]], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, str, Sequence[int], Content]]:
-    """Yield the tensors of a weight update, each (name, dtype, shape, anything else).
+    """Yield the tensors of a weight update, (name, dtype, shape, content), and validate them on the way.
 
-    Raises ``WeightMismatch`` naming a tensor that does not fit the ``shapes`` of the model's checkpoint, comes twice,
-    or is missing at the end.
+    ``shapes`` are those of the model's checkpoint. Raises `WeightMismatch` naming a tensor that is unknown, has another
+    shape, is no floating-point tensor, occurs twice, or is missing at the end.
     """
     missing = dict.fromkeys(shapes)
     for tensor in tensors:
@@ -444,7 +450,7 @@ def checked(
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Location of a model, and how to load and run it."""
+    """Location of a model, and settings for loading it."""
 
     model_path: str
     device: str
@@ -455,7 +461,7 @@ class ModelSpec:
 
 
 def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, CheckpointNames, LayerShapes]:
-    """Return the model's configuration, the tensors of its checkpoint, and its linear layers."""
+    """Return a model's configuration, its checkpoint's tensor names, and the shapes of its linear layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
@@ -465,8 +471,8 @@ def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, CheckpointNames, Lay
 
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the end tokens of the generation configuration, else of the model configuration, else of the tokenizer.
-    Empty if none of them names an end token."""
+    """Return the end-of-sequence tokens of the generation configuration, else the model configuration, else the
+    tokenizer; empty if none of them has any."""
     from transformers import GenerationConfig
 
     try:
@@ -484,10 +490,9 @@ def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """Return the tokenizer stored with the model, which also reads the prompts.
+    """Return the tokenizer stored with the model, the same as for prompts.
 
-    Raises ``OSError`` if there is none. For a folder without a tokenizer, transformers itself would invent an empty
-    one.
+    Raises ``OSError`` if there is none; transformers itself would create an empty one.
     """
     folder = Path(spec.model_path)
     if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
@@ -502,17 +507,17 @@ _UNFINISHED = "\ufffd"
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that matching needs."""
+    """The tokenizer method that stop-string matching needs."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of the tokens."""
 
 
 class StopStringMatcher:
-    """Matcher of one response's stop strings, token by token and without decoding the whole text again.
+    """Incremental matcher for the stop strings of one response. Does not decode the whole text at every token.
 
-    A tokenizer decodes a token differently at the start of a text than inside it, and a character may be spread over
-    several tokens, so a few earlier tokens are decoded along with the new ones.
+    Tokenizers decode a token differently at the start of a text, and a character may be split over several tokens, so a
+    few earlier tokens are decoded again together with the new ones.
     """
 
     def __init__(self, decoder: Decoder, stop_strings: Iterable[str]) -> None:
@@ -525,7 +530,7 @@ class StopStringMatcher:
         self._tail = ""
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """Add tokens. Return True if the text now contains a stop string that it did not contain before."""
+        """Append tokens. Return True if they complete a stop string."""
         self._token_ids.extend(token_ids)
         context = self._decoder.decode(self._token_ids[self._context_start : self._settled])
         text = self._decoder.decode(self._token_ids[self._context_start :])

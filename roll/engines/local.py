@@ -1,4 +1,4 @@
-"""A model in this process, without a cluster: an engine, its tokenizer, and the endpoint at which it is served."""
+"""Run an engine in this process, without Ray, and serve it at an HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STOP_SECONDS = 60.0
 LARGEST_SEED = 2**63
 """Engines take no larger ones, and none below 0."""
 LEAST_TEMPERATURE = 0.01
-"""Below it the most likely token is taken; engines refuse to divide by less."""
+"""Temperature below which sampling is greedy, because engines reject smaller positive ones."""
 
 
 @asynccontextmanager
 async def running_engine(spec: EngineSpec, device: Literal["cpu", "cuda"], path: str) -> AsyncIterator[InferStrategy]:
-    """Run an engine in this process. Raises `ConfigError` at ``path`` if it cannot be started."""
+    """Run an engine in this process within the block. Raises `ConfigError` for the key ``path`` if it cannot start."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    atexit.unregister(gc.freeze)  # Triton would name each object that is left
+    atexit.unregister(gc.freeze)  # Triton would report every remaining object at exit
     engine = spec.build(device)
     try:
         try:
@@ -59,8 +59,9 @@ async def sampled_turn(
     sampling: SamplingParams,
     on_tokens: Callable[[np.ndarray], None] = lambda token_ids: None,
 ) -> SampledTurn:
-    """Continue ``prompt_token_ids`` (int32). ``on_tokens`` is called with new ones as they come. A cancelled call ends
-    the request."""
+    """Sample a continuation of ``prompt_token_ids`` (int32 ``[prompt]``).
+
+    ``on_tokens`` is called with new token ids as they are sampled. Cancelling the call aborts the request."""
     request = GenerateRequest(uuid4().hex, prompt_token_ids, sampling)
     chunks: list[TokenChunk] = []
     async for chunk in engine.stream(request):
@@ -76,35 +77,36 @@ async def sampled_turn(
 
 @dataclass(frozen=True)
 class ServedHere:
-    """Settings of a served model: its engine, its sampling, its address."""
+    """Settings of a model to serve: engine, sampling, address."""
 
     engine: EngineSpec
     device: Literal["cpu", "cuda"]
     reader: TurnReader
     sampling: ServedSampling
     name: str = "policy"
-    """Name in the list of models."""
+    """Model name in the endpoint's list of models."""
     host: str = "127.0.0.1"
     port: int = 0
+    """Port to listen at; 0: any free port."""
     key: str = ""
-    """Empty: requests need none."""
+    """API key; empty: requests need none."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A model that is served."""
+    """A model that is being served."""
 
     address: str
-    """Ends with `/v1`."""
+    """Base URL, which ends with `/v1`."""
     failed: Future[EngineFailed]
-    """Has a result once the engine has failed for good."""
+    """Gets a result when the engine fails permanently."""
 
 
 @contextmanager
 def serving(what: ServedHere) -> Iterator[Serving]:
-    """Serve a model from a thread until the block ends.
+    """Serve a model from a background thread within the block.
 
-    Raises `ConfigError` if the engine cannot be started, `RuntimeError` if the address cannot be listened at.
+    Raises `ConfigError` if the engine cannot start, ``RuntimeError`` if the address is not available.
     """
     started: Future[Serving] = Future()
     failed: Future[EngineFailed] = Future()
@@ -144,7 +146,7 @@ def serving(what: ServedHere) -> Iterator[Serving]:
 
 @dataclass(frozen=True)
 class _Policy:
-    """The sampler of a served model."""
+    """Sampling function of a served model."""
 
     engine: InferStrategy
     failed: Future[EngineFailed]

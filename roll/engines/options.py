@@ -1,10 +1,10 @@
-"""Options that `strategy_config` may contain for each engine, and the arguments of vLLM and SGLang that a run derives
-from them. Loads no library of engines or models.
+"""Options of each engine in `strategy_config`, and the arguments of vLLM and SGLang that are derived from them. Imports
+no engine or model library.
 
-Every key for vLLM or SGLang goes to the library's own arguments unchanged, so the documentation of the installed
-release is the reference. Keys are checked against the installed release, if there is one, without importing it (which
-takes ten seconds). Two kinds are refused: keys that the run itself decides (with two places for one setting, the wrong
-one ends up being read), and keys that would make the record of a response wrong.
+Keys for vLLM and SGLang are passed to the library unchanged, so the documentation of the installed release is the
+reference. Keys are checked against the source of the installed release, if any, without importing it (which takes ten
+seconds). Two kinds are rejected: keys that other settings of the run determine, and keys with which the recorded
+log-probabilities or versions of a response would be wrong.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class HFInferConfig:
     """Keys of `strategy_config` for `hf_infer`."""
 
     max_running_requests: Annotated[int, Field(ge=1)] = 256
-    """Requests decoded at once; more wait."""
+    """Maximum number of requests that are decoded at once; further ones are queued."""
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Most prompt tokens, with padding, in one forward pass."""
+    """Maximum number of prompt tokens, padding included, in one prefill pass."""
     threads: Annotated[int | None, Field(ge=1)] = None
-    """Number of torch's computing threads on a CPU. Default: torch's own."""
+    """Number of torch threads on a CPU. Default: torch's own default."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,27 @@ class DiffusersInferConfig:
     """Keys of `strategy_config` for `diffusers_infer`."""
 
     max_running_requests: Annotated[int, Field(ge=1)] = 64
-    """Pictures drawn at once, a step of each in one pass of the model; more wait."""
+    """Maximum number of images that are generated at once, batched step by step; further ones are queued."""
     threads: Annotated[int | None, Field(ge=1)] = None
-    """Number of torch's computing threads on a CPU. Default: torch's own."""
+    """Number of torch threads on a CPU. Default: torch's own default."""
 
 
 def check_hf_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
+    """Return the problems of a ``strategy_config`` for `hf_infer`, at ``path`` in the configuration."""
     return problems_of(lambda: made("hf_infer", HFInferConfig, strategy_config, path))
 
 
 _STREAM_INTERVAL = 8
-"""Tokens per message from the engine. One message per token and request costs more than a small model's step."""
+"""Tokens per message from the engine: a message per token and request would cost more than a small model's step."""
 
 
 def stream_interval(has_stop_strings: bool) -> int:
-    """Return the number of tokens per message: one if any token may complete a stop string."""
+    """Return the number of tokens per message from the engine; 1 if each token may complete a stop string."""
     return 1 if has_stop_strings else _STREAM_INTERVAL
 
 
 _OFF = (None, False, "off", "null", "none")
-"""Values that turn an argument off."""
+"""Values that turn an engine argument off."""
 
 
 def _key_problems(
@@ -77,11 +77,11 @@ def _key_problems(
     harmful: Mapping[str, str],
     slots: str,
 ) -> list[ConfigProblem]:
-    """Return what is wrong with the keys for a library.
+    """Return the problems of the keys for a library.
 
-    ``known``: its arguments, each a ``noun``; None if it is not installed. ``reserved``: key -> the setting to use
-    instead. ``harmful``: key -> reason why only a value that turns it off is allowed. ``slots``: the key that limits
-    running requests.
+    ``noun``: the library's word for its arguments. ``known``: their names; None if it is not installed. ``reserved``:
+    key -> the setting to use instead. ``harmful``: key -> reason why it may only be turned off. ``slots``: the key that
+    limits running requests.
     """
     problems = []
     for key, value in strategy_config.items():
@@ -105,7 +105,7 @@ def _installed(library: str) -> Path | None:
 
 
 def _field_names(source: Path, classes: Collection[str] | None = None) -> set[str]:
-    """Return the annotated names in the bodies of a module's classes, or of some of them."""
+    """Return the names of annotated class fields in a module's source; ``classes``: only of these."""
     return {
         field.target.id
         for node in ast.parse(source.read_text(encoding="utf-8")).body
@@ -117,14 +117,13 @@ def _field_names(source: Path, classes: Collection[str] | None = None) -> set[st
 
 VLLM_EXTENSION_CLASS = "roll.engines.vllm.worker.WorkerCalls"
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks of adapters that vLLM can be started for."""
+"""Values that vLLM accepts for the maximum rank of adapters."""
 VLLM_OWNER_VARIABLE = "ROLL_ENGINE_OWNER"
-"""Environment variable with the id of the process that vLLM's processes must not outlive."""
+"""Environment variable with the id of the process on whose end vLLM's processes must end too."""
 VLLM_BUCKET_BACKEND = "roll_buckets"
-"""Name under which `vllm/worker.py` registers the loading of weight buckets."""
+"""Name under which `vllm/worker.py` registers its weight transfer engine with vLLM."""
 _CPU_KV_CACHE_BYTES = 4 * 1024**3
-"""Default upper limit, in bytes, of the keys and values on a CPU. vLLM's own default is nearly all memory of the
-host."""
+"""Default upper limit of the KV cache on a CPU, in bytes. vLLM's own default is nearly all host memory."""
 VLLM_RESERVED = {
     "model": "`pretrain` or `model_args.model_name_or_path`",
     "tokenizer": "`pretrain`; the engine gets token ids",
@@ -151,7 +150,8 @@ VLLM_RESERVED = {
 
 
 def check_vllm_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path``; unknown keys only if vLLM is installed."""
+    """Return the problems of a ``strategy_config`` for vLLM at ``path``. Unknown keys are found only if vLLM is
+    installed."""
     return _key_problems(
         strategy_config,
         path,
@@ -166,7 +166,7 @@ def check_vllm_options(strategy_config: dict[str, Any], path: str) -> list[Confi
 
 @cache
 def vllm_argument_names() -> frozenset[str] | None:
-    """Return the names of vLLM's engine arguments, read from its source; None if it is not installed."""
+    """Return the names of vLLM's engine arguments, parsed from its source; None if it is not installed."""
     folder = _installed("vllm")
     if folder is None:
         return None
@@ -183,10 +183,11 @@ def engine_arguments(
     cache_bytes_per_token: int,
     adapter_rank: int | None = None,
 ) -> dict[str, Any]:
-    """Return keyword arguments for ``AsyncEngineArgs``: defaults, then the user's own, then the run's decisions.
+    """Return keyword arguments for ``AsyncEngineArgs``: our defaults, overridden by the user's keys, then by the run's
+    settings.
 
-    ``cache_bytes_per_token``: bytes of one token's keys and values. ``sleeps``: the engine shares its devices.
-    ``adapter_rank``: rank of the adapter that the engine serves, if it serves one.
+    ``cache_bytes_per_token``: size of the KV cache per token. ``sleeps``: the engine shares its devices.
+    ``adapter_rank``: rank of the LoRA adapter that the engine serves; None: no adapter.
     """
     arguments: dict[str, Any] = {
         "enable_prefix_caching": True,
@@ -194,7 +195,7 @@ def engine_arguments(
         "load_format": "safetensors",  # vLLM would read pickles where a folder has nothing else
     }
     if tensor_parallel_size > 1:
-        # Inside a placement group vLLM would choose Ray, and refuse bundles of more than one device.
+        # Inside a placement group, vLLM would choose Ray, and reject bundles of more than one device.
         arguments["distributed_executor_backend"] = "mp"
     if model.device == "cpu":
         arguments |= _cpu_defaults(strategy_config, model.max_length, tensor_parallel_size, cache_bytes_per_token)
@@ -219,10 +220,10 @@ def engine_arguments(
 def _cpu_defaults(
     strategy_config: dict[str, Any], max_length: int, tensor_parallel_size: int, cache_bytes_per_token: int
 ) -> dict[str, Any]:
-    """Return the defaults for a CPU: no compilation, which would take longer than a small run, and memory for the
-    requests that can run.
+    """Return the defaults for a CPU: no compilation, which takes longer than a small run, and a KV cache for the
+    requests that can run at once.
 
-    Raises ``ConfigError`` for an option that a CPU engine does not survive.
+    Raises ``ConfigError`` for an option that crashes the CPU engine.
     """
     if strategy_config.get("enable_chunked_prefill"):
         raise problem(
@@ -234,7 +235,7 @@ def _cpu_defaults(
     defaults: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": requests,
-        # A seeded request whose prompt is computed in parts crashes a CPU engine: its generators cannot be set back.
+        # Chunked prefill of a seeded request crashes the CPU engine, because its generators cannot be rewound.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_length, 8192),
     }
@@ -248,12 +249,12 @@ def _cpu_defaults(
 
 
 SGLANG_LENGTH_HEADROOM = 8
-"""Tokens of context length that SGLang needs for itself: its longest prompt is 6 tokens shorter, prompt plus response
-2."""
+"""Additional context length that SGLang needs: it limits a prompt to 6 tokens less than the context length, and prompt
+plus response to 2 less."""
 SGLANG_MASK_LIMIT = 4096
-"""Largest top-k whose distribution SGLang records, unless ``sampling_mask_max_tokens`` sets another limit."""
+"""Largest top-k for which SGLang reports log-probabilities, unless ``sampling_mask_max_tokens`` sets another limit."""
 SGLANG_SLOTS = 256
-"""Default number of requests that run at once, one of them a score."""
+"""Default maximum number of running requests; one slot is reserved for scoring."""
 SGLANG_RESERVED = {
     "model_path": "`pretrain` or `model_args.model_name_or_path`",
     "tokenizer_path": "`pretrain`; the engine gets token ids",
@@ -291,11 +292,12 @@ SGLANG_HARMFUL = {
     "encoder_only": "the engine generates text",
     "use_ray": "the run places the engine's processes itself",
 }
-"""Server argument of SGLang -> reason why only a value that turns it off is allowed."""
+"""Server argument of SGLang -> reason why it may only be turned off."""
 
 
 def check_sglang_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path``; unknown keys only if SGLang is installed."""
+    """Return the problems of a ``strategy_config`` for SGLang at ``path``. Unknown keys are found only if SGLang is
+    installed."""
     return _key_problems(
         strategy_config,
         path,
@@ -310,14 +312,15 @@ def check_sglang_options(strategy_config: dict[str, Any], path: str) -> list[Con
 
 @cache
 def sglang_argument_names() -> frozenset[str] | None:
-    """Return the names of SGLang's server arguments, read from its source; None if it is not installed."""
+    """Return the names of SGLang's server arguments, parsed from its source; None if it is not installed."""
     folder = _installed("sglang")
     return None if folder is None else read_sglang_argument_names(folder / "srt")
 
 
 def read_sglang_argument_names(runtime: Path) -> frozenset[str]:
-    """Return the names of server arguments in the sources of SGLang's runtime. Older releases define them in one class,
-    newer ones in several below ``arg_groups/fields``."""
+    """Return the names of server arguments in the source folder of SGLang's runtime.
+
+    Older releases define them in one class, newer ones in several below ``arg_groups/fields``."""
     names = _field_names(runtime / "server_args.py", ("ServerArgs",))
     for source in (runtime / "arg_groups" / "fields").glob("*.py"):
         names |= _field_names(source)
@@ -333,12 +336,12 @@ def server_arguments(
     port: int,
     api_key: str,
 ) -> dict[str, Any]:
-    """Return keyword arguments for ``ServerArgs``: defaults, then the user's own, then the run's decisions. ``sleeps``:
-    the engine shares its devices."""
+    """Return keyword arguments for ``ServerArgs``: our defaults, overridden by the user's keys, then by the run's
+    settings. ``sleeps``: the engine shares its devices."""
     defaults = {
         "log_level": "warning",
         "max_running_requests": SGLANG_SLOTS,
-        # With overlap, a pause leaves a step under way, whose tokens SGLang would count under the newer version.
+        # With overlap, a step may still run after a pause, and SGLang would report its tokens under the new version.
         "disable_overlap_schedule": True,
     }
     return (

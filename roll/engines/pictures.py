@@ -1,12 +1,11 @@
-"""`diffusers_infer`: many pictures drawn at once by a flow-matching model, a denoising step of each in one pass.
+"""`diffusers_infer`: image generation with a flow-matching model, with continuous batching over denoising steps.
 
-A picture joins and leaves between two steps, and rows of a pass may be at different steps. Steps inside a picture's
-window draw from a Gaussian, and are its tokens: each has a log-probability and the version of the weights behind it.
-All others follow the ODE. Everything random derives from the request's seed and the number of the step. Promise: on a
-CPU, a picture and its record have the same bits whatever is drawn beside it.
+Images join and leave the batch between two steps, and rows of a forward pass may be at different steps. Steps inside an
+image's window are stochastic (SDE) and are its tokens: each has a log-probability and the weight version that produced
+it. All other steps are deterministic (ODE). Random numbers are determined by the request's seed and the step number.
+Guarantee: on a CPU, an image and its record are bitwise independent of the other images in the batch.
 
-Between two steps a picture is nothing but its latents, so an update may come there (`keep`), and an interruption costs
-nothing.
+Between two steps, the state of an image is just its latents, so weight updates (`keep`) and interruptions lose nothing.
 """
 
 from __future__ import annotations
@@ -41,50 +40,53 @@ from roll.pictures.model import Conditions, FrozenParts, Schedule, load_transfor
 from roll.runtime.process import keep_blocks_of
 
 ROW_MULTIPLE = 8
-"""A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that."""
+"""Forward passes are padded to a multiple of this many rows per thread. A CPU's matrix products give a row the same
+bits if each thread gets at least 4 rows; this is twice that."""
 STARTING_NOISE = "starting noise"
-"""Part of the seed of the first latents. The others have the number of their step."""
+"""Seed component of the initial latents' noise; that of a step is the step's number."""
 
 
 @dataclass(eq=False)
 class Drawing:
-    """A picture that is being drawn."""
+    """An image that is being generated."""
 
     active: ActiveRequest
     asked: PictureRequest
     shape: tuple[Any, ...]
-    """Drawings of equal shape share a pass of the model."""
+    """Sampling settings as a tuple. Images with equal settings share a forward pass."""
     schedule: Schedule
     conditions: Conditions
-    """Of one row."""
+    """Prompt embeddings, one row."""
     latents: Tensor
-    """float32 ``[channels, height, width]``."""
+    """float32 ``[channels, height, width]``: current latents."""
     step: int = 0
+    """Number of the next denoising step."""
     trail: list[Tensor] = field(default_factory=list)
-    """Latents before the first step with noise, and after each."""
+    """Latents before the first stochastic step, and after each of them."""
     logprobs: list[float] = field(default_factory=list)
-    """One for each token."""
+    """Log-probability of each token."""
     versions: list[int] = field(default_factory=list)
+    """Weight version of each token."""
     newest_version: int = -1
-    """Of all steps so far, tokens or not."""
+    """Newest weight version of all steps so far, deterministic ones included."""
 
     @property
     def is_noisy(self) -> bool:
-        """True if the next step has noise."""
+        """True if the next denoising step is stochastic (an SDE step)."""
         return self.asked.window is not None and self.step in self.asked.window
 
     @property
     def tokens(self) -> range:
-        """The steps that are tokens."""
+        """Numbers of the steps that are tokens: the window, or all steps if there is none."""
         return range(self.asked.sampling.num_inference_steps) if self.asked.window is None else self.asked.window
 
     def noise(self, of: int | str) -> Tensor:
-        """Return the noise of a step, or that which the picture begins with."""
+        """Return the Gaussian noise of step number ``of``, or of the initial latents (`STARTING_NOISE`)."""
         seed = derive_seed(self.active.request.sampling.seed, of)
         return torch.randn(self.latents.shape, generator=torch.Generator().manual_seed(seed)).to(self.latents.device)
 
     def advance(self, drawn: Tensor, logprob: float, version: int) -> None:
-        """Take the next latents, which weights of ``version`` led to."""
+        """Record a step: its resulting latents ``drawn``, log-probability and weight version."""
         if self.step in self.tokens:
             if self.is_noisy and not self.trail:
                 self.trail.append(self.latents)
@@ -97,7 +99,7 @@ class Drawing:
         self.step += 1
 
     def chunk(self) -> TokenChunk:
-        """Return the tokens so far."""
+        """Return the tokens so far, as a chunk."""
         known = len(self.versions)
         return TokenChunk(
             np.array(self.tokens[:known], np.int32),
@@ -107,21 +109,23 @@ class Drawing:
 
 
 class PictureEngine(ModelEngine):
-    """Engine that draws many independent pictures with one model. All methods must be called from one thread."""
+    """Image engine: generates many independent images with one model. All methods must be called from one thread.
+
+    Has the interface of `HFEngine`."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device, options: DiffusersInferConfig) -> None:
-        """Load the model in the folder ``path``, with its text encoders and its autoencoder."""
+        """Load the diffusers pipeline in the folder ``path``: transformer, text encoders and VAE."""
         transformer = load_transformer(path, dtype)
         if device.type == "cpu":
             keep_blocks_of(transformer.num_parameters())
         transformer.to(device).requires_grad_(False)
         for parameter in transformer.parameters():
-            # Some kernels' sums depend on the alignment, which files have and weights of an update do not.
+            # Some kernels' results depend on memory alignment, which differs between mapped files and weight updates.
             parameter.data = parameter.data.clone()
         super().__init__(transformer)
         self.clock = BusyClock()
         self.generated_tokens = 0
-        """Denoising steps so far."""
+        """Total number of denoising steps of all images."""
         self.asleep = False
         self._path = path
         self._options = options
@@ -134,24 +138,24 @@ class PictureEngine(ModelEngine):
 
     @property
     def running(self) -> int:
-        """Number of pictures that are being drawn."""
+        """Number of images that are being generated."""
         return len(self._drawings)
 
     @property
     def waiting(self) -> int:
-        """Number of pictures that wait."""
+        """Number of queued images."""
         return len(self._waiting)
 
     def submit(self, active: ActiveRequest) -> None:
-        """Queue a checked request. No other request in the engine has its id."""
+        """Queue a validated request, whose id is unique in the engine."""
         self._waiting.append(active)
 
     def refuse(self, active: ActiveRequest, error: Exception) -> None:
-        """End a request with an error, instead of `submit`."""
+        """Report an error as the request's result."""
         self._events.append((active, error))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all), without a picture. Unknown ids are ignored."""
+        """Abort these requests (None: all); their results have no image. Unknown ids are ignored."""
         names = None if request_ids is None else set(request_ids)
 
         def chosen(active: ActiveRequest) -> bool:
@@ -165,12 +169,13 @@ class PictureEngine(ModelEngine):
             self._end(active, no_tokens(), "abort")
 
     def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
-        """Return the completions and refusals since the last call."""
+        """Return the completions and errors since the last call."""
         events, self._events = self._events, []
         return events
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[ActiveRequest, TokenChunk]]:
-        """Return the steps of each picture beyond the first ``known[id]``, as tokens that only show progress."""
+        """Return the denoising steps of each image after the first ``known[id]`` ones, as placeholder tokens that only
+        indicate progress."""
         chunks = []
         for drawing in self._drawings:
             new = range(known.get(drawing.active.request.request_id, 0), drawing.step)
@@ -181,12 +186,12 @@ class PictureEngine(ModelEngine):
         return chunks
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Raise ``RuntimeError``: there is no text to score."""
+        """Raise ``RuntimeError``: an image engine cannot score text."""
         raise RuntimeError("an engine of pictures scores no tokens of text")
 
     @torch.inference_mode()
     def step(self, admit: bool = True) -> None:
-        """Let waiting requests join (if ``admit``) and take a step of every picture."""
+        """Admit queued requests (if ``admit``), and take one denoising step of every image."""
         self.clock.set(True)
         if admit:
             self._admit()
@@ -198,17 +203,17 @@ class PictureEngine(ModelEngine):
         self.clock.set(False)
 
     def drop_caches(self) -> None:
-        """Do nothing: there are no caches."""
+        """Do nothing: this engine has no caches."""
 
     def sleep(self) -> None:
-        """Move the models to the host. Harmless to repeat."""
+        """Move the models to host memory. Idempotent."""
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.asleep = True
 
     def wake(self) -> None:
-        """Move the models back."""
+        """Move the models back to the device."""
         self._move(self._device)
         self.asleep = False
 
@@ -221,7 +226,7 @@ class PictureEngine(ModelEngine):
             active = self._waiting.popleft()
             try:
                 self._drawings.append(self._begun(active))
-            except Exception as error:  # of the text encoders, which know what a prompt may be
+            except Exception as error:  # e.g. the text encoders reject the prompt
                 self.refuse(active, error)
 
     def _begun(self, active: ActiveRequest) -> Drawing:
@@ -253,7 +258,7 @@ class PictureEngine(ModelEngine):
         return list(by_shape.values())
 
     def _advance(self, batch: list[Drawing]) -> None:
-        """Take one step of some drawings of equal shape."""
+        """Take one denoising step of images with equal sampling settings, in one forward pass."""
         rows = [*batch, *[batch[-1]] * (-len(batch) % self._row_multiple)]
         schedule = batch[0].schedule
         latents = torch.stack([row.latents for row in rows])
@@ -285,12 +290,12 @@ class PictureEngine(ModelEngine):
 
 
 def _shape(sampling: PictureSampling) -> tuple[Any, ...]:
-    """Return what requests have in common that share a pass of the model."""
+    """Return the batching key: images with equal sampling settings share a forward pass."""
     return tuple(vars(sampling).values())
 
 
 def _joined(rows: Sequence[Conditions]) -> Conditions:
-    """Return conditions of one row each as those of a batch."""
+    """Concatenate the conditions of single rows to a batch."""
     negative = [row.negative for row in rows if row.negative is not None]
     return Conditions(
         torch.cat([row.tokens for row in rows]),
@@ -300,7 +305,7 @@ def _joined(rows: Sequence[Conditions]) -> Conditions:
 
 
 class DiffusersInferStrategy(HFInferStrategy):
-    """One engine replica: a `PictureEngine` in a thread, as `hf_infer` has its engine."""
+    """One replica of the image engine: a `PictureEngine` in a thread, like the engine of `hf_infer`."""
 
     _drawing_options: DiffusersInferConfig
 

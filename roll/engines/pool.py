@@ -1,21 +1,21 @@
-"""All replicas of the generating engine as one engine that survives the death of a replica.
+"""The pool of engine replicas, used like a single engine that survives the death of a replica.
 
-A request goes to the least loaded live replica. Every two seconds each engine says how many tokens it has generated,
-which is its sign of life. The tokens of running requests are fetched as often, but only of a few replicas in turn: what
-that costs the run's own process does not grow with their number. When a replica dies, its requests continue elsewhere
-from the tokens fetched so far, and a new process with the current weights takes its place. Restarts are counted; too
-many stop the run with the last cause. Weights reach a share of the replicas at a time, and each update is verified by
-checksums.
+A request goes to the least loaded live replica. Every two seconds, each engine reports how many tokens it has
+generated; this is its heartbeat. The tokens themselves are fetched from a few replicas at a time, in turn, so that the
+load on the driver process does not grow with the number of replicas. If a replica dies, its requests continue on other
+replicas from the tokens fetched so far, and a new process with the current weights replaces it. Too many restarts stop
+the run with the last cause.
 
-Weights reach them when they are published, or (`Pulls`) when each of them takes the newest; then `on_oldest` gets the
-version of the oldest one.
+Weight updates are loaded by a share of the replicas at a time, and verified by checksums. They are either pushed when a
+version is published, or pulled by each replica when it is ready (`Pulls`); `on_oldest` then receives the oldest version
+that is still in use.
 
-For a validation beside the training, some replicas keep a version (`InferencePool.pin`): they take no newer weights and
-no requests but those of the validation, and then catch up.
+For a validation alongside training, some replicas can be pinned to a version (`InferencePool.pin`). They load no newer
+weights and serve only the validation's requests until they are unpinned.
 
-Each attempt of a response requests what is still missing (`response.py`), from an engine whose weights are at least as
-new as those of the last token. Versions therefore never decrease along a response, and every token is at least as new
-as the request demands.
+Each attempt of a response requests the missing part (`response.py`) from an engine whose weights are at least as new as
+those of the last token. Versions therefore never decrease along a response, and every token is at least as new as the
+request demands.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from roll.weights.verify import CanaryScores, compare_canaries
 
 VERIFIERS = "replicas that verify for their node"
 FETCHED_AT_ONCE = 4
-"""Number of replicas whose new tokens are fetched within one interval, in turn. What was not fetched is generated again
-after a death."""
+"""Number of replicas from which new tokens are fetched per interval, in turn. If an engine dies, tokens that were not
+fetched are generated again."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class PoolSettings:
     max_unavailable: float
     """Share of the replicas that may load weights at the same time."""
     pinned_replicas: int = 0
-    """Number of replicas that `InferencePool.pin` makes keep their version."""
+    """Number of replicas that `InferencePool.pin` pins."""
     pull_after_seconds: float | None = None
-    """Longest time for which a replica with requests stays behind the newest version; None: updates are pushed."""
+    """Pull mode: maximum seconds that a replica waits to be idle before it loads newer weights. None: push mode."""
 
 
 class InferencePool:
-    """All replicas of one role."""
+    """All engine replicas of one role."""
 
     weight_source: WeightSource
-    """Set before the first update if weights are to be pushed."""
+    """The trainer. Must be set before the first update if the transport pushes weights into engines."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class InferencePool:
         self._canaries: CanaryScores | None = None
         self._loaded = Loaded()
         self._verified: set[tuple[str | None, int]] = set()
-        """Nodes on which one replica has verified a version that others are loading."""
+        """(Node, version) pairs that one replica of the node has verified for the others."""
         self._arrived = asyncio.Event()
         self._arrived.set()
         self._pinned: Pinned | None = None
@@ -104,10 +104,10 @@ class InferencePool:
         self._awake = asyncio.Event()
         self._awake.set()
         self.on_oldest: Callable[[int], None] = lambda version: None
-        """Function that is called with the version that all live replicas have, if replicas pull and it has risen."""
+        """In pull mode, called with the oldest version of all live replicas whenever it increases."""
         self._oldest = -1
         self._pulled = Loaded()
-        """What replicas have pulled since it was last told."""
+        """Result of the replicas' pulls since the last `publish`."""
         self._pulls: Pulls | None = None
         if settings.pull_after_seconds is not None:
             at_once = max(1, int(count * settings.max_unavailable))
@@ -118,38 +118,39 @@ class InferencePool:
         self._none_starting.set()
         self.restarts = 0
         self.reissued = 0
-        """Number of requests issued again after a death."""
+        """Number of requests that were reissued because their replica died."""
         self.resumed_tokens = 0
-        """Number of tokens that reissued requests already had and kept."""
+        """Number of tokens that reissued requests kept from earlier attempts."""
         self.abandoned_tokens = 0
-        """Number of sampled tokens of requests that were given up before they ended."""
+        """Number of sampled tokens of requests that were cancelled before they ended."""
         self.completed = 0
+        """Number of completed requests."""
         self.tokens_seen = 0
-        """Number of tokens that running requests were seen to get."""
+        """Number of tokens reported by engines for running requests."""
 
     @property
     def can_pin(self) -> bool:
-        """True if some replicas can keep a version while the others go on."""
+        """True if replicas can be pinned to a version."""
         return self._settings.pinned_replicas > 0
 
     @property
     def pulls(self) -> bool:
-        """True if each replica takes new weights when it chooses to."""
+        """True in pull mode: each replica loads new weights when it is ready."""
         return self._pulls is not None
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the engines hold their weights."""
+        """The dtype of the engines' weights."""
         return self._spec.dtype
 
     async def start(self) -> None:
-        """Start every replica. They serve requests once the first weight update has arrived."""
+        """Start all replicas. They serve requests after the first weight update."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._names)):
                 group.create_task(self._start_replica(index))
 
     async def run(self) -> None:
-        """Supervise the replicas. Never returns; raises `WorkerDied` when they die too often."""
+        """Supervise the replicas and restart dead ones. Never returns; raises `WorkerDied` after too many restarts."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._names)):
                 group.create_task(self._supervise(index))
@@ -165,8 +166,10 @@ class InferencePool:
         min_version: int | None = None,
         pinned: bool = False,
     ) -> Completion:
-        """Run a request to its end, continuing on another replica if one dies. No token is older than ``min_version``,
-        or than the token before it. ``pinned`` requests go to the replicas that keep a version, if some do."""
+        """Run a request to its end. If its replica dies, continue on another one.
+
+        ``sticky_key``: requests with the same key go to the same replica, if possible. No token has an older version
+        than ``min_version`` or than the token before it. ``pinned``: use the pinned replicas, if there are any."""
         response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
         try:
             completion = await self._attempt(response, sticky_key, pinned)
@@ -183,7 +186,7 @@ class InferencePool:
         return completion
 
     async def _attempt(self, response: PartialResponse, sticky_key: str | None, pinned: bool) -> Completion | None:
-        """Return the whole response, or None if the replica dies while generating it."""
+        """Return the complete response, or None if the replica dies while generating it."""
         async with self._router.lease(
             timeout=self._settings.start_timeout_seconds,
             sticky_key=sticky_key,
@@ -196,12 +199,12 @@ class InferencePool:
                 return None
 
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
-        """Bring every live replica to this version, a share of them at a time, and run the parity check on each. If
-        replicas pull, only the first version is brought; later ones are there for them, and what they have pulled since
-        the last call is returned.
+        """Load a version into all live replicas, a share of them at a time, and run the log-probability parity check.
 
-        Replicas that keep a version (`pin`) are left out. The caller has acquired the buffer that holds the version. A
-        replica that dies during the update loads this version when it restarts. Raises `WeightsDiffer`.
+        In pull mode, only the first version is loaded here. Later ones are made available for pulling, and the result
+        of the pulls since the last call is returned. Pinned replicas are skipped. The caller must have acquired the
+        buffer that holds the version. A replica that dies during the update loads the version when it restarts. Raises
+        `WeightsDiffer`.
         """
         is_first = not any(self._router.state(name).live for name in self._names)
         if publication is not self._publication:
@@ -217,28 +220,29 @@ class InferencePool:
         await self._change_each(lambda replica: self._load(replica, loaded), at_once, self._names)
         self._verified.clear()
         self.buffers.published(publication.version)
-        # Those that came back since the last call were compared, too.
+        # Include the parity checks of replicas that restarted since the last call.
         loaded.canaries += self._pulled.canaries
         self._pulled.canaries = []
         return loaded
 
     def expect_weights(self) -> None:
-        """Let replicas that have discarded their weights wake with an update that is being sent: `announce` follows."""
+        """Make replicas without weights (discarded during sleep) wait for the update being sent; `announce` ends it."""
         self._arrived.clear()
 
     def announce(self, publication: Publication, canaries: CanaryScores | None = None) -> None:
-        """Make this the version that replicas load: those that start, those that wake without weights, and then, in
-        `publish`, all others."""
+        """Make this the version to load: at once for replicas that start or wake without weights, and in `publish` for
+        all others."""
         self._publication, self._canaries, self._loaded = publication, canaries, Loaded()
         self._verified.clear()
         self.buffers.publishing(publication.version)
         self._arrived.set()
 
     def pin(self) -> None:
-        """Let some replicas keep the newest version, for requests that want it, until `unpin`.
+        """Pin some replicas, the least loaded ones, to the newest version until `unpin`.
 
-        The least loaded ones. What they are generating for other requests they end. A replica that dies meanwhile comes
-        back with the same version, which stays in its buffer. Call it between two calls of `publish`.
+        They finish their running requests, and then serve ``pinned`` requests only. If one dies, it restarts with the
+        same version, which stays in its buffer. Do not call this during `publish`. Raises ``RuntimeError`` if nothing
+        is published or replicas are pinned already.
         """
         if self._publication is None or self._pinned is not None:
             raise RuntimeError("one published version is kept at a time")
@@ -252,13 +256,13 @@ class InferencePool:
         self._router.reserve(chosen)
 
     async def ready_to_validate(self) -> None:
-        """Bring the replicas that a validation uses to the version it measures, if they pull."""
+        """In pull mode, load the version to validate into the replicas that the validation uses."""
         if self._publication is not None and self.pulls:
             names = self._names if self._pinned is None else self._pinned.names
             await self._change_each(self._catch_up, self._loads_at_once(self._publication), names)
 
     async def unpin(self) -> None:
-        """Bring the replicas that kept a version to the newest one; then they take requests of all kinds again."""
+        """Load the newest version into the pinned replicas; then they serve all requests again."""
         pinned, self._pinned = self._pinned, None
         if pinned is None or self._publication is None:
             raise RuntimeError("no replica keeps a version")
@@ -268,11 +272,11 @@ class InferencePool:
         self._tell_oldest()
 
     async def forget_weights(self) -> None:
-        """Take every replica out of service until the next publication, which may have a version that they had before.
+        """Take all replicas out of service until the next `publish`, which may repeat an earlier version number.
 
-        For a trainer that goes back to an earlier step: its weights have other contents than those which replicas hold
-        under the same version. Changes that are under way end first, each within its deadline. Processes live on. Call
-        it when no request is running.
+        For a trainer that restarts from an earlier step: its weights differ from those that replicas hold under the
+        same version number. Changes in progress finish first, each within its timeout. Processes keep running. Call
+        this when no request is running.
         """
         self._publication = self._canaries = self._pinned = None
         self._verified.clear()
@@ -283,10 +287,10 @@ class InferencePool:
         self._arrived.set()
 
     async def offload_states(self) -> None:
-        """Put every replica to sleep: requests wait, weights and caches leave the devices.
+        """Put all replicas to sleep: requests wait, and weights and KV caches leave the devices.
 
-        A replica that is still starting finishes its start first, within its deadline: it cannot leave the devices
-        earlier.
+        Waits for replicas that are still starting (within their start timeout), because these cannot release the
+        devices earlier.
         """
         self._awake.clear()
         self._deadlines.stop()
@@ -295,8 +299,7 @@ class InferencePool:
         await self._change_each(self._settle, len(self._names), self._names)
 
     async def load_states(self) -> None:
-        """Wake every replica. Those without weights load the newest ones, of an update that is being sent if there is
-        one."""
+        """Wake all replicas. Replicas without weights load the newest ones; they wait for an update being sent."""
         self._awake.set()
         if any(replica.version < 0 for replica in self._replicas.values()):
             with waiting("weights that are being sent", "their arrival"):
@@ -307,7 +310,7 @@ class InferencePool:
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
-        """Return the statistics of each live replica, with its ``name`` added."""
+        """Return the stats of each live replica (`InferStrategy.stats`), with its ``name`` added."""
         answers = []
         for replica in list(self._replicas.values()):
             try:
@@ -318,11 +321,11 @@ class InferencePool:
         return answers
 
     def forget(self, sticky_key: Hashable) -> None:
-        """Drop the routing entry of a key for which no more requests will come."""
+        """Drop the routing entry of a sticky key that will not be used again."""
         self._router.forget(sticky_key)
 
     def handles(self) -> list[WorkerHandle]:
-        """Return the processes of the running replicas."""
+        """Return the handles of all running replicas' processes."""
         return [replica.handle for replica in self._replicas.values()]
 
     def kill(self) -> None:
@@ -339,7 +342,7 @@ class InferencePool:
         self._router.mark_dead(replica.name, "it waits for the weights of a trainer that was started again")
 
     async def _start_replica(self, index: int) -> None:
-        """Wait until the engines have the devices, and let them keep these until the replica is up."""
+        """Start a replica once the engines hold the devices. `offload_states` waits until it has started."""
         while not self._awake.is_set():
             await self._awake.wait()
         self._starting += 1
@@ -368,7 +371,7 @@ class InferencePool:
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
             await replica.change(partial(self._enter, replica))
         except BaseException as error:
-            # Requests may have arrived as soon as the replica had its weights.
+            # Requests may have been routed to the replica since it got its weights.
             replica.fail_all(error if isinstance(error, WorkerDied) else WorkerDied(handle.name, repr(error)))
             self._replicas.pop(self._names[index], None)
             handle.kill()
@@ -398,7 +401,7 @@ class InferencePool:
                     death = again
 
     async def _verify(self, publication: Publication) -> None:
-        """Have one replica of each node verify bytes that others there are going to map as well."""
+        """Let one replica per node verify the bytes that several replicas of the node will map."""
         nodes: dict[str | None, list[Replica]] = {}
         if publication.layout is None and TRANSPORTS[self._spec.transport].one_copy_per_host:
             for replica in self._replicas.values():
@@ -412,12 +415,12 @@ class InferencePool:
                 try:
                     seconds = await self._change(replica, "verify_weights", publication)
                 except WorkerDied:
-                    continue  # if none is left, those that restart verify for themselves
+                    continue  # if none is left, restarted replicas verify for themselves
                 self._loaded.seconds["fetch"] += seconds
                 self._verified.add((node, publication.version))
                 return
 
-        # An engine may have to wake while the next version is announced or gathered.
+        # Hold the buffer: an engine may wake while the next version is being announced or gathered.
         self.buffers.hold(publication.version, VERIFIERS)
         try:
             await all_or_none(verify(node, replicas) for node, replicas in nodes.items() if len(replicas) > 1)
@@ -425,19 +428,19 @@ class InferencePool:
             self.buffers.release(publication.version, VERIFIERS)
 
     def _wanted(self, replica: Replica) -> tuple[Publication | None, CanaryScores | None]:
-        """Return the version that a replica should have, and its canaries if they are compared."""
+        """Return the publication that a replica should have, and the trainer's scores to compare it with, if any."""
         if self._pinned is not None and replica.name in self._pinned.names:
             return self._pinned.publication, self._pinned.canaries
         return self._publication, self._canaries
 
     def _loads_at_once(self, publication: Publication) -> int:
-        # The trainer pushes into one engine after the other, and an engine that waits for its turn stands still.
+        # The trainer pushes into one engine at a time, and an engine that waits for its turn would be paused.
         at_once = int(len(self._names) * self._settings.max_unavailable) if publication.layout is None else 1
         return max(1, at_once)
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Bring one replica to the version that it should have. If it is in no buffer any more, `publish` brings the
-        next one."""
+        """Load into a replica the version that it should have. If no buffer holds it any more, do nothing: `publish`
+        loads the next one."""
         while (publication := self._wanted(replica)[0]) is not None and replica.version < publication.version:
             if not self.buffers.has(publication.version):
                 return
@@ -464,7 +467,7 @@ class InferencePool:
             self.on_oldest(oldest)
 
     async def _load(self, replica: Replica, loaded: Loaded) -> None:
-        """Bring one replica to the version that it should have. Requests reach it once this is verified."""
+        """Load into a replica the version that it should have. Requests are routed to it after verification."""
         publication, canaries = self._wanted(replica)
         if publication is None or replica.version >= publication.version:
             return
@@ -494,8 +497,8 @@ class InferencePool:
             self._router.mark_live(replica.name, publication.version)
 
     async def _push(self, replica: Replica, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:
-        """Have the trainer push its weights into a paused replica. A replica that fails to take them is replaced; a
-        failure in the trainer stops the run."""
+        """Pause a replica and let the trainer push its weights into it. A replica that fails is replaced; a failure in
+        the trainer stops the run."""
         await self._change(replica, "begin_push", self._settings.in_flight)
         target = PushTarget(replica.name, replica.handle.actor, self._spec.devices_per_engine)
         pushing = asyncio.ensure_future(self.weight_source.push(publication.version, target))
@@ -504,7 +507,7 @@ class InferencePool:
         try:
             await asyncio.wait([pushing, death], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not pushing.done():
-                # The library's transfer waits for a dead peer for ever; closing the connection ends the wait.
+                # The library's transfer waits forever for a dead peer; closing the connection ends the wait.
                 self.weight_source.disconnect(replica.name)
                 cause = death.result().cause if death.done() else f"no push of weights ended within {seconds:g} s"
                 raise replica.give_up(cause)
@@ -520,8 +523,8 @@ class InferencePool:
         return await self._change(replica, "end_push", publication)
 
     async def _change(self, replica: Replica, method: str, *args: Any) -> Any:
-        """Call a method that changes a replica or follows a change. A replica that takes too long, or whose engine
-        fails in the call, is killed and replaced; its `WorkerDied` is raised."""
+        """Call a method on a replica that is being changed. If the call times out or its engine fails, kill the replica
+        (`run` replaces it) and raise `WorkerDied`."""
         seconds = self._settings.publish_timeout_seconds
         try:
             return await replica.handle.call(method, *args, timeout=seconds)
@@ -536,8 +539,8 @@ class InferencePool:
     async def _change_each(
         self, change: Callable[[Replica], Awaitable[None]], at_once: int, names: Collection[str]
     ) -> None:
-        """Change the live replicas among these, at most so many at once. Those that die meanwhile are restarted by
-        `run`."""
+        """Call ``change`` on the live replicas among ``names``, at most ``at_once`` of them concurrently. Replicas that
+        die meanwhile are restarted by `run`."""
         turns = asyncio.Semaphore(at_once)
 
         async def change_one(replica: Replica) -> None:
@@ -550,14 +553,14 @@ class InferencePool:
         await all_or_none(change_one(replica) for name, replica in list(self._replicas.items()) if name in names)
 
     async def _settle(self, replica: Replica) -> None:
-        """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""
+        """Put a replica to sleep or wake it, to match the pool. A replica that has just restarted may differ."""
         if replica.asleep != self._awake.is_set():
             return
         if replica.asleep:
             await self._change(replica, "wake")
             replica.asleep = False
             wanted, _ = self._wanted(replica)
-            # If its buffer is being written, `publish` brings the next version; until then it gets no request.
+            # If no buffer holds the version, `publish` loads the next one; until then the replica gets no requests.
             if replica.version < 0 and wanted is not None and self.buffers.has(wanted.version):
                 await self._load(replica, self._loaded)
         else:
@@ -566,7 +569,7 @@ class InferencePool:
             replica.asleep = True
 
     def _weights_follow(self) -> bool:
-        """Return True if new weights are on their way, and the present ones can be loaded again if these are late."""
+        """Return True if newer weights are being sent, and the current ones can still be loaded if these are late."""
         published = self._publication
         if published is None or published.layout is not None or not self._settings.dual_buffer:
             return False
@@ -579,7 +582,7 @@ class InferencePool:
         self.tokens_seen += number
 
     def _report_death(self, replica: Replica, death: WorkerDied) -> None:
-        # A late report about a predecessor says nothing about the process that replaced it.
+        # Ignore a late report about a process that has been replaced already.
         if self._replicas.get(replica.name) is replica:
             self._router.mark_dead(replica.name, death.cause)
             self._tell_oldest()

@@ -1,14 +1,14 @@
-"""An engine that computes in processes of its own: what `vllm` and `sglang` share.
+"""Base class of engines whose library computes in its own processes: the common part of `vllm` and `sglang`.
 
-`ProcessEngine` keeps the state of such an engine; the adapter of a library makes the calls. A weight update is checked
-for being complete and fitting before the engine is paused.
+`ProcessEngine` keeps the engine's state; its subclasses call the library. A weight update is checked for completeness
+and shapes before the engine is paused.
 
-Requests wait outside the library until a slot is free, first come, first served, and nothing enters while the gate is
-shut, so no update waits for a request that has not begun. An abort that arrives before the request is inside, a request
-that must leave and enter again before all others, a drain that is interrupted: these are handled here once.
+Requests wait outside the library for a free slot, first come, first served. None enters while the gate is shut, so a
+weight update never waits for requests that have not begun. This module also handles an abort of a request that is not
+inside yet, requests that must restart with priority, and interrupted drains.
 
-The library reports which weights produced which tokens only when the request ends; until then each token carries a
-version that is never too new. Stop strings are matched here, token by token, because libraries handle token ids only.
+The library reports which weights produced which tokens only when a request ends. Until then, a token's version may be
+too old, but never too new. Stop strings are matched here, token by token, because the libraries get token ids only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class AdmissionGate:
-    """A limited number of slots for requests, behind a gate that can be shut."""
+    """A first-come, first-served semaphore for requests that can be closed."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
@@ -61,12 +61,13 @@ class AdmissionGate:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to enter."""
+        """Number of requests that wait to enter."""
         return len(self._waiting)
 
     async def enter(self, request_id: str, *, first: bool = False) -> bool:
-        """Wait for a slot, which `leave` releases. Return False if the request was turned away. ``first`` puts it
-        before all others, because it had a slot before."""
+        """Wait for a slot; release it with `leave`. Return False if the request was turned away.
+
+        ``first``: queue it before all others, because it had a slot before."""
         entry = (request_id, asyncio.get_running_loop().create_future())
         if first:
             self._waiting.appendleft(entry)
@@ -88,7 +89,7 @@ class AdmissionGate:
         self._admit()
 
     def turn_away(self, request_ids: Collection[str]) -> None:
-        """Stop these requests from waiting; their `enter` returns False."""
+        """Remove these requests from the queue; their `enter` returns False."""
         for entry in [entry for entry in self._waiting if entry[0] in request_ids]:
             self._waiting.remove(entry)
             if not entry[1].done():
@@ -99,7 +100,7 @@ class AdmissionGate:
         self._open = False
 
     def open(self) -> None:
-        """Admit waiting requests, as many as there are free slots."""
+        """Admit waiting requests again, up to the number of free slots."""
         self._open = True
         self._admit()
 
@@ -113,20 +114,21 @@ class AdmissionGate:
 
 
 class AdmittedRequests:
-    """Requests, from when they become known until they have ended."""
+    """All requests of an engine, waiting or inside the library."""
 
     def __init__(self, slots: int, on_change: Callable[[], None]) -> None:
-        """``on_change`` is called when a request has entered or left."""
+        """``slots``: maximum number of requests inside the library. ``on_change`` is called when a request enters or
+        leaves it."""
         self.gate = AdmissionGate(slots)
         self.inside: dict[str, Response] = {}
-        """Requests inside the engine, in order of entry."""
+        """Requests inside the library by id, in order of entry."""
         self._known: dict[str, Response] = {}
         self._drains: list[asyncio.Future[None]] = []
         self._numbers = itertools.count()
         self._on_change = on_change
 
     def engine_id(self) -> str:
-        """Return a name that is no prefix of another: SGLang aborts all requests that begin with a given name."""
+        """Return a new request id for the library. No id is a prefix of another, because SGLang aborts by prefix."""
         return f"roll-{next(self._numbers):016d}"
 
     async def run(
@@ -135,10 +137,11 @@ class AdmittedRequests:
         matcher: StopStringMatcher | None,
         updates_of: Callable[[Response], AsyncGenerator[Response, None]],
     ) -> AsyncGenerator[Response, None]:
-        """Yield the request's state after each message from the engine; nothing if it was aborted before it began.
+        """Run a request. Yield its response after each message from the library; nothing if it was aborted before it
+        began.
 
-        ``updates_of`` runs the request until it ends or has to begin again. Raises ``ValueError`` if a request of this
-        name exists already.
+        ``updates_of`` runs the request in the library until it ends or has to restart. Raises ``ValueError`` if a
+        request with this id exists already.
         """
         name = request.request_id
         if name in self._known:
@@ -174,7 +177,7 @@ class AdmittedRequests:
                     drain.set_result(None)
 
     def abort(self, names: Iterable[str] | None = None) -> list[Response]:
-        """Abort these requests (None: all): turn away those that wait, mark the others, return those inside."""
+        """Abort these requests (None: all). Turn away waiting ones, mark all as aborted, and return those inside."""
         names = self._known.keys() if names is None else self._known.keys() & set(names)
         self.gate.turn_away(names)
         for name in names:
@@ -183,7 +186,8 @@ class AdmittedRequests:
         return [response for name, response in self.inside.items() if name in names]
 
     def begin_again(self) -> list[Response]:
-        """Mark and return the requests without a token. They enter again, before all others, when the gate opens."""
+        """Mark the requests inside that have no token yet to restart, and return them. They enter again with priority
+        when the gate opens."""
         waiting = [response for response in self.inside.values() if not response.token_ids]
         for response in waiting:
             response.begins_again = True
@@ -191,7 +195,7 @@ class AdmittedRequests:
         return waiting
 
     async def drained(self) -> None:
-        """Wait until no request is inside. Raises ``RuntimeError`` if `interrupt_drains` ends the wait."""
+        """Wait until no request is inside. Raises ``RuntimeError`` if `interrupt_drains` is called meanwhile."""
         if not self.inside:
             return
         drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -202,37 +206,37 @@ class AdmittedRequests:
             self._drains.remove(drain)
 
     def interrupt_drains(self, by: str) -> None:
-        """End pending drains with an error that says what interrupted them."""
+        """Make pending `drained` calls fail with an error that names ``by`` as the cause."""
         for drain in self._drains:
             if not drain.done():
                 drain.set_exception(RuntimeError(f"the drain was interrupted by {by}"))
 
 
 VersionSpan = tuple[int, int, int]
-"""Weight version, first token and last token (exclusive) of a part of a response."""
+"""(Weight version, first token, end token (exclusive)) of a part of a response."""
 
 
 @dataclass
 class Response:
-    """The tokens of a request so far."""
+    """The state of a request: its tokens so far."""
 
     request: GenerateRequest
     engine_id: str
-    """Name of the request inside the engine."""
+    """Id of the request inside the library."""
     matcher: StopStringMatcher | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     aborted: bool = False
-    """True once an abort was requested."""
+    """True if an abort was requested."""
     begins_again: bool = False
-    """True if the request must enter the engine again: it had no token when weights were replaced under cached
-    prompts."""
+    """True if the request must restart in the library: it had no token when weights were replaced, and its cached
+    prompt is outdated."""
     wake: Callable[[], None] = lambda: None
-    """Function called after `aborted` or `begins_again` was set."""
+    """Callback after `aborted` or `begins_again` was set."""
     _last_version: int | None = None
-    """Version that the engine held at the last message."""
+    """The engine's version at the last message."""
 
     def take(
         self,
@@ -242,13 +246,13 @@ class Response:
         spans: Sequence[VersionSpan] = (),
         finish_reason: FinishReason | None = None,
     ) -> bool:
-        """Add new tokens from an engine that holds ``version``. Return True if a stop string ends the request before
-        the engine does.
+        """Add new tokens from an engine with weights of ``version``. Return True if a stop string ended the request
+        while the library was still generating.
 
-        ``spans`` give the versions of the whole response once it has ended. Engines hold a few tokens back, so the
-        first message after an update may contain tokens of the version before. All tokens of that message count as
-        older until the request ends and the engine reports the spans. Raises `EngineFailed` if the spans do not cover
-        the tokens, or if a token has no log-probability.
+        Libraries delay some tokens, so the first message after a weight update may contain tokens of the previous
+        version. All tokens of that message get the previous version, until the request ends and the library reports
+        the exact ``spans`` of the whole response. Raises `EngineFailed` if the spans do not match the number of tokens,
+        or if a token has no log-probability.
         """
         if len(logprobs) != len(token_ids):
             raise EngineFailed(f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
@@ -270,7 +274,7 @@ class Response:
         return self._stop_at_string(len(token_ids))
 
     def chunk(self, known: int, finish_reason: FinishReason | None = None) -> TokenChunk:
-        """Return the tokens beyond the first ``known``."""
+        """Return the tokens after the first ``known`` ones."""
         return TokenChunk(
             np.array(self.token_ids[known:], dtype=np.int32),
             np.array(self.logprobs[known:], dtype=np.float32),
@@ -279,7 +283,7 @@ class Response:
         )
 
     def completion(self) -> Completion:
-        """Return the whole response."""
+        """Return the response as a completion; ``abort`` if it has no finish reason."""
         return self.chunk(0).completion(self.request.request_id, self.finish_reason or "abort")
 
     def _stop_at_string(self, new: int) -> bool:
@@ -295,22 +299,24 @@ class Response:
 
 
 def require_numbers(logprobs: Iterable[float | None]) -> None:
-    """Raise ``EngineFailed`` if a log-probability is NaN, or None: JSON knows no NaN."""
+    """Raise ``EngineFailed`` if a log-probability is NaN, or None (NaN in JSON)."""
     if any(logprob is None or math.isnan(logprob) for logprob in logprobs):
         raise EngineFailed("the engine's logits are NaN: there is no distribution to sample from")
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Return True if the sampling distribution is a point."""
+    """Return True if sampling is deterministic (temperature 0 or top-k 1)."""
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
 Engine = TypeVar("Engine")
-"""Type of the object through which a library is called."""
+"""Type of the library's engine object."""
 
 
 class ProcessEngine(InferStrategy, Generic[Engine]):
-    """One engine replica whose library computes in its own processes. Adapters implement what follows `_launch`."""
+    """One engine replica whose library computes in its own processes.
+
+    Subclasses implement the abstract methods, from `_launch` on."""
 
     _engine: Engine | None = None
     _paused = _asleep = _without_weights = False
@@ -318,7 +324,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     _known_load: Collection[str] = ()
     """Fields of the load that the library tells."""
     _loads = 0
-    """Number of weight updates. It tells caches apart: a version that is trained anew comes with other weights."""
+    """Number of weight updates so far, used as cache salt. The version would not do: after a restart of the trainer,
+    the same version may have other weights."""
 
     async def start(self) -> None:
         if self._engine is not None:
@@ -329,7 +336,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._clock, self._load_totals = BusyClock(), EngineLoad()
         self._scoring = asyncio.Lock()
         self._engine, slots = await self._launch(config)
-        # One slot is kept for scoring: a score follows an update, which must not wait for requests that have not begun.
+        # One slot is reserved for scoring, which follows a weight update and must not wait for requests.
         self._requests = AdmittedRequests(slots - 1, self._tick)
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -364,15 +371,15 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         await self._withdraw(self._requests.abort(request_ids))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; see `InferStrategy.pause`. Later requests do not share what was cached before, because a
-        request's cache salt names the version with which it began."""
+        """Stop decoding; see `InferStrategy.pause`. Cached prefixes are not reused across weight updates, because a
+        request's cache salt is that of the weights with which it began."""
         self._live_engine()
         if mode not in get_args(PauseMode):
             raise ValueError(f"pause mode {mode!r} is unknown; one of {', '.join(get_args(PauseMode))}")
         self._requests.gate.shut()
         if mode == "drain":
             if self._paused and self._requests.inside:
-                await self._continue()  # frozen requests would never end
+                await self._continue()  # frozen requests would never finish
                 self._paused = False
             await self._requests.drained()
         else:
@@ -409,14 +416,14 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         return adapter_shapes(adapted, self._layers, rank)
 
     async def base_checksums(self) -> Mapping[str, int]:
-        """See `InferStrategy.base_checksums`. They are those of the files that the library has loaded."""
+        """See `InferStrategy.base_checksums`. The checksums are computed from the files that the library has loaded."""
         dtype = getattr(torch, self._spec.dtype)
         return await asyncio.to_thread(file_checksums, self._spec.model_path, self._names, dtype)
 
     async def load_weights(self, version: int) -> HeldWeights:
-        """See `InferStrategy.load_weights`. The checksums are those of the loaded bytes; for some tensors, which change
-        with the version, of what the engine holds, as far as it can read them back. Raises ``WeightMismatch`` if the
-        update did not reach the engine's weights. If it fails, the engine stays paused."""
+        """See `InferStrategy.load_weights`. Checksums are those of the loaded bytes; a sample of tensors, different for
+        each version, is read back from the engine as far as possible. Raises ``WeightMismatch`` if the update did not
+        reach the engine's weights. If loading fails, the engine stays paused."""
         self._live_engine()
         prepared = self._prepared_for(version)
         self._prepared = None
@@ -440,7 +447,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         return held_weights
 
     async def _begin_again(self) -> None:
-        """Take requests without a token out of the library: its caches hold prompts of the old weights."""
+        """Remove requests without a token from the library, because their cached prompts are outdated."""
         await self._withdraw(self._requests.begin_again())
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -449,7 +456,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
             return [await self._score(tokens) for tokens in token_ids]
 
     async def sleep(self, discard: bool = False) -> bool:
-        """See `InferStrategy.sleep`. An engine with its own devices only frees the caches."""
+        """See `InferStrategy.sleep`. An engine that does not share its devices only frees the KV cache."""
         self._live_engine()
         self._require_still("sleep")
         if not self._asleep:
@@ -472,8 +479,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._tick()
 
     def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`. Libraries do not report how long they computed: the engine counts as busy while a
-        request is inside and it is not paused."""
+        """See `InferStrategy.stats`. Libraries do not report their computing time, so the engine counts as busy while
+        it has requests inside and is not paused."""
         self._live_engine()
         self._tick()
         return {
@@ -497,7 +504,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         await self._stop(engine, self._requests.abort())
 
     def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
-        """Return the states of the request after each message; none if it was aborted before it began."""
+        """Yield the response after each message from the library; nothing if it was aborted before it began."""
         self._live_engine()
         self._check_request(request)
         self._check_sampling(request)
@@ -516,31 +523,32 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         return self._engine
 
     def _tick(self) -> None:
-        """Record whether anything is being computed now."""
+        """Update the busy clock."""
         self._clock.set(bool(self._requests.inside) and not self._paused and not self._asleep)
 
     @abstractmethod
     async def _launch(self, config: PretrainedConfig) -> tuple[Engine, int]:
-        """Start the library. Return the object to call it by, and the number of requests that it runs at once."""
+        """Start the library. Return its engine object, and the maximum number of requests that it runs at once."""
 
     @abstractmethod
     def _check_sampling(self, request: GenerateRequest) -> None:
-        """Raise ``ValueError`` for parameters that the library would change, or not report the distribution of."""
+        """Raise ``ValueError`` for sampling parameters that the library would change, or for which it does not report
+        the log-probabilities of the sampled distribution."""
 
     @abstractmethod
     def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
-        """Run a request in the library until it ends or has to begin again. Yield it after each message."""
+        """Run a request in the library until it ends or has to restart. Yield the response after each message."""
 
     @abstractmethod
     async def _sign_of_life(self) -> None:
-        """Wait for an answer from the library's own process, which it gives between two steps."""
+        """Wait for an answer from the library's own process, which answers between two steps."""
 
     async def _withdraw(self, responses: Sequence[Response]) -> None:
-        """End marked requests in the library. Nothing is to be done if `_updates` does so when it is woken."""
+        """Abort these requests in the library. Not needed if `_updates` does so when woken."""
 
     @abstractmethod
     async def _halt(self, mode: PauseMode) -> None:
-        """Stop decoding in this mode: no step runs after this. For a drain, no request is inside any more."""
+        """Stop decoding in this mode, and return when no step is running. In mode ``drain``, no request is inside."""
 
     @abstractmethod
     async def _continue(self) -> None:
@@ -548,15 +556,17 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
 
     @abstractmethod
     def _stage(self, buckets: list[WeightBucket]) -> Any:
-        """Put a weight update that fits where the library can read it, and return that. Runs in a thread of its own."""
+        """Put a validated weight update where the library can read it. Return it in the form that `_load` takes. Runs
+        in its own thread."""
 
     @abstractmethod
     async def _load(self, prepared: PreparedWeights) -> None:
-        """Let the halted library take a weight update."""
+        """Load a weight update into the halted library."""
 
     @abstractmethod
     async def _inspected(self, sent: HeldWeights, layout: Layout) -> HeldWeights:
-        """Return what the library holds after an update, with the sent checksum where it cannot be read back."""
+        """Return the weights that the library holds after an update. Tensors that cannot be read back have the checksum
+        in ``sent``."""
 
     @abstractmethod
     async def _score(self, tokens: np.ndarray) -> np.ndarray:
@@ -564,13 +574,14 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
 
     @abstractmethod
     async def _offload(self, discard: bool) -> bool:
-        """Stop decoding and free the caches; free the devices if other roles use them too. Return True if the weights
-        were dropped, which ``discard`` allows; `_load` then completes what `_reload` leaves undone."""
+        """Stop decoding and free the KV cache; if other roles share the devices, also move the weights off them.
+
+        Return True if the weights were dropped, which ``discard`` allows. Then `_load` completes the `_reload`."""
 
     @abstractmethod
     async def _reload(self) -> None:
-        """Undo `_offload`, but for decoding."""
+        """Undo `_offload`, without resuming decoding."""
 
     @abstractmethod
     async def _stop(self, engine: Engine, running: Sequence[Response]) -> None:
-        """End the library's processes, and before that the requests still ``running``, which are marked as aborted."""
+        """End the ``running`` requests, which are marked as aborted, and then the library's processes."""

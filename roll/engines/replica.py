@@ -1,9 +1,9 @@
-"""One engine process and the requests that it works on.
+"""One engine process and its open requests, as seen by the driver.
 
-The engine's sign of life are its results and, if none came for two seconds, the number of tokens it has generated. A
-request fails if its engine yields no token of any request for too long. So neither its length counts nor the time for
-which it is queued there, before its first token or after the engine took back its cache. A request that an engine has
-lost fails once the engine has nothing else to do.
+The engine's heartbeat are its results and, if none came for two seconds, its number of generated tokens. A request
+fails if its engine produces no token for any request for too long. Neither the length of a response nor the time in the
+engine's queue (before the first token, or after a preemption) counts towards this timeout. A request that an engine has
+lost therefore fails only when the engine has nothing else to do.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ if TYPE_CHECKING:
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""Grace period of the long poll. A later replica counts as dead: a stopped process does not close connections."""
+"""Grace period of the long poll `InferWorker.collect`. If the reply is later, the replica counts as dead, because a
+process that was stopped (not killed) does not close its connections."""
 PROGRESS_SECONDS = 2.0
-"""Interval between two looks at an engine."""
+"""Interval between two progress checks of an engine."""
 SUBMIT_TURNS = 8
-"""Turns of the event loop for which requests wait for others that leave in the same call. An idle loop takes well below
-a millisecond for them; a call costs a busy one as much as several requests."""
+"""Event loop iterations for which a request waits for others to be submitted in the same remote call. In an idle loop
+they take far less than a millisecond; in a busy one, a remote call costs as much as several requests."""
 
 
 class RequestError(RuntimeError):
-    """The engine refused or lost a request for a reason that a retry would not cure."""
+    """The engine rejected or lost a request, and a retry would not help."""
 
 
 @dataclass
 class OpenRequest:
-    """A request that a replica is working on."""
+    """A request that was sent to a replica and has not ended."""
 
     sent: GenerateRequest
     response: PartialResponse
@@ -48,7 +49,7 @@ class OpenRequest:
 
 
 class Replica:
-    """One engine process and the requests it works on."""
+    """One engine process and its open requests."""
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class Replica:
         on_tokens: Callable[[int], None],
         on_abandoned: Callable[[int], None],
     ) -> None:
-        """``fetches``: at each look at the engine, whether the new tokens are fetched. ``on_abandoned`` gets the
-        number of sampled tokens of each request that ended when nobody waited for it any more."""
+        """``fetches`` yields, for each progress check, True if new tokens are to be fetched.
+
+        ``on_death`` is called with the replica and the cause when it dies, ``on_tokens`` with each increase of its
+        token count, ``on_abandoned`` with the number of sampled tokens of each request that was cancelled."""
         self.handle = handle
         self.version = -1
         self.asleep = False
@@ -73,7 +76,7 @@ class Replica:
         self._changing = asyncio.Lock()
         self._changed_at = self._heard_at = asyncio.get_running_loop().time()
         self._delivered = False
-        """True if a result has come since the last look."""
+        """True if a result has arrived since the last progress check."""
         self._numbers = itertools.count()
         self._pending: dict[str, OpenRequest] = {}
         self._outgoing: list[GenerateRequest] = []
@@ -88,12 +91,14 @@ class Replica:
         return f"{WORKER}{self.name}"
 
     async def change(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do one change at a time: load weights, sleep or wake. Each call in it has its own deadline, so the engine's
-        silence is not taken for a death. A change that has begun also ends if the caller is cancelled."""
+        """Run a change (load weights, sleep or wake), one at a time.
+
+        Each remote call in it has its own timeout, so the engine's silence meanwhile does not count as death. A change
+        that has begun runs to its end even if the caller is cancelled."""
         with waiting(f"changes of {self.name}", "another change of its weights"):
             await self._changing.acquire()
         changing = asyncio.ensure_future(self._to_its_end(work))
-        changing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may ask any more
+        changing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller may be gone
         await asyncio.shield(changing)
 
     async def _to_its_end(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -105,10 +110,10 @@ class Replica:
             self._changing.release()
 
     async def generate(self, response: PartialResponse) -> Completion:
-        """Generate the rest of a response. Requests made within a few turns of the event loop leave in one call.
+        """Generate the missing part of a response. Requests within a few event loop iterations share a remote call.
 
-        Each attempt has its own request id in the engine, so a retried request is never answered with leftovers of an
-        aborted attempt. After `WorkerDied` the response keeps the tokens that were known of this attempt.
+        Each attempt has its own request id in the engine, so a retry never receives results of an aborted attempt.
+        After `WorkerDied`, ``response`` contains the tokens of this attempt that were fetched so far.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -131,7 +136,7 @@ class Replica:
             del self._pending[sent.request_id]
 
     def _submit_outgoing(self, turns: int) -> None:
-        """Submit the requests after some more turns of the event loop."""
+        """Submit the queued requests after ``turns`` more event loop iterations."""
         if turns:
             asyncio.get_running_loop().call_soon(self._submit_outgoing, turns - 1)
             return
@@ -154,12 +159,12 @@ class Replica:
         if any(request is waiting for waiting in self._outgoing):
             self._outgoing = [waiting for waiting in self._outgoing if waiting is not request]
             return
-        # Not immediately: the call that submits the request may be about to leave.
+        # Not immediately: the call that submits the request may not have been sent yet.
         asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
 
     async def serve(self) -> WorkerDied:
-        """Deliver results and record tokens until the process dies or its engine fails. Return the first cause, with
-        which every open request has failed."""
+        """Deliver results and record progress until the process dies or its engine fails. Fail all open requests, and
+        return the cause."""
         with unobserved():
             watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
         try:
@@ -181,15 +186,15 @@ class Replica:
                 self._deliver(item)
 
     async def _follow(self) -> None:
-        """Watch the engine until the process dies or its engine is silent for too long."""
+        """Check the engine's progress until the process dies or its engine does not answer for too long."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             await self._look()
 
     async def _look(self) -> None:
-        """Ask how many tokens there are, unless results have just come, and at times for the new ones.
+        """Ask the engine for its token count, and at times for the new tokens. Skipped if results have just arrived.
 
-        A late answer may be dropped: the next look asks again.
+        A timeout during or soon after a change is ignored; the next check asks again.
         """
         known, fetches = None, next(self._fetches)
         delivered, self._delivered = self._delivered, False
@@ -217,7 +222,7 @@ class Replica:
         self._fail_silent(now)
 
     def _fail_silent(self, now: float) -> None:
-        """Fail the requests of an engine that is silent for too long. A change of the replica silences it, too."""
+        """Fail requests if the engine has produced no token for too long. Times of sleep and changes do not count."""
         if self.asleep or self._changing.locked():
             return
         for open_request in self._pending.values():
@@ -245,7 +250,7 @@ class Replica:
             open_request.future.set_result(ended)
 
     def fail_all(self, death: WorkerDied) -> WorkerDied:
-        """Fail every open request with the first cause reported, report the death, and return that cause."""
+        """Fail all open requests and report the death, with the first cause that was reported. Return that cause."""
         self._death = self._death or death
         self._on_death(self, self._death)
         for open_request in self._pending.values():
@@ -254,7 +259,7 @@ class Replica:
         return self._death
 
     def give_up(self, cause: str) -> WorkerDied:
-        """Kill a process that lives but cannot be used, and return its death."""
+        """Kill a process that is alive but unusable. Return its `WorkerDied` with this cause."""
         death = self.fail_all(WorkerDied(self.name, cause))
         self.handle.kill()
         return death

@@ -1,7 +1,7 @@
-"""A response that several engines make, because some of them died.
+"""A response that is continued on another engine if its engine dies.
 
-Each attempt requests what is still missing: the prompt plus the tokens so far, at the next position of the request's
-random stream. A continued response is sampled exactly like an uninterrupted one.
+Each attempt requests the missing part: its prompt is the original prompt plus the tokens so far, and the random stream
+resumes at the next position. A continued response is thus sampled exactly like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from roll.engines.base import Completion, GenerateRequest, TokenChunk, no_tokens
 
 
 class PartialResponse:
-    """The tokens of one request so far: those of finished attempts, and the known ones of the current attempt."""
+    """The tokens of one request so far: those of earlier attempts, and those reported by the current attempt."""
 
     def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
-        """Start without tokens. ``max_length``: tokens that an engine holds, prompt plus response."""
+        """Start without tokens. ``min_version``: oldest weight version that may serve the request. ``max_length``:
+        maximum length of prompt plus response."""
         self._request = request
         self._min_version = min_version
         room = max_length - len(request.prompt_token_ids)
@@ -28,22 +29,22 @@ class PartialResponse:
 
     @property
     def request_id(self) -> str:
-        """The request id that the caller chose."""
+        """The original request id."""
         return self._request.request_id
 
     @property
     def attempt_tokens(self) -> int:
-        """Number of known tokens of the current attempt."""
+        """Number of tokens reported by the current attempt."""
         return sum(len(chunk.token_ids) for chunk in self._attempt)
 
     @property
     def kept_tokens(self) -> int:
-        """Number of tokens of the attempts whose engines are gone."""
+        """Number of tokens kept from earlier attempts."""
         return len(self._settled.token_ids)
 
     @property
     def min_version(self) -> int | None:
-        """Oldest weight version that may continue the response; None if any may."""
+        """Oldest weight version that may continue the response: at least that of its last token. None: any."""
         newest = self._settled.versions[-1:].tolist()
         return max(newest if self._min_version is None else [self._min_version, *newest], default=None)
 
@@ -62,9 +63,9 @@ class PartialResponse:
         self._attempt.append(chunk)
 
     def cut_off(self) -> int:
-        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number.
+        """End the current attempt after its engine died. Keep its reported tokens, and return their number.
 
-        Nothing is kept of a picture, whose latents are gone with the engine: it is drawn again from the same seed.
+        An image is generated again from the same seed, because its latents are lost with the engine.
         """
         if self._request.picture is not None:
             self._attempt = []
@@ -75,7 +76,7 @@ class PartialResponse:
 
     @property
     def completion(self) -> Completion | None:
-        """The whole response if the interrupted attempts already contain all of it, else None."""
+        """The complete response, if earlier attempts already contain all of it, else None."""
         reason = self._settled.finish_reason
         if reason is None or reason == "abort":
             if len(self._settled.token_ids) < self._limit:
@@ -84,7 +85,7 @@ class PartialResponse:
         return self._settled.completion(self.request_id, reason)
 
     def joined_to(self, completion: Completion) -> Completion:
-        """Return the whole response, where ``completion`` is the part that the current attempt generated."""
+        """Return the complete response: earlier attempts' tokens plus ``completion``, the current attempt's result."""
         if not len(self._settled.token_ids):
             return replace(completion, request_id=self.request_id)
         whole = _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)

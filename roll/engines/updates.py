@@ -1,8 +1,8 @@
-"""Weight updates over all replicas: their results, the replicas that keep a version, and those that pull.
+"""Weight updates over all replicas: results, replicas pinned to a version, and pull mode.
 
-A replica pulls when it chooses to: between two requests, or some time after newer weights were published. Nobody waits
-for it but a trainer that needs the memory that the replica computes with. So the time is bounded, and counts from the
-first version that the replica lacks.
+In pull mode, a replica loads the newest weights when it is idle, or at the latest some time after newer weights were
+published. The delay is bounded, because the trainer may need the buffer that the replica's old weights are in. It
+counts from the first version that the replica lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roll.weights.verify import CanaryScores
 
 @dataclass(frozen=True)
 class Pinned:
-    """The replicas that keep a version, and what their successors load."""
+    """Replicas that keep a version during a validation, and the weights that they load if they restart."""
 
     names: frozenset[str]
     publication: Publication
@@ -31,15 +31,15 @@ class Pinned:
 
 @dataclass
 class Loaded:
-    """Result of a weight update over all replicas."""
+    """Result of a weight update, over all replicas."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
-    """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
+    """``fetch`` and ``load``: sums over the replicas; ``stall``: the longest pause of a replica."""
     canaries: list[np.ndarray] = field(default_factory=list)
-    """Differences that `compare_canaries` found in each compared replica."""
+    """Log-probability differences between trainer and engine (`compare_canaries`), one array per compared replica."""
 
     def add(self, other: Loaded) -> None:
-        """Add the result of other loads."""
+        """Add the result of another update."""
         for name in ("fetch", "load"):
             self.seconds[name] += other.seconds[name]
         self.seconds["stall"] = max(self.seconds["stall"], other.seconds["stall"])
@@ -47,17 +47,17 @@ class Loaded:
 
 
 class WeightSource(Protocol):
-    """The trainer's side of pushed weights."""
+    """The trainer's side of pushed weight updates."""
 
     async def push(self, version: int, target: PushTarget) -> None:
         """Push a version into one paused engine."""
 
     def disconnect(self, name: str) -> None:
-        """Drop the connection to a dead engine, so that no push waits for it."""
+        """Close the connection to a dead engine, so that no push waits for it."""
 
 
 class Pulls:
-    """The loops that bring the newest version to each replica, a share of them at a time."""
+    """Pull mode: one loop per replica that loads the newest version, with a limit on concurrent loads."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class Pulls:
         after_seconds: float,
         at_once: int,
     ) -> None:
-        """Keep the functions that tell if a replica is behind, and bring it to the newest version.
+        """``is_behind`` tells if a replica lacks the newest version, ``catch_up`` loads it.
 
-        ``after_seconds``: longest time for which a replica with requests stays behind; ``at_once``: number of replicas
-        that may change at the same time.
+        ``after_seconds``: maximum time that a replica waits to be idle before it loads; ``at_once``: maximum number of
+        replicas that load at the same time.
         """
         self._router = router
         self._is_behind = is_behind
@@ -81,12 +81,12 @@ class Pulls:
         self._published = asyncio.Event()
 
     def published(self) -> None:
-        """Let all replicas look if they are behind."""
+        """Signal that a new version was published."""
         published, self._published = self._published, asyncio.Event()
         published.set()
 
     async def run(self, name: str) -> None:
-        """Bring one replica to each version that is the newest when it looks. Runs until cancelled."""
+        """Run the loop of one replica, until cancelled."""
         with apart(f"pull/{name}"):
             while True:
                 while not self._is_behind(name):

@@ -1,8 +1,8 @@
-"""The process of one engine replica.
+"""The worker process of one engine replica.
 
-Requests arrive in batches and completions leave in batches through one long poll, so the cost of crossing processes is
-paid per event, not per request. A failed request is reported as data to its sender. An engine that cannot continue
-makes the poll fail, and the whole process is replaced.
+Requests arrive in batches, and results are returned in batches through one long poll, so remote calls are made per
+batch, not per request. A failed request is reported as a result. If the engine fails, the poll raises, and the pool
+replaces the whole process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything an engine process needs to build its strategy. Fields after the name are arguments of the strategy."""
+    """Arguments for building an engine in its process."""
 
     strategy_name: str
     strategy_config: dict[str, Any]
@@ -52,25 +52,25 @@ class EngineSpec:
     max_length: int
     devices_per_engine: int = 1
     shares_devices: bool = False
-    """True if other roles use its devices in turn, so the engine has to sleep at times."""
+    """True if other roles use the same devices in turn, so the engine must support sleep."""
     transport: str = "object_store"
-    """Name of the transport that brings the weights."""
+    """Name of the transport of weight updates."""
     adapter_rank: int | None = None
-    """Rank of the adapters (LoRA) that updates bring; None if they bring all weights."""
+    """Rank of the LoRA adapters in weight updates; None: updates contain all weights."""
     strategy_cls: str | None = None
-    """A class of the user's own, used instead of the named strategy's."""
+    """Import path of the user's own strategy class, to use instead of the named one."""
 
     def model(self) -> ModelSpec:
-        """Return where the model is, to read its tokenizer."""
+        """Return the model's location, for reading its tokenizer."""
         return ModelSpec(
             self.model_path, "cpu", self.dtype, self.attn_implementation, self.max_length, self.trust_remote_code
         )
 
     def build(self, device: Literal["cpu", "cuda"]) -> InferStrategy:
-        """Return the engine of this process; it is not started yet."""
+        """Build the engine, without starting it."""
         options = dict(vars(self))
         if self.adapter_rank is None:
-            del options["adapter_rank"]  # a class from outside may not know it
+            del options["adapter_rank"]  # a user's class may not accept it
         strategy = strategy_class(ENGINES, options.pop("strategy_name"), options.pop("strategy_cls"))
         engine: InferStrategy = strategy(options.pop("model_path"), device=device, **options)
         return engine
@@ -78,22 +78,25 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """A request that the engine could not run."""
+    """Result of a request that the engine could not run."""
 
     request_id: str
     cause: str
 
 
 PATIENCE = 0.01
-"""Share of the time that a request took for which its result may wait for others that leave with it."""
+"""Maximum delay of a result, as a fraction of its request's duration, to return it together with others."""
 ABORT_SECONDS = 10.0
-"""Longest wait for an engine to end a request that was aborted."""
+"""Maximum wait for an engine to end an aborted request."""
 LONGEST_PATIENCE_SECONDS = 1.0
-"""Longest such wait, also for a request that slept or was queued for long."""
+"""Upper limit of that delay, whatever the request's duration."""
 
 
 class Outbox:
-    """Ended requests until they are collected. A call costs the run's own process as much as several results."""
+    """Finished requests waiting to be collected.
+
+    They are returned in batches, because one remote call costs the driver process as much as handling several results.
+    """
 
     def __init__(self) -> None:
         self._ended: list[Completion | RequestFailed] = []
@@ -102,7 +105,7 @@ class Outbox:
         self._leaves_at = 0.0
 
     def add(self, ended: Completion | RequestFailed, patience: float) -> None:
-        """Add a result that may wait for so many seconds."""
+        """Add a result that may be delayed for up to ``patience`` seconds."""
         loop = asyncio.get_running_loop()
         self._ended.append(ended)
         leaves_at = loop.time() + patience
@@ -111,11 +114,11 @@ class Outbox:
             self._leaves_at, self._next = leaves_at, loop.call_at(leaves_at, self._leaving.set)
 
     def leave(self) -> None:
-        """Let everything leave now, and be it nothing."""
+        """Make `collected` return at once, even without results."""
         self._leaving.set()
 
     async def collected(self, wait_seconds: float) -> list[Completion | RequestFailed]:
-        """Return what has ended, waiting at most ``wait_seconds`` until something leaves."""
+        """Wait up to ``wait_seconds`` until a result is due, and return all results so far; [] after a timeout."""
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._leaving.wait()
@@ -133,14 +136,14 @@ class Outbox:
 
 
 class InferWorker(Worker):
-    """Worker of one engine replica: runs an `InferStrategy`."""
+    """Worker process of one engine replica: runs an `InferStrategy`."""
 
     _strategy: InferStrategy
     _push_began: float
     _base: Mapping[str, int] | None = None
     """Checksums of the base model, read once, before the first adapters change the model."""
     _needs_weights = False
-    """True if the engine has discarded its weights and has not been given others."""
+    """True if the engine has discarded its weights and new ones have not been loaded yet."""
 
     async def start(self, spec: EngineSpec) -> None:
         """Load the model and start the engine."""
@@ -157,7 +160,7 @@ class InferWorker(Worker):
         await self._strategy.start()
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Start these requests, in order. `collect` returns their results."""
+        """Start these requests, in order, without waiting for them. `collect` returns their results."""
         if self._decoder is None and any(request.with_text for request in requests):
             self._decoder = asyncio.ensure_future(self.in_thread(load_tokenizer, self._spec.model()))
         for request in requests:
@@ -182,8 +185,8 @@ class InferWorker(Worker):
             self._outbox.leave()
 
     async def _decoded(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return the completion with the text of the whole response, if it is asked for and a tokenizer can be read.
-        Nobody waits for the text of one that was aborted."""
+        """Add the text of the whole response to the completion, if requested and a tokenizer is available. Skipped for
+        aborted requests."""
         if self._decoder is None or not request.with_text or completion.finish_reason == "abort":
             return completion
         earlier = request.prompt_token_ids[len(request.prompt_token_ids) - request.first_token_index :]
@@ -199,8 +202,9 @@ class InferWorker(Worker):
         return replace(completion, text=text)
 
     async def collect(self, wait_seconds: float) -> list[Completion | RequestFailed]:
-        """Return the requests that finished since the last call, waiting at most ``wait_seconds`` for the first one.
-        Raises `EngineFailed` once the engine cannot continue and all earlier results have been delivered."""
+        """Return the results since the last call; wait up to ``wait_seconds`` for some (long poll).
+
+        Raises `EngineFailed` if the engine has failed, after all earlier results have been returned."""
         if self._failure is not None:
             self._outbox.leave()
         ended = await self._outbox.collected(wait_seconds)
@@ -209,8 +213,8 @@ class InferWorker(Worker):
         return ended
 
     async def progress(self, known: Mapping[str, int] | None = None) -> tuple[int, dict[str, TokenChunk]]:
-        """Return the number of tokens seen so far of all requests while they ran, and the new tokens of the running
-        ones if ``known`` is given; see `InferStrategy.progress`."""
+        """Return the number of tokens that requests were seen to get while running, and the new tokens of running
+        requests if ``known`` is given (else {}); see `InferStrategy.progress`."""
         before = dict(self._counted) if known is None else known
         chunks = await self._strategy.progress(before)
         for request_id, chunk in chunks.items():
@@ -222,15 +226,15 @@ class InferWorker(Worker):
         return self._tokens_seen, {} if known is None else chunks
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return log-probabilities under the current weights; see `InferStrategy.score`."""
+        """Return log-probabilities of sequences under the current weights; see `InferStrategy.score`."""
         return await self._strategy.score(token_ids)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests, started or not; `collect` returns what they had sampled. Those that the engine does not
-        end soon are cancelled, and nothing is said of them."""
+        """Abort these requests. `collect` returns the tokens that they had sampled. Requests that the engine does not
+        end within `ABORT_SECONDS` are cancelled without a result."""
         tasks = {each: self._tasks[each] for each in request_ids if each in self._tasks}
         try:
-            await asyncio.sleep(0)  # engines ignore names that they do not know: what was just submitted begins first
+            await asyncio.sleep(0)  # engines ignore unknown ids, so let just-submitted requests start first
             await self._strategy.abort(request_ids)
             if tasks:
                 await asyncio.wait(tasks.values(), timeout=ABORT_SECONDS)
@@ -241,11 +245,13 @@ class InferWorker(Worker):
                     self._counted.pop(request_id, None)
 
     async def verify_weights(self, publication: Publication) -> float:
-        """Verify a weight update for all engines of this host, which map the same bytes; return the seconds it took.
-        The engine decodes meanwhile. Raises `WeightsDiffer` or `WeightMismatch` naming the tensor."""
+        """Verify a weight update on behalf of all engines of this host, which map the same bytes.
+
+        The engine keeps decoding. Returns the seconds taken. Raises `WeightsDiffer` or `WeightMismatch` naming the
+        tensor."""
         started = time.perf_counter()
         buckets = self._receiver.receive(publication.handles, publication.version)
-        # In another thread than `in_thread`, in which responses are decoded.
+        # Not with `in_thread`, whose thread decodes responses.
         counted = await asyncio.to_thread(manifest, buckets)
         check_weights(self.identity.name, publication, HeldWeights(publication.version, *counted))
         return time.perf_counter() - started
@@ -253,14 +259,13 @@ class InferWorker(Worker):
     async def load_weights(
         self, publication: Publication, bucket_bytes: int, mode: PauseMode, verified: bool = False
     ) -> tuple[HeldWeights, dict[str, float]]:
-        """Fetch a weight update, verify its checksums and load it; return the receipt and the timings.
+        """Fetch a weight update, verify its checksums and load it. Return the loaded weights' checksums and timings.
 
-        Checksums that another engine of this host has ``verified`` are not computed again, but for bytes that this
-        engine copies. The engine gets ``bucket_bytes`` at a time, and decoding stops for the load only. Timings in
-        seconds: ``fetch`` (while decoding continues), ``load``, and ``stall`` (from the end of the last step before the
-        load to the order for the next one). The receipt is that of the loaded weights. Raises `WeightsDiffer` or
-        `WeightMismatch` naming the tensor. If the fetched weights are wrong, the old ones stay in use; if the loaded
-        ones are wrong, the engine stays paused.
+        Fetching passes ``bucket_bytes`` at a time to the engine while it decodes; decoding is paused (with ``mode``)
+        only for the load. ``verified``: another engine of this host has verified the bytes, so only bytes that this
+        engine copies are verified again. Timings, in seconds: ``fetch``, ``load``, and ``stall`` (from the end of the
+        pause call to the end of the resume call). Raises `WeightsDiffer` or `WeightMismatch` naming the tensor: the old
+        weights stay in use if the fetched ones are wrong; the engine stays paused if the loaded ones are.
         """
         started = time.perf_counter()
         if publication.base is not None:
@@ -282,16 +287,16 @@ class InferWorker(Worker):
         return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - paused}
 
     async def begin_push(self, mode: PauseMode) -> None:
-        """Pause decoding, because the trainer is about to push weights."""
+        """Pause decoding before the trainer pushes weights."""
         await self._strategy.pause(mode)
         self._push_began = time.perf_counter()
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Run one step of the engine library's own weight transfer, as the trainer orders it."""
+        """Run one step of the engine library's own weight transfer; called by the trainer."""
         await self._strategy.transfer_step(step, payload)
 
     async def end_push(self, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:
-        """Verify the checksums of the pushed weights and resume decoding. Raises as `load_weights` does."""
+        """Verify the checksums of the pushed weights and resume decoding. Returns and raises as `load_weights` does."""
         if publication.layout is None:
             raise ValueError("a publication that was pushed has a layout, and this one has none")
         receipt = await self._strategy.weights_pushed(publication.version, publication.layout)
@@ -306,20 +311,21 @@ class InferWorker(Worker):
         return TRANSPORTS[self._spec.transport].receiver()
 
     def _received(self, publication: Publication, bucket_bytes: int, verified: bool) -> Iterator[WeightBucket]:
-        """Yield the update's buckets in the sizes that the engine takes, fetched as the engine consumes them."""
+        """Yield the update's buckets in parts of ``bucket_bytes``, fetched lazily as the engine consumes them."""
         checksums = publication.checksums if verified else None
         for bucket in self._receiver.receive(publication.handles, publication.version):
             yield from split_bucket(replace(bucket, verified=checksums), bucket_bytes)
 
     async def sleep(self, discard: bool = False) -> bool:
-        """Give up the devices. Requests wait; those that lose their caches are recomputed later. Return True if the
-        engine dropped its weights, which ``discard`` allows."""
+        """Pause and offload the engine from the devices. Requests wait, and lost KV caches are recomputed later.
+
+        Returns True if the engine dropped its weights, which ``discard`` allows."""
         await self._strategy.pause("resume")
         self._needs_weights = await self._strategy.sleep(discard)
         return self._needs_weights
 
     async def wake(self) -> None:
-        """Take the devices back, and resume decoding unless weights have to be loaded first."""
+        """Load the engine onto the devices again, and resume decoding unless weights must be loaded first."""
         await self._strategy.wake()
         if not self._needs_weights:
             await self._strategy.resume()

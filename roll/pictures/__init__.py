@@ -1,1 +1,1 @@
-"""Flow-matching models of pictures, as the engine that draws and the trainer both use them."""
+"""Flow-matching image models, shared by the image engine and the trainers."""

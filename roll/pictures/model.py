@@ -1,7 +1,7 @@
-"""A flow-matching model in diffusers' format: its transformer, which learns, and its frozen parts, which do not.
+"""A flow-matching image model in diffusers' format: the trained transformer, and the frozen text encoders and VAE.
 
-Engine and trainer ask for velocities through `velocity`, and encode prompts through `FrozenParts`, each text alone and
-once. So what they compute for the same latent differs by rounding at most. Weights are read from safetensors only.
+Engine and trainer both predict velocities with `velocity` and encode prompts with `FrozenParts` (each prompt separately
+and once), so their results for the same latent differ at most by rounding. Weights are read from safetensors only.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from roll.algorithms import flow
 from roll.configs.roles import PictureSampling
 
-# Its bars and remarks on each start would hide the warnings of a run.
+# diffusers' progress bars and log messages at each start would hide a run's own warnings.
 diffusers_logging.disable_progress_bar()
 diffusers_logging.set_verbosity_error()
 TIME_STEPS = 1000.0
-"""The model's time step at noise level 1."""
+"""The time step that the model expects at noise level 1."""
 KEPT_PROMPTS = 1024
-"""Number of prompts whose embeddings stay in the host's memory, those used last. With a T5 encoder each has 5 MB."""
+"""Number of prompts whose embeddings are cached in host memory (LRU). With a T5 encoder, each takes 5 MB."""
 
 
 def load_transformer(path: str, dtype: torch.dtype) -> SD3Transformer2DModel:
-    """Return the transformer of the pipeline in the folder ``path``, on the CPU and without dropout.
+    """Load the transformer of the diffusers pipeline in the folder ``path``, on the CPU and without dropout.
 
-    Raises ``OSError`` if its files are missing or are no safetensors.
+    Raises ``OSError`` if its safetensors files are missing.
     """
     model: SD3Transformer2DModel = SD3Transformer2DModel.from_pretrained(
         path, subfolder="transformer", dtype=dtype, use_safetensors=True
@@ -44,7 +44,7 @@ def load_transformer(path: str, dtype: torch.dtype) -> SD3Transformer2DModel:
 
 
 def _widen_buffers(model: nn.Module, folder: Path) -> None:
-    """Give buffers the digits of the files in ``folder`` and the precision in which a trainer publishes them."""
+    """Reload buffers in float32 from ``folder``: loading the model rounded them, and trainers send them in float32."""
     buffers = dict(model.named_buffers())
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as stored:
@@ -53,7 +53,7 @@ def _widen_buffers(model: nn.Module, folder: Path) -> None:
 
 
 def empty_transformer(path: str) -> SD3Transformer2DModel:
-    """Return the transformer of the pipeline in the folder ``path`` without memory for its weights."""
+    """Return the transformer of the pipeline in the folder ``path`` on the meta device (without weights)."""
     settings = SD3Transformer2DModel.load_config(path, subfolder="transformer")
     with torch.device("meta"):
         return SD3Transformer2DModel.from_config(settings)
@@ -61,15 +61,15 @@ def empty_transformer(path: str) -> SD3Transformer2DModel:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The noise levels of a picture's steps, and what a step with noise draws from."""
+    """The noise levels of the denoising steps, and the distributions of the stochastic ones."""
 
     sampling: PictureSampling
     levels: Tensor
-    """float32 ``[steps + 1]``, from 1 to 0."""
+    """float32 ``[steps + 1]``: noise levels from 1 to 0."""
 
     @classmethod
     def of(cls, sampling: PictureSampling, path: str) -> Schedule:
-        """Return the schedule of the model in the folder ``path``, whose scheduler has the shift by default."""
+        """Return the schedule for these settings. ``sampling.shift`` defaults to that of the pipeline in ``path``."""
         shift = sampling.shift
         if shift is None:
             facts = json.loads((Path(path) / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
@@ -79,9 +79,10 @@ class Schedule:
     def moments(
         self, latents: Tensor, velocities: Tensor, steps: Tensor, noisy: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return mean ``[batch, ...]`` and deviation ``[batch]`` of what the ``steps`` (int64 ``[batch]``) draw.
+        """Return mean ``[batch, ...]`` and standard deviation ``[batch]`` of the next latents.
 
-        Rows that are not ``noisy`` (bool ``[batch]``; default: all are) take the step of the ODE, with deviation 0.
+        ``steps`` (int64 ``[batch]``) are the numbers of the steps to take. Rows that are not ``noisy`` (bool
+        ``[batch]``; default: all are) take the deterministic ODE step, with deviation 0.
         """
         levels = self.levels.to(latents.device)
         noise = self.sampling.noise_level if noisy is None else noisy * self.sampling.noise_level
@@ -96,27 +97,29 @@ class Schedule:
         )
 
     def log_probs(self, drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Return the log-probability of each drawn latent, float32 ``[batch]``, in nats."""
+        """Return the log-probability of each latent ``drawn`` from its Gaussian, float32 ``[batch]``, in nats."""
         return flow.log_prob(drawn, mean, std, self.sampling.log_prob)
 
     def entropies(self, std: Tensor, dimensions: int) -> Tensor:
-        """Return the entropy of each step, ``[batch]``: over the ``dimensions`` of a latent, as log-probabilities."""
+        """Return the entropy of each step's Gaussian, ``[batch]``, in nats: per dimension or summed over the
+        ``dimensions`` of a latent, as for log-probabilities (`sampling.log_prob`)."""
         each = std.log() + 0.5 * (1 + np.log(2 * np.pi))
         return each if self.sampling.log_prob == "mean" else each * dimensions
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The embeddings that the transformer draws by, with those of the negative prompt if there is guidance."""
+    """Prompt embeddings that condition the transformer."""
 
     tokens: Tensor
-    """``[batch, tokens, size]``."""
+    """``[batch, tokens, size]``: embeddings per token."""
     pooled: Tensor
-    """``[batch, size]``."""
+    """``[batch, size]``: pooled embeddings."""
     negative: Conditions | None = None
+    """Embeddings of the negative prompt; None without classifier-free guidance."""
 
     def repeated(self, times: int) -> Conditions:
-        """Return the conditions with each row so many times."""
+        """Return the conditions with each row repeated ``times`` times."""
         tokens, pooled = (each.repeat_interleave(times, dim=0) for each in (self.tokens, self.pooled))
         return Conditions(tokens, pooled, None if self.negative is None else self.negative.repeated(times))
 
@@ -124,8 +127,8 @@ class Conditions:
 def velocity(model: nn.Module, latents: Tensor, levels: Tensor, conditions: Conditions, guidance: float) -> Tensor:
     """Return the predicted velocities, float32, in the shape of the latents ``[batch, channels, height, width]``.
 
-    ``levels`` is float32 ``[batch]``; rows may have different ones. With a ``guidance`` above 1 the conditions have a
-    negative side, and the model sees both in one pass.
+    ``levels`` are the noise levels, float32 ``[batch]``. If ``conditions`` include negative ones (classifier-free
+    guidance with scale ``guidance``), both predictions are computed in one forward pass.
     """
     negative = conditions.negative
     if negative is None:
@@ -151,14 +154,14 @@ def _velocity(model: nn.Module, latents: Tensor, levels: Tensor, tokens: Tensor,
 
 
 class FrozenParts:
-    """Text encoders and autoencoder of a pipeline, and the embeddings of the prompts that were met."""
+    """The frozen text encoders and VAE of a pipeline, with a cache of prompt embeddings."""
 
     def __init__(
         self, path: str, transformer: SD3Transformer2DModel, dtype: torch.dtype, device: torch.device, *, decodes: bool
     ) -> None:
-        """Load them beside the pipeline's ``transformer``; the autoencoder only if the caller ``decodes``."""
+        """Load the parts from the pipeline in ``path``; the VAE only if the caller ``decodes`` latents."""
         index = json.loads((Path(path) / "model_index.json").read_text(encoding="utf-8"))
-        # diffusers insists on being told of the parts that its own index says are missing.
+        # diffusers requires None to be passed for components that the index marks as missing.
         own = {name: None for name, entry in index.items() if entry == [None, None]} | {"transformer": transformer}
         if not decodes:
             own["vae"] = None
@@ -170,12 +173,12 @@ class FrozenParts:
         self._known: OrderedDict[tuple[str, int], tuple[Tensor, Tensor]] = OrderedDict()
 
     def move(self, device: torch.device) -> None:
-        """Move the models to another device."""
+        """Move the frozen parts to another device."""
         for part in self._parts():
             part.to(device)
 
     def conditions(self, prompts: list[str], sampling: PictureSampling) -> Conditions:
-        """Return the embeddings of some prompts, one row each."""
+        """Return the embeddings of the prompts, one row each, with negative ones if there is guidance."""
         length = sampling.max_sequence_length
         tokens, pooled = self._stacked(prompts, length)
         if sampling.guidance_scale == 1:
@@ -184,14 +187,14 @@ class FrozenParts:
 
     @torch.no_grad()
     def picture(self, latents: Tensor) -> np.ndarray:
-        """Return the picture of latents ``[channels, height, width]``: uint8 ``[height, width, 3]``."""
+        """Decode latents ``[channels, height, width]`` to an RGB image, uint8 ``[height, width, 3]``."""
         vae = self._pipeline.vae
         scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         decoded = vae.decode(scaled[None].to(self._dtype), return_dict=False)[0][0]
         return (decoded.float() / 2 + 0.5).clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
 
     def latent_shape(self, sampling: PictureSampling) -> tuple[int, int, int]:
-        """Return channels, height and width of the latents of a picture."""
+        """Return (channels, height, width) of an image's latents."""
         scale = self._pipeline.vae_scale_factor
         channels = self._pipeline.transformer.config.in_channels
         return channels, sampling.height // scale, sampling.width // scale

@@ -1,1 +1,1 @@
-"""Prediction of a run: the real scheduler in virtual time, with cost models in place of engines and trainers."""
+"""Prediction of a run's speed: the real scheduler in virtual time, with cost models for engines and trainers."""

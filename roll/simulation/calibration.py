@@ -1,8 +1,9 @@
-"""Inputs from a run: what its files tell is measured, and speeds are fitted until the simulated run is as busy.
+"""Calibration: simulation inputs measured from the files of real runs, or fitted until a simulation matches them.
 
-Used are `config.yaml`, `metrics.jsonl` and `samples.jsonl`, which each run writes. Times of weight updates and lengths
-are taken as they are. The speeds of engine and trainer follow from the seconds in which they worked: these depend on
-how many requests ran at once, and on a CPU on who else used the cores, so the run is simulated until they agree.
+Reads `config.yaml`, `metrics.jsonl` and `samples.jsonl`, which every run writes. Times of weight updates and lengths
+are used as measured. Speeds of engine and trainer are fitted to the seconds in which they were busy. Busy time depends
+on how many requests ran at once and, on a CPU, on what else used the cores, so the run is simulated repeatedly until
+the simulated busy times match.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from roll.tracking.files import read_json_lines
 from roll.tracking.run_directory import RunDirectory
 
 WARM_UP_STEPS = 2
-"""First steps of a run, which take longer than later ones."""
+"""Number of first steps of a run to ignore, because they take longer than later ones."""
 LEAST_STEPS = 3
-"""Steps after the warm-up that a calibration needs."""
+"""Minimum number of steps after the warm-up for a calibration."""
 QUANTILES = 129
-"""Lengths that stand for a distribution."""
+"""Number of quantiles that represent a distribution of lengths."""
 ROUNDS = 4
 """Simulations of a fit."""
 SLOW = 0.85
@@ -43,17 +44,19 @@ LEAST_FIXED = 0.1
 FEWEST_MICRO_BATCHES = 4
 """Micro-batches of a step, below which its fixed time is not counted as theirs."""
 NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
-"""Metrics that a step must have to count."""
+"""Metrics that a step must have to be used."""
 FORWARD_SHARE = 0.25
-"""Share of log-probabilities in the time of a trained token, where a run does both and does not tell them apart."""
+"""Assumed share of the log-probability pass in the trainer's time per token, if a run has one: metrics report both
+together."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Times that a run took."""
+    """Measured times of a real run."""
 
     config: PipelineConfig
     step_seconds: float
+    """Median time of a step."""
     busy: Mapping[str, float]
     """Role -> seconds of a step in which it worked; of replicas the mean. Validations are left out."""
 
@@ -61,10 +64,10 @@ class Observed:
 def calibrated(
     config: PipelineConfig, inputs: Inputs, folders: Sequence[Path], rounds: int = ROUNDS
 ) -> tuple[Inputs, list[str]]:
-    """Return the inputs with those that runs tell, and what was found, in words.
+    """Return inputs calibrated on the runs in ``folders``, and notes on the result as text.
 
-    Lengths and updates are taken from the last run, speeds from all; what is given stays as it is. Raises `ConfigError`
-    if a folder holds no run, or one of another model or on another kind of device.
+    Lengths and weight-update times are measured on the last run; speeds are fitted to all runs. Inputs that the user
+    gave are not changed. Raises `ConfigError` if a folder holds no run, or a run of another model or kind of device.
     """
     found = [_observed(folder) for folder in folders]
     notes = [
@@ -81,7 +84,9 @@ def calibrated(
 
 
 def _compared(config: PipelineConfig, theirs: PipelineConfig, folder: Path) -> list[str]:
-    """Return what differs from the run but can be allowed for. Raises `ConfigError` for other devices or sizes."""
+    """Return warnings about acceptable differences between the configuration and the run's.
+
+    Raises `ConfigError` if the kind of device or the model's sizes differ."""
     if theirs.cluster.device != config.cluster.device:
         message = f"it computed on `{theirs.cluster.device}`, and this configuration has `{config.cluster.device}`"
         raise problem(str(folder), message, "calibrate on a run on the same kind of device")
@@ -128,7 +133,7 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
             if errors:
                 scale = vars(inputs)[section].scale * math.exp(fmean(errors))
                 inputs = _with(inputs, f"{section}.scale", scale, "fitted")
-        # On policy nothing overlaps: what neither of them takes is the driver's.
+        # At ratio 0 nothing overlaps, so time that neither engine nor trainer takes is the driver's.
         left = [
             (run.step_seconds - outcome.step_seconds + errors_of(run, outcome)) / outcome.samples
             for run, outcome in zip(runs, outcomes, strict=True)
@@ -149,13 +154,13 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
 
 
 def errors_of(run: Observed, outcome: Outcome) -> float:
-    """Return the seconds of a step by which a simulation's engine and trainer worked longer than those of the run."""
+    """Return the simulated minus the measured busy seconds per step, summed over engine and trainer."""
     roles = [role for role in ("actor_infer", "actor_train") if run.busy.get(role, 0) > 0]
     return sum(busy_seconds(outcome, role) - run.busy[role] for role in roles)
 
 
 def busy_seconds(outcome: Outcome, role: str) -> float:
-    """Return the seconds of a step in which a role worked."""
+    """Return the seconds per step in which a role computed."""
     return (1 - outcome.idle.get(role, 1.0)) * outcome.step_seconds
 
 
@@ -199,10 +204,10 @@ def _validation_seconds(record: Mapping[str, Any]) -> float:
 
 
 def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
-    """Return the inputs with what a run's files tell directly."""
+    """Return the inputs with the values that a run's files contain directly."""
     samples = derived.samples_per_step(config)
     response = fmean(_all(records, "response/tokens")) / samples
-    # The trainer counts every token of its batches, once for each epoch.
+    # The trainer's metric counts every token of its batches, once per epoch.
     trained = [each["tokens_per_second/actor_train"] * each["time/step"] / config.ppo_epochs for each in records]
     prompt = max(0.0, fmean(trained) / samples - response)
     inputs = _with(inputs, "lengths.prompt", prompt, "measured")
@@ -228,7 +233,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     if config.old_logprobs == "recompute" or config.train_infer_correction:
         token -= forward
     before, inputs = inputs, _with(inputs, "trainer.token_seconds", token, "measured")
-    if inputs is not before:  # the time of a token has all of a step
+    if inputs is not before:  # the time per token already includes the fixed times
         for name, value in (("forward_token_seconds", forward), ("step_seconds", 0.0), ("optimizer_seconds", 0.0)):
             inputs = _with(inputs, f"trainer.{name}", value, "fitted")
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
@@ -279,11 +284,11 @@ INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
     "weight_update.send_seconds": ("weight_update.send_bandwidth",),
     "weight_update.load_seconds": ("weight_update.load_bandwidth",),
 }
-"""Input of a run -> others that it would take the place of."""
+"""Measured input -> the inputs that it replaces."""
 
 
 def _with(inputs: Inputs, path: str, value: Any, origin: Origin) -> Inputs:
-    """Return the inputs with one of a run, unless the user gave it, or another that says the same."""
+    """Return the inputs with one value set, unless the user gave it or an input that it would replace."""
     if any(inputs.origin(each) == "given" for each in (path, *INSTEAD_OF.get(path, ()))):
         return inputs
     section, _, name = path.partition(".")
@@ -303,7 +308,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _lengths(folder: Path, mean: float) -> list[float]:
-    """Return lengths at equally spaced quantiles: of the logged samples, scaled to the mean of all."""
+    """Return response lengths at equally spaced quantiles of the logged samples, scaled to the mean of all samples."""
     lengths: list[float] = []
     path = RunDirectory(folder).samples
     if path.is_file():

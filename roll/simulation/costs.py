@@ -1,13 +1,14 @@
-"""Seconds of engines, trainers and weight updates, from sizes of the model, figures of the device and the inputs.
+"""Cost model: seconds of generation, training and weight updates, from model size, device data sheet and inputs.
 
-- Decoding: a step of n requests takes a fixed time, plus the longer of reading the weights and computing 2 operations
-  a weight and request, plus reading keys and values (the roofline: Williams et al. 2009; for transformers: Pope et al.,
-  "Efficiently Scaling Transformer Inference", 2022). Of experts only those are read that some request chose.
-- Training: 6 operations a weight and token and 12 per layer, query element and pair of tokens, halved by the causal
-  mask (Kaplan et al. 2020, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"). n ranks do the work
-  of n to the power of `trainer.exponent`. A step takes at least as long as its longest sequence on the ranks of one
-  model.
-- Measured seconds take the place of any of these.
+- Decoding: a step of n requests takes a fixed time, plus the longer of reading the weights and computing 2 FLOPs per
+  weight and request, plus the time to read the KV cache (the roofline: Williams et al. 2009; for transformers: Pope et
+  al., "Efficiently Scaling Transformer Inference", 2022). Of MoE experts, only those that some request selects are
+  read.
+- Training: 6 FLOPs per weight and token, and 12 per layer, query element and pair of tokens, halved by the causal mask
+  (Kaplan et al. 2020, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"). n ranks are as fast as n
+  to the power of `trainer.exponent` single ones. A step takes at least as long as its longest sequence takes on the
+  ranks that hold one copy of the model.
+- Measured times replace any of these.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ from roll.configs.strategies import Options
 from roll.simulation.inputs import Inputs
 
 PCIE_BANDWIDTH = 2e10
-"""Bytes a second between host and device."""
+"""Bandwidth between host and device, bytes per second."""
 STATE_BYTES = 16
-"""Of a trained weight on the device: weight, gradient and two moments in float32."""
+"""Bytes on the device per trained weight: weight, gradient and two moments in float32."""
 
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """The time of one replica."""
+    """Costs and capacity of one engine replica."""
 
     step: Sequence[float]
-    """Running requests -> seconds of a decoding step without reading their caches."""
+    """Number of running requests -> seconds of a decoding step, without reading the KV cache."""
     cached_token: float
-    """Seconds that each token of keys and values adds to a step."""
+    """Seconds that each cached token adds to a decoding step."""
     prefill_token: float
-    """Seconds of a prompt token."""
+    """Seconds to prefill a prompt token."""
     max_running: int
+    """Maximum number of requests that run at once."""
     cache_tokens: float
-    """Tokens of keys and values that it has room for."""
+    """Capacity of the KV cache, in tokens."""
     threads: float
+    """Cores that the replica occupies while it computes."""
 
     def slower(self, factor: float) -> EngineCosts:
         """Return the costs of a replica that takes ``factor`` times as long."""
@@ -62,13 +65,14 @@ class EngineCosts:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of some samples, prompts included."""
+    """Token counts of a set of samples, prompts included."""
 
     samples: int = 0
     total: float = 0.0
     squares: float = 0.0
-    """Sum of the squares of the lengths."""
+    """Sum of the squared lengths of the samples."""
     longest: float = 0.0
+    """Length of the longest sample."""
 
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens(
@@ -81,29 +85,31 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Costs:
-    """The time of everything that computes."""
+    """Costs of all roles, in seconds."""
 
     engine: EngineCosts
     slowest_engine: EngineCosts
     """Of one of the replicas."""
     train: Callable[[Tokens], float]
-    """Tokens of a batch, or of a part -> seconds that grow with them."""
+    """Tokens of a batch (or a part of one) -> seconds to train on them, without the fixed time of a step."""
     train_step: float
-    """Seconds of a step that do not."""
+    """Fixed seconds per training step."""
     forward: dict[str, Callable[[Tokens], float]]
-    """Role -> seconds of the log-probabilities of tokens. `actor_train`: before its first update."""
+    """Role -> function of tokens that returns the seconds to compute their log-probabilities. For `actor_train`: the
+    pass before the first update."""
     gather: float
+    """Seconds of each phase of a weight update, as for `send`, `fetch` and `load`."""
     send: float
     fetch: float
     load: float
     exchange: dict[str, float]
-    """Role -> seconds to move its states onto the devices, or away."""
+    """Role -> seconds to load its states onto shared devices, or to offload them."""
     train_threads: float
-    """Cores that the trainer keeps busy."""
+    """Cores that the trainer occupies while it computes."""
 
 
 def shape_of(config: PipelineConfig, role: WorkerConfig) -> ModelShape:
-    """Return the sizes of a role's model. Raises `ConfigError` if they are unknown."""
+    """Return the sizes of a role's model. Raises `ConfigError` if they cannot be determined."""
     model = derived.model_path(config, role)
     try:
         return find_shape(model)
@@ -118,7 +124,7 @@ def _chosen_share(shape: ModelShape) -> float:
 
 
 def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
-    """Return the costs of a configuration. Raises `ConfigError` if a size or a device is unknown."""
+    """Compute the costs of a configuration. Raises `ConfigError` if a model's size or the device is unknown."""
     hardware, given = inputs.hardware(config.cluster.device), inputs.trainer
     infer, roles = config.actor_infer, derived.present_roles(config)
     shape = shape_of(config, config.actor_train)
@@ -168,7 +174,7 @@ def micro_batches(config: PipelineConfig, tokens: Tokens) -> int:
 
 
 def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hardware: Hardware) -> EngineCosts:
-    """Return the costs of a replica of the engine."""
+    """Compute the costs and capacity of one engine replica. Raises `ConfigError` if its memory is too small."""
     given, gpus = inputs.engine, config.actor_infer.num_gpus_per_engine
     element = ELEMENT_BYTES[config.actor_infer.model_args.dtype]
     running = given.max_running or _running(config, hardware)
@@ -188,7 +194,7 @@ def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hard
         )
 
     known: list[float] = [step(requests) for requests in range(running + 1)]
-    cached = shape.cache_bytes_per_token(element) * max(1, gpus / shape.kv_heads)  # fewer heads than GPUs are copied
+    cached = shape.cache_bytes_per_token(element) * max(1, gpus / shape.kv_heads)  # fewer KV heads than GPUs: copied
     room = engine_share(config, hardware.memory) * gpus - shape.parameters * element
     tokens = math.inf if config.cluster.device == "cpu" else room / cached
     if given.cache_tokens is None and tokens <= derived.sequence_length(config):
@@ -207,7 +213,7 @@ def engine_costs(config: PipelineConfig, inputs: Inputs, shape: ModelShape, hard
 
 
 def _running(config: PipelineConfig, hardware: Hardware) -> int:
-    """Return the requests that a replica runs at once, by its option or its default."""
+    """Return the maximum number of requests that a replica runs at once: the engine's option or its default."""
     options = Options.of(config.actor_infer)
     if options.strategy == "sglang":
         return int(options.get("max_running_requests", SGLANG_MAX_RUNNING))
@@ -218,7 +224,7 @@ def _running(config: PipelineConfig, hardware: Hardware) -> int:
 
 
 class _Passes:
-    """The passes of a role over tokens."""
+    """Times of a role's forward and backward passes."""
 
     def __init__(self, config: PipelineConfig, inputs: Inputs, hardware: Hardware, role: WorkerConfig) -> None:
         self._given, self._shape = inputs.trainer, shape_of(config, role)

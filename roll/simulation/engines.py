@@ -1,10 +1,11 @@
-"""Simulated engines: continuous batching, event by event, behind the real router and the real weight buffers.
+"""Discrete-event simulation of engines with continuous batching, behind the real router and weight buffers.
 
-Between two events a replica runs a fixed set of n requests, each of which gets a token a step. A step takes a fixed
-time and a share for each cached token, and every step adds n of these, so k steps take ``a k + b n k^2 / 2`` seconds.
-This is solved for the next event: a request ends, or the room for keys and values does. No token is ever visited.
+Between two events, a replica runs a fixed set of n requests, each of which gets one token per decoding step. A step
+takes a fixed time, plus a time per cached token, and adds n cached tokens, so k steps take ``a k + b n k^2 / 2``
+seconds. The next event follows in closed form: a request ends, or the KV cache is full. Tokens are not simulated one by
+one.
 
-Beyond that room the request that was admitted last is interrupted, and computes its cache again later, as in vLLM
+If the KV cache is full, the request that was admitted last is preempted, and its cache is recomputed later, as in vLLM
 (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
 """
 
@@ -25,16 +26,17 @@ from roll.simulation.costs import Costs, EngineCosts
 from roll.weights.buffers import WeightBuffers
 
 NEVER = 1e6
-"""Seconds that a request waits for a replica."""
+"""Timeout of the wait for a replica, in seconds: practically unlimited."""
 WATERMARK = 0.99
-"""Share of the room for keys and values up to which requests are admitted, as in vLLM."""
+"""Share of the KV cache up to which requests are admitted, as in vLLM."""
 
 
 class Host:
-    """The time of work. It passes more slowly than the loop's while more threads compute than there are cores.
+    """The CPU cores that simulated work shares, and their clock of *work time*.
 
-    Its events happen in turn within one callback of the loop, as long as the loop has nothing to do before them: an
-    event then costs a few microseconds.
+    Work time passes more slowly than the event loop's virtual time while more threads compute than there are cores.
+    Several events are handled within one callback of the loop if the loop has nothing else to do in between, so an
+    event costs only a few microseconds.
     """
 
     def __init__(self, cores: float, loop: VirtualTimeLoop) -> None:
@@ -47,18 +49,18 @@ class Host:
         self._firing = False
 
     def now(self) -> float:
-        """Return the seconds of work that a thread could have done so far."""
+        """Return the current work time: the seconds of computation that a thread could have done so far."""
         return self._done + (self._loop.time() - self._seen) * self._speed
 
     def at(self, when: float, call: Callable[[float], None]) -> None:
-        """Call a function with ``when`` at the moment when `now` is that."""
+        """Schedule ``call(when)`` for work time ``when``."""
         self._number += 1
         heapq.heappush(self._events, (when, self._number, call))
         if not self._firing and self._events[0][0] == when:
             self._arm()
 
     def compute(self, threads: float) -> None:
-        """Add threads that compute from now on; less than 0: they have ended."""
+        """Add threads that compute from now on. A negative number removes threads."""
         if self._cores == math.inf:
             return
         self._done, self._seen = self.now(), self._loop.time()
@@ -68,7 +70,7 @@ class Host:
             self._arm()
 
     async def work(self, seconds: float, threads: float) -> None:
-        """Do so many seconds of work with so many threads."""
+        """Compute for ``seconds`` of work time with this many threads."""
         if seconds <= 0:
             return
         ended = self._loop.create_future()
@@ -94,7 +96,7 @@ class Host:
         events, loop = self._events, self._loop
         due = events[0][0]
         while True:
-            # Rounding must not leave the event that time was advanced for in the future.
+            # Because of rounding, `now` may be just before the event that time was advanced to.
             self._done, self._seen = max(self.now(), due), loop.time()
             while events and events[0][0] <= self._done:
                 when, _, call = heapq.heappop(events)
@@ -111,7 +113,7 @@ class Host:
 
 
 class Request:
-    """A request to generate some tokens."""
+    """A simulated generation request."""
 
     __slots__ = ("context", "end", "ended", "lease", "over", "prefill", "prompt", "since", "spans", "tokens")
 
@@ -119,26 +121,28 @@ class Request:
         self, tokens: float, context: float, prefill: float, prompt: int, ended: Callable[[Request], None]
     ) -> None:
         self.tokens = tokens
-        """Tokens still to generate."""
+        """Number of tokens still to generate."""
         self.context = context
-        """Tokens that are cached once it runs."""
+        """Number of cached tokens once the request runs."""
         self.prefill = prefill
-        """Those of them that have to be computed."""
+        """Number of those tokens that prefill has to compute."""
         self.prompt = prompt
-        """A replica that runs another request of the same prompt has it cached."""
+        """Id of the prompt. Prefill is skipped if the replica runs another request with the same id."""
         self.ended = ended
+        """Function to call when the request has ended."""
         self.spans: list[tuple[int, float]] = []
-        """Version and number of the tokens that it sampled, in order."""
+        """(Version, number of tokens) of the sampled tokens, in order."""
         self.lease: Lease | None = None
         self.since = 0.0
-        """Step of the replica from which on tokens are in no span."""
+        """Decoding step of the replica from which on sampled tokens are not yet in `spans`."""
         self.end = -1.0
-        """Step of the replica at which it ends; -1 while it does not run."""
+        """Decoding step of the replica at which the request ends; -1 while it does not run."""
         self.over = False
+        """True once the request has ended or was aborted."""
 
 
 class Replica:
-    """One replica of the engine."""
+    """One simulated engine replica."""
 
     def __init__(self, name: str, costs: EngineCosts, host: Host) -> None:
         self.name, self.version = name, 0
@@ -147,7 +151,8 @@ class Replica:
         self._steps = self._cached = self._stall = 0.0
         self._seen, self._seen_at = host.now(), self._loop.time()
         self._ends: list[tuple[float, int, Request]] = []
-        """Heap of the steps at which requests end; those that were interrupted leave it late."""
+        """Heap of (decoding step, number, request) by the step at which a request ends. Entries of preempted requests
+        are removed lazily."""
         self._running: dict[Request, None] = {}
         """Running requests in the order of admission."""
         self._prompts: Counter[int] = Counter()
@@ -155,16 +160,16 @@ class Replica:
         self._paused = 0
         self._computes = self._scheduled = False
         self._next: float | None = None
-        """Time of the next event; an event at another time is over."""
+        """Work time of the next event. Scheduled events with another time are outdated."""
         self._number = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request for admission."""
         self._waiting.append(request)
         self._soon()
 
     def abort(self, request: Request) -> None:
-        """Forget a request that nobody waits for any more."""
+        """Remove a request."""
         self.advance()
         request.over = True
         if request.end >= 0:
@@ -172,13 +177,13 @@ class Replica:
         self._soon()
 
     def pause(self) -> None:
-        """Stand still until `resume`. Pauses are counted."""
+        """Stop decoding until `resume`. Calls nest."""
         self.advance()
         self._paused += 1
         self._note_computing()
 
     def resume(self, *, caches_lost: bool = False) -> None:
-        """Undo one `pause`. ``caches_lost``: keys and values of running requests are computed again first."""
+        """Undo one `pause`. ``caches_lost``: first recompute the KV caches of running requests."""
         self.advance()
         self._paused -= 1
         if caches_lost:
@@ -187,14 +192,14 @@ class Replica:
         self._soon()
 
     def set_version(self, version: int) -> None:
-        """Sample further tokens with another version."""
+        """Sample further tokens with weights of this version."""
         self.advance()
         for request in self._running:
             self._close_span(request)
         self.version = version
 
     def advance(self) -> None:
-        """Take into account what was done up to now."""
+        """Advance the replica to the current simulated time: credit the tokens generated since the last call."""
         now, at = self._host.now(), self._loop.time()
         seconds, self._seen = now - self._seen, now
         if self._computes:
@@ -218,7 +223,7 @@ class Replica:
             self.generated += requests * steps
 
     def _rate(self, requests: int) -> tuple[float, float]:
-        """Return the seconds of the next step, and by how much each step takes longer than the one before."""
+        """Return the seconds of the next decoding step, and the increase from each step to the next."""
         growth = self._costs.cached_token
         return self._costs.step[requests] + growth * self._cached + 1e-12, growth * requests
 
@@ -232,7 +237,7 @@ class Replica:
             self._turn()
 
     def _turn(self) -> None:
-        """End, interrupt and admit requests, and set the time of the next event."""
+        """End, preempt and admit requests that are due, and schedule the next event."""
         self._scheduled = False
         self.advance()
         ends, running, costs = self._ends, self._running, self._costs
@@ -281,7 +286,7 @@ class Replica:
             heapq.heappush(self._ends, (request.end, self._number, request))
 
     def _leave(self, request: Request) -> None:
-        """Take a request out of those that run."""
+        """Remove a request from the running ones, and record its progress."""
         del self._running[request]
         self._close_span(request)
         done = request.tokens - (request.end - self._steps)
@@ -297,7 +302,7 @@ class Replica:
 
     def _interrupt(self, request: Request) -> None:
         self._leave(request)
-        request.prefill, request.prompt = request.context, -id(request)  # its cache is that of no other
+        request.prefill, request.prompt = request.context, -id(request)  # no other request has the same cache
         self.recomputed += request.context
         self._waiting.appendleft(request)
 
@@ -316,7 +321,7 @@ class Replica:
 
 
 class Engines:
-    """The replicas behind the real router: a pool without processes."""
+    """Simulated replicas behind the real router: the counterpart of `roll.engines.pool.InferencePool`."""
 
     def __init__(self, config: PipelineConfig, costs: Costs, host: Host) -> None:
         names = [f"actor_infer/{index}" for index in range(derived.engine_replicas(config))]
@@ -324,7 +329,7 @@ class Engines:
         self.replicas = {name: Replica(name, each, host) for name, each in zip(names, own, strict=True)}
         self.buffers = WeightBuffers(derived.weight_buffers(config))
         self.wasted = 0.0
-        """Tokens of requests that were aborted."""
+        """Number of tokens generated for requests that were aborted."""
         self._costs, self._update, self._loop = costs, config.weight_update, asyncio.get_running_loop()
         self._router = Router(names)
         for name in names:
@@ -338,7 +343,8 @@ class Engines:
         min_version: int | None = None,
         pinned: bool = False,
     ) -> None:
-        """Run requests to their end. With a ``sticky_key`` they go to one replica, as all others of that key."""
+        """Run requests to their end. Requests with the same ``sticky_key`` go to the same replica. ``min_version``:
+        oldest weights that may serve them; ``pinned`` is ignored."""
         left, all_ended = len(requests), self._loop.create_future()
 
         def ended(request: Request) -> None:
@@ -364,7 +370,7 @@ class Engines:
                 self._abort(requests)
 
     def forget(self, sticky_key: str) -> None:
-        """Drop the routing of a key."""
+        """Drop the routing entry of a sticky key."""
         self._router.forget(sticky_key)
 
     def _abort(self, requests: Sequence[Request]) -> None:
@@ -375,7 +381,7 @@ class Engines:
             self.wasted += sum(tokens for _, tokens in request.spans)
 
     async def publish(self, version: int) -> None:
-        """Load a version that was sent into every replica, a share of them at a time."""
+        """Load a sent version into every replica, at most `max_unavailable` of them at a time."""
         self.buffers.publishing(version)
         turns = asyncio.Semaphore(max(1, int(len(self.replicas) * self._update.max_unavailable)))
 
@@ -391,7 +397,7 @@ class Engines:
                     await asyncio.sleep(self._costs.load)
                     replica.set_version(version)
                     replica.resume(caches_lost=self._update.in_flight == "resume")
-                # With one buffer each engine copies the weights out of it.
+                # With a single buffer, each engine copies the weights out of it.
                 self.buffers.keep_only(replica, version if self._update.dual_buffer else None)
                 self._router.set_version(replica.name, version)
 
@@ -407,13 +413,13 @@ class Engines:
         self._router.reserve(())
 
     async def offload_states(self) -> None:
-        """Leave shared devices."""
+        """Pause all replicas and offload them from shared devices."""
         for replica in self.replicas.values():
             replica.pause()
         await asyncio.sleep(self._costs.exchange["actor_infer"])
 
     async def load_states(self) -> None:
-        """Come back to shared devices, with empty caches."""
+        """Load all replicas onto shared devices again, with empty KV caches, and resume."""
         await asyncio.sleep(self._costs.exchange["actor_infer"])
         for replica in self.replicas.values():
             replica.resume(caches_lost=True)

@@ -1,8 +1,9 @@
-"""What a simulation must be told beside the configuration: speeds, latencies and lengths, each with a default.
+"""Inputs of a simulation besides the run's configuration: speeds, latencies and lengths, each with a default.
 
 Every number can be set in a small YAML file (`roll simulate FILE --inputs NUMBERS`) or as `simulation.engine.scale=1.2`
-on the command line. An input is *given* (written by the user), *measured* or *fitted* (written by `--calibrate`), or a
-*default*. The less is known of an input, the further it is varied for the printed interval (`SPREADS`).
+on the command line. The origin of an input is *given* (written by the user), *measured* or *fitted* (written by
+`--calibrate`), or *default*. The more uncertain an input is, the more it is varied for the printed interval
+(`SPREADS`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Section = TypeVar("Section")
 
 @dataclass
 class LengthInputs:
-    """Lengths in tokens: of an episode, all its responses together."""
+    """Lengths of prompts and responses, in tokens. The response of an episode is that of all its turns together."""
 
     prompt: NotNegative | None = option(None, "Mean prompt. Default: half of `prompt_length`.")
     median: Positive | None = option(None, "Median response before the limit. Default: a quarter of the longest.")
@@ -46,12 +47,12 @@ class LengthInputs:
 
 @dataclass
 class EngineInputs:
-    """The time of an engine replica.
+    """Speed and capacity of an engine replica.
 
-    The defaults are those of a run, not of a kernel. A single request to a 7B model used 34 % of an H100's bandwidth
-    with CUDA graphs, 27 % without, and 81 % of an L4's (arXiv 2605.30571); with these defaults it is 35 %. Before vLLM
-    0.6, 38 % of an 8B model's time on an H100 was on the GPU, where a step takes about 5 ms (vLLM blog, 2024-09-05 and
-    2025-01-27): 8 ms beside it, and fewer since. `efficiency` is a judgement.
+    The defaults are for whole runs, not for single kernels. A single request to a 7B model used 34 % of an H100's
+    bandwidth with CUDA graphs, 27 % without, and 81 % of an L4's (arXiv 2605.30571); with these defaults it uses 35 %.
+    Before vLLM 0.6, an 8B model on an H100 spent 38 % of the time on the GPU, where a step takes about 5 ms (vLLM blog,
+    2024-09-05 and 2025-01-27), so about 8 ms were overhead; it is less since. `efficiency` is an estimate.
     """
 
     scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
@@ -74,10 +75,10 @@ class EngineInputs:
 
 @dataclass
 class TrainerInputs:
-    """The time of a trainer, and of the roles that compute log-probabilities.
+    """Speed of trainers, and of the roles that compute log-probabilities.
 
-    verl published utilizations of 0.40, 0.37 and 0.31 (a mixture of 30B on 8, 16 and 32 GPUs) and of 0.19 (671B on 96
-    H20), in `docs/perf/dpsk.md`: the default is their geometric mean.
+    verl published MFUs of 0.40, 0.37 and 0.31 (a 30B MoE model on 8, 16 and 32 GPUs) and of 0.19 (671B on 96 H20), in
+    `docs/perf/dpsk.md`. The default is their geometric mean.
     """
 
     scale: Positive = option(1.0, "Seconds that grow with tokens are multiplied by this.")
@@ -96,11 +97,12 @@ class TrainerInputs:
 
 @dataclass
 class UpdateInputs:
-    """The time of a weight update.
+    """Times of the phases of a weight update.
 
-    Our first rank gathers and sends (`roll.weights.publisher`): two minutes for 671 billion parameters. A system in
-    which each rank sends its share takes seconds: 1.3 for 1T parameters on 256 ranks (Perplexity, 2025-09), or 7, and
-    53 before by broadcasts (LMSYS, 2026-04-29). For such a system multiply the bandwidths by the ranks.
+    In `roll`, rank 0 gathers and sends all weights (`roll.weights.publisher`): two minutes for 671B parameters. Systems
+    in which each rank sends its shard take seconds: for 1T parameters on 256 ranks 1.3 s (Perplexity, 2025-09), or 7 s
+    (53 s before, with broadcasts; LMSYS, 2026-04-29). To simulate such a system, multiply the bandwidths by the number
+    of ranks.
     """
 
     gather_seconds: NotNegative | None = option(None, "Trainer stands still. Default: bytes / `gather_bandwidth`.")
@@ -119,7 +121,7 @@ class UpdateInputs:
 
 @dataclass
 class LatencyInputs:
-    """Something that is waited for: a log-normal time, at a number of workers."""
+    """A log-normally distributed latency, with a limited number of workers."""
 
     seconds: NotNegative = option(0.05, "Median time.")
     sigma: NotNegative = option(0.5, "Standard deviation of its logarithm.")
@@ -128,7 +130,7 @@ class LatencyInputs:
 
 @dataclass
 class EnvironmentInputs(LatencyInputs):
-    """The environments of an episode."""
+    """Latency of environment steps, and the number of turns."""
 
     turns: Count | None = option(None, "Turns of an episode. Default: half of `max_steps` of its environment.")
 
@@ -144,14 +146,14 @@ class ValidationInputs:
 
 @dataclass
 class DriverInputs:
-    """The driver, which does one thing at a time."""
+    """Time of the driver process, which handles samples one at a time."""
 
     sample_seconds: NotNegative = option(5e-4, "Time for each sample, from request to batch (`benchmarks/README.md`).")
 
 
 @dataclass
 class HostInputs:
-    """The cores of a machine, where all roles compute on them."""
+    """Number of CPU cores, which all roles share on a CPU-only machine."""
 
     cores: Positive | None = option(
         None, "With `cluster.device: cpu`, work beyond so many cores slows all down. Default: the cores here."
@@ -160,7 +162,7 @@ class HostInputs:
 
 @dataclass
 class Inputs:
-    """All inputs of a simulation beside the configuration."""
+    """All inputs of a simulation besides the run's configuration."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -182,23 +184,23 @@ class Inputs:
     )
 
     def hardware(self, kind: str) -> Hardware:
-        """Return the figures of a device. ``kind``: `cluster.device`. Raises `ConfigError` for an unknown name."""
+        """Return the device's performance. ``kind`` is `cluster.device`. Raises `ConfigError` for an unknown device."""
         name = self.device or ("CPU" if kind == "cpu" else "H100")
         if name not in DEVICES:
             raise problem("simulation.device", f"`{name}` is no known device", choose_among(name, DEVICES))
         return DEVICES[name]
 
     def cores(self, kind: str) -> float:
-        """Return the cores that all work shares; infinite on GPUs."""
+        """Return the number of CPU cores that all roles share; infinite if they compute on GPUs."""
         return math.inf if kind != "cpu" else self.host.cores or float(os.cpu_count() or 1)
 
     def origin(self, path: str) -> Origin:
-        """Return where an input comes from."""
+        """Return the origin of the input at ``path``, such as ``engine.scale``."""
         changed = {where for where, _ in changes(self) if not where.startswith("origins")}
         return self.origins.get(path, "given" if path in changed else "default")
 
     def known(self) -> dict[Origin, list[str]]:
-        """Return the inputs that are no defaults, as ``path=value``, by origin."""
+        """Return origin -> the inputs of that origin as ``path=value``; defaults are left out."""
         found: dict[Origin, list[str]] = {}
         for path, value in self.told():
             shown = f"{len(value)} lengths" if isinstance(value, list) else f"{value:g}" if is_number(value) else value
@@ -206,7 +208,7 @@ class Inputs:
         return found
 
     def told(self) -> Iterator[tuple[str, Any]]:
-        """Yield path and value of each input that differs from its default, or that was set to it."""
+        """Yield (path, value) of each input that was set, even if to its default."""
         changed = {path for path, _ in changes(self)}
         for path, _, value, item in values_below(self):
             if item.name != "origins" and not is_dataclass(value) and (path in changed or path in self.origins):
@@ -214,22 +216,21 @@ class Inputs:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number; a truth value is none."""
+    """Return True for an int or float, but not for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_inputs(file: str | None, overrides: Sequence[str] = ()) -> Inputs:
-    """Read inputs from a YAML file (None: all defaults) and lay ``key=value`` overrides over them.
+    """Read inputs from a YAML file (None: all defaults) and apply ``key=value`` overrides.
 
-    What either sets is `given`, also where it is the default, unless ``origins`` of the file says otherwise.
-
-    Raises `ConfigError` with every unknown key and wrong value.
+    All inputs that are set have the origin `given`, unless ``origins`` in the file says otherwise. Raises `ConfigError`
+    listing every unknown key and invalid value.
     """
     return _overridden(read_mapping(Path(file)) if file is not None else {}, overrides)
 
 
 def overridden(inputs: Inputs, overrides: Sequence[str]) -> Inputs:
-    """Return inputs with ``key=value`` overrides laid over them. Raises `ConfigError`."""
+    """Return inputs with ``key=value`` overrides applied. Raises `ConfigError` for an unknown key or invalid value."""
     return _overridden(_tree(inputs), overrides) if overrides else inputs
 
 
@@ -240,7 +241,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> Inputs:
     above = OmegaConf.from_dotlist(list(overrides))
     given = _leaves(OmegaConf.to_container(above))
     if given.keys() & {"lengths.median", "lengths.sigma"} and "lengths.quantiles" not in given:
-        # Lengths of a calibration give way to those of the command line.
+        # Calibrated quantiles are dropped if the command line sets other lengths.
         if (
             isinstance(lengths := tree.get("lengths"), dict)
             and _origins(tree).get("lengths.quantiles", "given") != "given"
@@ -257,7 +258,7 @@ def _origins(tree: Any) -> dict[str, Any]:
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree that set something, by path."""
+    """Return path -> value of the leaves of a nested mapping; None and empty lists are left out."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -268,7 +269,7 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def inputs_from_tree(tree: Any) -> Inputs:
-    """Return the inputs of a tree. Raises `ConfigError`."""
+    """Validate a nested mapping of inputs. Raises `ConfigError` listing every unknown key and invalid value."""
     inputs, problems = validated(Inputs, tree)
     problems = [*problems, *_out_of_range(inputs)] if inputs is not None else problems
     if problems:
@@ -297,7 +298,7 @@ def _out_of_range(inputs: Inputs) -> list[ConfigProblem]:
 
 
 def dump_inputs(inputs: Inputs) -> str:
-    """Return the YAML that `read_inputs` reads as equal inputs; defaults are left out."""
+    """Render inputs as YAML for `read_inputs`; defaults are left out."""
     return dump_yaml(_tree(inputs))
 
 
@@ -331,10 +332,10 @@ SPREADS: Mapping[str, float] = {
     "environments.seconds": 0.5,
     "driver.sample_seconds": 0.3,
 }
-"""Input -> standard deviation of the logarithm of what its default may be off by: a judgement, checked against the
-published runs (`docs/simulation.md`)."""
+"""Uncertain input -> uncertainty of its default: the standard deviation of the logarithm of its relative error. An
+estimate, checked against published runs (`docs/simulation.md`)."""
 REMAINING: Mapping[Origin, float] = {"default": 1.0, "fitted": 0.25, "measured": 0.1, "given": 0.0}
-"""Origin of an input -> share of that spread which remains."""
+"""Origin of an input -> fraction of its uncertainty in `SPREADS` that remains."""
 STANDS_FOR: Mapping[str, Mapping[str, float]] = {
     "lengths.median": {"lengths.quantiles": 0},
     "lengths.sigma": {"lengths.quantiles": 0},
@@ -344,14 +345,15 @@ STANDS_FOR: Mapping[str, Mapping[str, float]] = {
     "weight_update.send_bandwidth": {"weight_update.send_seconds": 0},
     "weight_update.load_bandwidth": {"weight_update.load_seconds": 0},
 }
-"""Input -> others that tell the same -> share of its spread that is left where that other one is certain."""
+"""Input -> related inputs -> fraction of the input's uncertainty that remains if the related one is known."""
 LARGEST: Mapping[str, float] = {"lengths.correlation": 1.0, "trainer.exponent": 1.0, "filtered_share": 0.95}
-"""Input -> the largest value that a variation may reach."""
+"""Input -> maximum of its varied values."""
 
 
 def varied(inputs: Inputs, factors: Mapping[str, float], config: PipelineConfig) -> Inputs:
-    """Return the inputs with some of them multiplied by ``factors``, by path; a default that follows from the
-    configuration too."""
+    """Return inputs with some values multiplied by ``factors`` (path -> factor).
+
+    Also applies to defaults that are derived from the configuration."""
     longest = derived.max_new_tokens(config)
     unset = {"lengths.median": longest / 4, "lengths.prompt": config.prompt_length / 2}
     for path, factor in factors.items():
@@ -368,7 +370,7 @@ def varied(inputs: Inputs, factors: Mapping[str, float], config: PipelineConfig)
 
 
 def drawn_factors(inputs: Inputs, random: np.random.Generator) -> dict[str, float]:
-    """Draw by how much each uncertain input is off, log-normal."""
+    """Draw a random error factor for each uncertain input: path -> log-normal factor."""
     factors = {}
     for path, spread in SPREADS.items():
         left = REMAINING[inputs.origin(path)]

@@ -1,8 +1,9 @@
-"""A prediction: a simulation of the nominal inputs, and its interval from simulations of inputs that are varied.
+"""Predictions: a simulation with the nominal inputs, and an interval from simulations with varied inputs.
 
-Each uncertain input is drawn from a log-normal distribution about its value (`roll.simulation.inputs.SPREADS`), all
-independently; the interval holds the middle four fifths of the outcomes. It tells what is not known of the inputs, not
-what the models leave out: `docs/simulation.md` has the share of published runs inside of theirs.
+Each uncertain input is drawn independently from a log-normal distribution around its value
+(`roll.simulation.inputs.SPREADS`); the interval covers the middle 80 % of the outcomes. It reflects the uncertainty of
+the inputs, not the errors of the cost model. `docs/simulation.md` reports how many published runs lie within their
+intervals.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ from roll.simulation.run import MEASURED_STEPS, Outcome, simulate
 from roll.simulation.workload import turns
 
 DRAWS = 16
-"""Simulations behind an interval by default."""
+"""Default number of simulations for an interval."""
 LEAST_DRAWS = 4
-"""Fewer than these make no interval."""
+"""Minimum number of simulations for an interval."""
 MOST_REQUESTS = 400_000
-"""Requests of all simulations behind an interval, about half a minute of work: a large run gets fewer draws, but at
-least `LEAST_DRAWS`."""
+"""Limit on the requests of all simulations for an interval together, about half a minute of computation. Large runs get
+fewer simulations, but at least `LEAST_DRAWS`."""
 INTERVAL = (0.1, 0.9)
-"""Quantiles of the outcomes at its ends."""
+"""Quantiles of the outcomes at the ends of the interval."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The outcome of the nominal inputs, and the time of a step at the ends of the interval."""
+    """Outcome with the nominal inputs, and an interval for the time of a step."""
 
     outcome: Outcome
     low: float
+    """Lower end of the interval, in seconds per step."""
     high: float
+    """Upper end of the interval, in seconds per step."""
     devices: int
+    """Number of devices of the run."""
     steps: int
-    """Of the whole run."""
+    """Number of steps of the whole run."""
     draws: int
     """Simulations behind the interval; 0: there is none, and both ends are the outcome."""
     drawn: tuple[float, ...]
@@ -49,11 +53,11 @@ class Prediction:
 
     @property
     def hours(self) -> float:
-        """Time of the whole run."""
+        """Hours that the whole run takes."""
         return self.outcome.step_seconds * self.steps / 3600
 
     def cost(self, price: float) -> str:
-        """Return what the run costs, at the price of a device and hour."""
+        """Return the cost of the whole run as text; ``price`` is per device and hour."""
         return f"{self.hours * self.devices * price:,.0f}"
 
 
@@ -67,10 +71,11 @@ def predict(
     algorithms: Any = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Prediction:
-    """Predict the time of a step.
+    """Predict the time of a step, with an interval.
 
-    ``draws``: simulations for the interval, with the seed and the steps of the nominal one; fewer than `LEAST_DRAWS`:
-    none. ``algorithms``: see `simulate`. ``progress``: told after each simulated step. Raises `ConfigError`.
+    ``draws``: number of simulations for the interval, with the same seed and steps as the nominal one; fewer than
+    `LEAST_DRAWS`: no interval. ``algorithms``: see `simulate`. ``progress`` is called with a line of text after each
+    simulated step. Raises `ConfigError`.
     """
     algorithms = algorithms or build_algorithms(config)
     draws = _afforded(config, inputs, steps, draws) if draws >= LEAST_DRAWS else 0
@@ -93,13 +98,13 @@ def predict(
 
 
 def _afforded(config: PipelineConfig, inputs: Inputs, steps: int, draws: int) -> int:
-    """Return how many draws a run of this size gets."""
+    """Return the number of simulations that `MOST_REQUESTS` allows for a run of this size."""
     requests = derived.samples_per_step(config) * turns(config, inputs) * (steps + 2 * config.async_generation_ratio)
     return max(LEAST_DRAWS, min(draws, int(MOST_REQUESTS / requests)))
 
 
 def report(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price: float | None = None) -> str:
-    """Return a prediction in words. ``price``: of a device and hour."""
+    """Return a prediction as text. ``price`` is per device and hour."""
     return "\n".join(_lines(config, inputs, prediction, price))
 
 
@@ -142,7 +147,7 @@ def _seconds(seconds: float) -> str:
 
 
 def origins(inputs: Inputs) -> Iterator[str]:
-    """Yield lines that say where the inputs come from."""
+    """Yield lines of text that list the inputs by origin."""
     known = inputs.known()
     order: Sequence[Origin] = ("measured", "fitted", "given")
     for origin in order:
@@ -153,7 +158,8 @@ def origins(inputs: Inputs) -> Iterator[str]:
 
 
 def table(name: str, rows: Sequence[tuple[str, Prediction]], price: float | None = None) -> str:
-    """Return a sweep over ``name`` as a table. ``price``: of a device and hour."""
+    """Return a sweep over the setting ``name`` as a text table. ``rows``: (value, prediction); ``price`` is per device
+    and hour."""
     roles = sorted({role for _, each in rows for role in each.outcome.idle})
     interval = any(each.draws for _, each in rows)
     heads = [name, "step s", *["interval"] * interval, "samples/s", "lag"]

@@ -1,9 +1,9 @@
-"""A simulated run: the real scheduler, admission, buffer, ledger, router, stages, locks and weight buffers of a run, in
-virtual time. Only what computes is replaced by the time that it takes.
+"""A simulated run: the real scheduler, admission, buffer, ledger, router, stages, locks and weight buffers, in virtual
+time. Only computation is replaced by its estimated duration.
 
-The stages are those of `roll.pipeline.stages`, without tensors. As in a real run, each batch is checked against the
-staleness bound and the ledger; a simulation that broke either would end with an error. The result does not depend on
-the machine: a seed gives the same events each time.
+The stages mirror those of `roll.pipeline.stages`, without tensors. As in a real run, each batch is checked against the
+staleness bound and the ledger; a violation raises an error. Results are deterministic: the same seed gives the same
+events on every machine.
 """
 
 from __future__ import annotations
@@ -44,48 +44,50 @@ LONGEST_PERIOD = 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a simulated run, over the steps that were measured."""
+    """Result of a simulated run, over the measured steps."""
 
     step_ends: tuple[float, ...]
     """Virtual seconds at which each step ended, from the first one on."""
     measured: tuple[int, int]
-    """The first and the last step of the mean; the run starts before, and has nothing more to begin after them."""
+    """Indices into `step_ends` between which times are averaged. Start-up before and drain after are excluded."""
     samples: int
-    """In a step."""
+    """Samples per step."""
     tokens: float
-    """Sampled tokens trained on in a second."""
+    """Trained response tokens per second."""
     generated: float
-    """Tokens generated in a second."""
+    """Generated tokens per second."""
     idle: dict[str, float]
     """Role -> share of the time in which it did not compute."""
     lags: dict[int, float]
-    """Lag in versions -> share of the tokens trained on."""
+    """Lag in versions -> share of the trained tokens."""
     wasted: float
-    """Share of the generated tokens that no step trains on: of groups that were dropped."""
+    """Share of the generated tokens that are never trained on, because their group was dropped or aborted."""
     recomputed: float
-    """Tokens whose keys and values were computed again, over tokens generated."""
+    """Number of tokens whose KV cache was recomputed, divided by the number of generated tokens."""
     ledger: dict[str, int]
+    """Final counts of the ledger."""
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of a step."""
+        """Mean seconds per step."""
         first, last = self.measured
         return (self.step_ends[last] - self.step_ends[first]) / (last - first)
 
 
 @dataclass(frozen=True)
 class RolledOut:
-    """A finished group."""
+    """Result of a finished group."""
 
     tokens: Tokens
     spans: dict[int, float]
-    """Sampled tokens by version."""
+    """Version -> number of tokens sampled with it."""
     kept: bool
+    """False if the group filter drops the group."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of a step, or a part of them."""
+    """Token counts of the groups of a step, or of a part of them."""
 
     step: int
     tokens: Tokens
@@ -93,28 +95,28 @@ class Batch:
     gathered: bool = False
 
     def note_time(self, name: str, seconds: float) -> None:
-        """Need no time of a stage."""
+        """Ignore the times that stages report."""
 
 
 class Unchecked(AssertionError):
-    """A simulated batch held a token older than the bound."""
+    """A simulated batch contained a token older than the staleness bound."""
 
 
 class _NoTimeline:
-    """A timeline that is not kept."""
+    """A timeline that records nothing."""
 
     def transition(self, lane: str, state: str, **details: Any) -> None:
-        """Forget a change of state."""
+        """Ignore a change of state."""
 
 
 class _Workers:
-    """Workers that take what waits in turn."""
+    """A first-come, first-served pool of workers."""
 
     def __init__(self, number: int | None) -> None:
         self._free_at = None if number is None else [0.0] * number
 
     def end_of(self, now: float, seconds: float) -> float:
-        """Return when a job that comes now ends."""
+        """Queue a job of this many seconds, and return the time at which it ends."""
         if self._free_at is None:
             return now + seconds
         end = max(now, self._free_at[0]) + seconds
@@ -123,13 +125,13 @@ class _Workers:
 
 
 class _States:
-    """The states of a role that shares its devices."""
+    """Offloadable states of a role; moving them takes time only."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     async def load_states(self) -> None:
-        """Take the time to bring them."""
+        """Wait for as long as moving the states takes."""
         await asyncio.sleep(self._seconds)
 
     offload_states = load_states
@@ -137,7 +139,7 @@ class _States:
 
 @dataclass(eq=False)
 class _Run:
-    """The services of one run."""
+    """State and stages of one simulated run."""
 
     config: PipelineConfig
     inputs: Inputs
@@ -151,19 +153,19 @@ class _Run:
     steps: StepCounter = field(default_factory=StepCounter)
     published: StepCounter = field(default_factory=StepCounter)
     spans: dict[int, float] = field(default_factory=dict)
-    """Tokens trained on in the measured steps, by lag."""
+    """Lag -> number of trained tokens in the measured steps."""
     busy: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Spans of work by role."""
+    """Role -> (start, end) of each span in which it computed."""
     ends: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """Of each step: when it ended, and the engines' counters by then."""
+    """Per step: the time at which it ended, and the engines' cumulative counters at that time."""
     so_far: Tokens = Tokens()
-    """Of the batch whose advantages are computed next."""
+    """Tokens of the parts of the current batch that have reached the `advantage` stage."""
     dropped_tokens: float = 0.0
     _beside: asyncio.Task[None] | None = None
     """Validation on replicas that keep its version."""
 
     async def main(self, measured: tuple[int, int]) -> Outcome:
-        """Run to the last step."""
+        """Simulate the run to its last step, and return the outcome of the ``measured`` steps."""
         config, self._loop = self.config, cast(VirtualTimeLoop, asyncio.get_running_loop())
         self.host = Host(self.inputs.cores(config.cluster.device), self._loop)
         self.pool = Engines(config, self.costs, self.host)
@@ -212,7 +214,7 @@ class _Run:
     # The rollout side
 
     async def rollout(self, asked: GroupRequest[GroupWork]) -> RolledOut:
-        """Generate and judge a group."""
+        """Simulate the rollout of a group: generation, then rewards or environment steps."""
         work, config = asked.item, self.config
         spans: dict[int, float] = {}
         if isinstance(config, AgenticConfig):
@@ -241,11 +243,11 @@ class _Run:
         return RolledOut(total, spans, work.kept)
 
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
-        """Play one episode of a group, turn by turn."""
+        """Simulate one episode of a group, turn by turn."""
         work, key = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}"
         own = max(1.0, tokens / self._turns)
         for turn, seconds in enumerate(work.latencies[sample]):
-            # A later turn finds the tokens before it in the cache of its replica.
+            # In later turns, the tokens before the turn are in the replica's prefix cache.
             prefill = own if turn else work.prompt
             prompt = hash((asked.group_id, turn, sample)) if turn else asked.group_id
             request = Request(own, work.prompt + own * turn, prefill, prompt, lambda request: None)
@@ -260,7 +262,7 @@ class _Run:
         """Build the chain of stages."""
         config = self.config
         compared = [role for role in COMPARED_ROLES if role in derived.role_sections(config)]
-        # An item is passed on whole unless a later stage can use parts, as `build_stages` has it.
+        # Parts of a batch are passed on separately only if a later stage can use them, as in `build_stages`.
         chain: list[tuple[str, Callable[[Any], Any], str | None, bool]] = [
             ("rollout", self._rollout_stage, None, True),
             *((role, partial(self._compare, role), role, True) for role in compared),
@@ -289,7 +291,7 @@ class _Run:
         return stages
 
     def holder(self, role: str) -> str:
-        """Return the role whose devices a role computes on."""
+        """Return the role on whose devices ``role`` computes."""
         return "actor_train" if derived.is_trainer(self.config, role) else role
 
     async def _groups_of_steps(self) -> AsyncIterator[tuple[int, list[FinishedGroup[GroupWork, RolledOut]], bool]]:
@@ -398,7 +400,7 @@ class _Run:
         self.busy.setdefault(role, []).append((began, self._loop.time()))
 
     def outcome(self) -> Outcome:
-        """Sum up the steps that are measured."""
+        """Summarise the measured steps."""
         first, last = self.measured
         (start, before), (end, after) = self.ends[first], self.ends[last]
         seconds = max(end - start, 1e-12)
@@ -435,7 +437,7 @@ NOT_SIMULATED = {
 
 
 def check_simulated(config: PipelineConfig) -> None:
-    """Raise `ConfigError` for parts of a configuration that a simulation does not know."""
+    """Raise `ConfigError` for parts of a configuration that are not simulated."""
     found = [
         ConfigProblem(key, f"{what} is not simulated yet", f"leave `{key}` out, or set it to null")
         for key, what in NOT_SIMULATED.items()
@@ -469,8 +471,8 @@ def simulate(
     """Simulate a run until ``steps`` steps beyond the start have ended. Checkpoints are left out, and validations
     unless their time is known; then the steps are as many as a whole number of periods from one to the next has.
 
-    ``algorithms``: what `build_algorithms` returns for the configuration, if it is at hand. ``step_done``: called with
-    the number of steps that have ended, and of all. Raises `ConfigError`.
+    ``algorithms``: the result of `build_algorithms` for the configuration, to save computing it again. ``step_done`` is
+    called with the number of finished steps and the total. Raises `ConfigError`.
     """
     check_simulated(config)
     algorithms = algorithms or build_algorithms(config)
@@ -483,7 +485,7 @@ def simulate(
     costs = costs_of(config, inputs)
     run = _Run(config, inputs, costs, algorithms.streams, needs_proximal, seed, step_done, validation)
     collects = gc.isenabled()
-    gc.disable()  # a collection would scan all that is imported, again and again
+    gc.disable()  # collections would repeatedly scan all imported modules
     try:
         return run_virtual(run.main(measured))
     finally:

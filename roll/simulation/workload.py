@@ -1,6 +1,7 @@
-"""The groups of a simulated run: lengths of prompts and responses, latencies of rewards and environments.
+"""The workload of a simulated run: groups with lengths of prompts and responses, and latencies of rewards and
+environments.
 
-Group number g of a seed is the same in every schedule, so that two schedules are compared on the same work.
+For a given seed, group number g is the same in every schedule, so that schedules are compared on the same work.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from roll.simulation.inputs import Inputs, LatencyInputs, LengthInputs
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """Needs of the samples of a group."""
+    """Lengths and latencies of a group of samples."""
 
     prompt: float
-    """Tokens."""
+    """Length of the prompt, in tokens."""
     responses: list[float]
-    """Tokens of each sample, over all its turns."""
+    """Response length of each sample in tokens, over all its turns."""
     latencies: list[list[float]]
-    """Seconds that are waited for after each turn of each sample: its reward, or its environment."""
+    """Sample -> turn -> seconds of its reward or environment step."""
     kept: bool
-    """False if the group filter is going to drop it."""
+    """False if the group filter will drop the group."""
 
 
 def response_lengths(
     settings: LengthInputs, longest: int, shape: tuple[int, int], random: np.random.Generator
 ) -> np.ndarray:
-    """Draw lengths in tokens, float ``[groups, samples]``, at least 1 and at most ``longest``.
+    """Draw response lengths in tokens, float ``[groups, samples]``, between 1 and ``longest``.
 
-    Logarithms (with `quantiles`: normal scores) of a group share `correlation` of their variance.
+    ``shape`` is (groups, samples). Within a group, the logarithms of lengths (with `quantiles`: their normal scores)
+    have the correlation `settings.correlation`.
     """
     common = random.standard_normal((shape[0], 1))
     own = random.standard_normal(shape)
@@ -50,12 +52,12 @@ def response_lengths(
 
 
 def latencies(settings: LatencyInputs, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """Draw log-normal seconds of this shape."""
+    """Draw log-normally distributed seconds, float of this shape."""
     return settings.seconds * np.exp(settings.sigma * random.standard_normal(shape))
 
 
 def turns(config: PipelineConfig, inputs: Inputs) -> int:
-    """Return the turns of a sample: 1 in RLVR."""
+    """Return the number of turns per sample; 1 for RLVR."""
     if not isinstance(config, AgenticConfig):
         return 1
     if inputs.environments.turns is not None:
@@ -65,11 +67,11 @@ def turns(config: PipelineConfig, inputs: Inputs) -> int:
 
 
 GROUPS_DRAWN = 64
-"""Groups that are drawn together, for speed."""
+"""Number of groups that are drawn at once, for speed."""
 
 
 def groups(config: PipelineConfig, inputs: Inputs, seed: int) -> Iterator[GroupWork]:
-    """Yield the groups of a run, without end."""
+    """Yield an endless sequence of groups."""
     random = np.random.default_rng(seed)
     size, longest, played = derived.group_size(config), derived.max_new_tokens(config), turns(config, inputs)
     waits = inputs.environments if isinstance(config, AgenticConfig) else inputs.rewards

@@ -1,8 +1,8 @@
-"""`deepspeed_train`: DeepSpeed's ZeRO, stages 0 to 3, with the semantics of `fsdp2_train`.
+"""`deepspeed_train`: DeepSpeed ZeRO stages 0 to 3, with the semantics of `fsdp2_train`.
 
-DeepSpeed shards, communicates and steps. Master weights, gradients between micro-batches and ranks, and optimizer
-states are float32; computing is in the configured precision. DeepSpeed takes its kind of device and its local rank from
-the environment only; both are set here, in a process that trains nothing else.
+DeepSpeed shards the model, communicates and applies optimizer steps. Master weights, gradient accumulation, gradient
+reduction and optimizer states are float32; forward and backward passes use the configured precision. DeepSpeed reads
+its device type and local rank from environment variables only; this module sets them, for the whole process.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedTrainStrategy(TrainStrategy):
-    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+    """One rank of the DeepSpeed trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
         self.options = parse_deepspeed_options(setup.strategy_config)
         self.trains = not setup.forward_only
         self.splits_weights = self.options.zero_stage == 3
-        """True if each rank holds only its share of the weights."""
+        """True if weights are sharded over the ranks (ZeRO stage 3)."""
         self.has_engine = self.trains or self.splits_weights
-        """True if DeepSpeed is used. Forward passes alone need it only if weights are split."""
+        """True if a DeepSpeed engine is used. A forward-only role needs one only for sharded weights."""
         self.is_whole = self.options.zero_stage == 0 or not self.has_engine
-        """True if nothing is split: model and optimizer are torch's own."""
+        """True if nothing is sharded: model and optimizer are plain torch objects."""
         self.bfloat16 = setup.model_args.dtype == "bfloat16"
         if self.trains and self.bfloat16 and self.options.zero_stage == 0:
             raise ValueError(
@@ -58,14 +58,14 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         self.model, head = prepare_model(setup, self.options.gradient_checkpointing)
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         rounds = self.trains and self.bfloat16
-        # DeepSpeed rounds the weights before it copies the masters. These references keep the weights as loaded.
+        # DeepSpeed casts weights to bfloat16 before it makes the float32 masters; these references keep the originals.
         masters = {name: parameter.detach() for name, parameter in self.model.named_parameters() if rounds}
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
             self.start_schedule()
             self.updates = 0
             self._pending = False
-            """True if gradients wait for an update."""
+            """True if gradients are accumulated that no update has used yet."""
         if self.has_engine:
             self._start_engine()
         else:
@@ -113,14 +113,14 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         self.optimizer_steps = state.facts["optimizer_steps"]
 
     def shutdown(self) -> None:
-        """Leave the process group, and DeepSpeed's own."""
+        """Destroy the DeepSpeed engine and leave all process groups."""
         if self.has_engine:
             self.engine.destroy()
             self.deepspeed.comm.destroy_process_group()
         super().shutdown()
 
     def _start_engine(self) -> None:
-        """Wrap the model, which DeepSpeed changes in place. Collective."""
+        """Wrap the model in a DeepSpeed engine, which changes it in place. Collective."""
         self.deepspeed = import_deepspeed(self.device)
         config = engine_config(
             self.options,
@@ -137,20 +137,20 @@ class DeepSpeedTrainStrategy(TrainStrategy):
             self._allocate_moments()
 
     def _split_weights(self, config: dict[str, Any]) -> None:
-        """Split the weights one by one, so that no device ever holds all of them."""
+        """Shard the weights one at a time, so that no device ever holds all of them."""
         if self.bfloat16:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         self.deepspeed.init_distributed(dist_init_required=None)
         self.deepspeed.zero.Init(module=self.model, config_dict_or_path=config)
-        # An engine does not move a model that was split before it, and the model's buffers have not moved yet.
+        # The engine does not move an already sharded model to the device, so its buffers are moved here.
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device)
 
     def _allocate_moments(self) -> None:
-        """Create the moments, as AdamW does at its first step.
+        """Create the optimizer moments, as AdamW does at its first step.
 
-        DeepSpeed needs them earlier: it links those of all groups to their weights once the first group has stepped.
+        DeepSpeed needs them earlier: it links the moments of all parameter groups after the first group has stepped.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -159,7 +159,7 @@ class DeepSpeedTrainStrategy(TrainStrategy):
 
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
         parts: list[PartMetrics] = []
-        # The last backward pass makes DeepSpeed complete the gradients of all parts.
+        # The last part needs a backward pass even if empty: it makes DeepSpeed reduce the gradients of earlier parts.
         learns = not step.is_empty or (step.is_last and self._pending)
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
             self.engine.set_gradient_accumulation_boundary(step.is_last and len(parts) + 1 == len(rows))
@@ -175,11 +175,11 @@ class DeepSpeedTrainStrategy(TrainStrategy):
 
     def _divide_gradients(self, divisor: float) -> None:
         if self.options.zero_stage == 1 and self.bfloat16:
-            # DeepSpeed has another optimizer for this case, which knows no scale.
+            # In this case DeepSpeed uses an optimizer without a loss scale.
             for gradients in self.engine.optimizer.fp32_groups_gradients_flat:
                 gradients.div_(divisor)
         elif self.options.zero_stage > 0:
-            # The next step undoes this scale, whatever the gradients were multiplied with.
+            # The next step divides gradients by this loss scale, so it serves as the divisor.
             self.engine.optimizer.loss_scale = divisor
         else:
             divide_gradients(self.model.parameters(), divisor)
@@ -188,8 +188,8 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         pending, self._pending = self._pending, False
         if nothing_to_learn:
             if pending:
-                # The correction rejected all tokens, and DeepSpeed drops gradients (here 0) in a step only: one that
-                # leaves the weights as they are.
+                # The correction rejected all tokens. DeepSpeed clears gradients (here 0) only in a step, so take one
+                # at learning rate 0, which leaves the weights unchanged.
                 self._set_learning_rate(0.0)
                 self.engine.step()
                 self.updates += 1
@@ -210,7 +210,7 @@ class DeepSpeedTrainStrategy(TrainStrategy):
 
     @torch.no_grad()
     def _set_weights(self, weight_of: Callable[[str], Tensor]) -> None:
-        """Write full tensors into the master weights and into the weights that are computed with. Collective."""
+        """Write full tensors into the float32 master weights and the model's weights. Collective."""
         for name, parameter in self.model.named_parameters():
             weight = weight_of(name).to(self.device)
             if self.trains and not self.is_whole:
@@ -219,7 +219,7 @@ class DeepSpeedTrainStrategy(TrainStrategy):
                 parameter.data.copy_(weight)
 
     def _set_state(self, parameter: nn.Parameter, kind: str, full: Tensor) -> None:
-        """Write this rank's share of a full tensor into its share of the float32 master or of a moment."""
+        """Write this rank's shard of a full tensor into the float32 master weight or a moment."""
         utils = self.deepspeed.utils
         if not self.splits_weights:
             if kind == "weight":
@@ -227,8 +227,8 @@ class DeepSpeedTrainStrategy(TrainStrategy):
             else:
                 utils.safe_set_full_optimizer_state(parameter, full, kind)
             return
-        # All shares are equally long. The excess of the last ones is padding, which DeepSpeed's own call for full
-        # tensors does not expect.
+        # All shards have the same length, the last ones with padding, which DeepSpeed's own setter for full tensors
+        # does not support.
         length = utils.safe_get_local_fp32_param(parameter).numel()
         padded = nn.functional.pad(full.flatten(), (0, length * self.setup.world_size - full.numel()))
         share = padded.narrow(0, length * self.setup.rank, length)
@@ -238,7 +238,7 @@ class DeepSpeedTrainStrategy(TrainStrategy):
             utils.safe_set_local_optimizer_state(parameter, share, kind)
 
     def _full_state(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """Return a whole float32 weight or moment. Collective. Read it before asking for the next one."""
+        """Return a full float32 weight or moment, valid until the next call. Collective."""
         if self.is_whole:
             return parameter.detach() if kind == "weight" else self.optimizer.state[parameter][kind]
         if kind == "weight":
@@ -246,10 +246,10 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, kind)
 
     def _make_moments(self) -> None:
-        """Let DeepSpeed create moments and link them to their weights.
+        """Make DeepSpeed create the optimizer moments and link them to their weights.
 
-        It does so at the first update, so this makes one with a gradient of zero. Its effect on the weights does not
-        matter, because the caller sets them afterwards.
+        DeepSpeed does so at the first update, so this takes one with zero gradients. Its effect on the weights does not
+        matter, because the caller overwrites them.
         """
         self.engine.set_gradient_accumulation_boundary(True)
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
@@ -259,13 +259,13 @@ class DeepSpeedTrainStrategy(TrainStrategy):
             state["step"].fill_(self.updates)
 
     def _whole(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[object]:
-        """Gather all elements of a split parameter for the block. Only rank ``written_by`` may change them."""
+        """Gather a sharded parameter within the block. Changes made by rank ``written_by`` are kept, others are not."""
         if not self.splits_weights:
             return nullcontext()
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
 
     def _move_states(self, device: torch.device) -> None:
-        """Move the states. Raises ``RuntimeError`` if DeepSpeed cannot move them."""
+        """Move weights and optimizer state. Raises ``RuntimeError`` if DeepSpeed cannot move them."""
         if self.is_whole:
             super()._move_states(device)
         elif device.type != "cpu":
@@ -279,13 +279,13 @@ class DeepSpeedTrainStrategy(TrainStrategy):
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import the package after setting the device that it is to run on."""
+    """Import deepspeed after setting the environment variables that select its device."""
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     import deepspeed
     import deepspeed.ops
 
     if device.type == "cpu":
-        # It would compile an extension at its first start, for a minute of two cores, which only its inference uses.
+        # Otherwise it compiles an extension at its first start (a minute on two cores) that only its inference uses.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

@@ -1,8 +1,9 @@
-"""`fsdp2_train`: the default trainer, PyTorch's `fully_shard` on each decoder layer and on the whole model.
+"""`fsdp2_train`: the default trainer. Applies PyTorch's `fully_shard` to each decoder layer and to the whole model.
 
-The same code runs from one rank up (measured on CPU with a 0.8 M parameter model: sharding over one rank costs 1 to 4 %
-of a step of 128 samples or more). Weights, gradients and optimizer state are float32; computing is in the configured
-precision, with a scaled loss in float16. On a CPU with the same ranks and threads, equal calls give equal bits.
+The same code runs on one rank or many (measured on CPU with a 0.8 M parameter model: sharding over one rank costs 1 to
+4 % of a step of 128 samples or more). Weights, gradients and optimizer state are float32; forward and backward passes
+use the configured precision, float16 with loss scaling. On a CPU with the same ranks and threads, results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _sharded(parameter: Tensor) -> DTensor:
 
 
 class Fsdp2TrainStrategy(TrainStrategy):
-    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+    """One rank of the FSDP2 trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
@@ -54,7 +55,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
     def initialize(self) -> None:
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
-        # What adapters are drawn for is the base in its own precision.
+        # With adapters, the frozen base model is loaded in its configured precision.
         model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
         task = "CAUSAL_LM" if setup.pictures is None else None
@@ -76,7 +77,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
             return self.log_probs(batch, temperature)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with adapters merged; see `TrainStrategy`."""
+        """Yield full weights, with LoRA adapters merged; see `TrainStrategy`."""
         self._reshard()
         parameters = self.model.named_parameters()
         if self.adapters is not None:
@@ -98,16 +99,16 @@ class Fsdp2TrainStrategy(TrainStrategy):
         return self.adapters.published(self._full)
 
     def export(self) -> ModelExport | PictureExport | None:
-        """Return a copy of the model, together with the adapter if one is trained; see `TrainStrategy`."""
+        """Return a copy of the model, plus the LoRA adapter if one is trained; see `TrainStrategy`."""
         if self.adapters is None:
             return super().export()
-        # First, because it is collective and what rank 0 does alone may fail.
+        # First, because it is collective, and rank 0 may fail in what follows.
         adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
         export = super().export()
         return None if export is None else replace(export, beside=adapter)
 
     def load(self, path: str) -> None:
-        """Load the weights of an export, or only its adapter if one is trained; see `TrainStrategy`."""
+        """Load an exported model's weights, or only its adapter if adapters are trained; see `TrainStrategy`."""
         self._reshard()
         if self.adapters is not None:
             source = self.adapters.read_export(path)
@@ -168,28 +169,28 @@ class Fsdp2TrainStrategy(TrainStrategy):
         }
         for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **settings)
-        # The backward pass starts with the head, so the root's own parameters stay gathered until then.
+        # The backward pass begins with the LM head, so the root module's own parameters stay gathered until then.
         return fully_shard(model, reshard_after_forward=False, **settings)
 
     def _reshard(self) -> None:
-        """Drop gathered weights that a forward pass without a backward pass left behind.
+        """Free gathered weights that a forward-only pass left behind.
 
-        They take memory, and they replace the shards in the module until they are dropped.
+        They take memory, and the module's parameters are not the shards until they are freed.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that a snapshot contains: all of them, or only the adapters if adapters are trained."""
+        """Yield the trained parameters, which a snapshot contains: all of them, or only the adapters."""
         for name, parameter in self.model.named_parameters():
             if self.adapters is None or is_adapter(name):
                 yield name, parameter
 
     def _require_own_base(self, state: SavedState) -> None:
-        """Raise `UnfitState` unless the state fits this trainer's base model.
+        """Raise `UnfitState` unless the state was saved for this trainer's base model.
 
-        Adapters mean something only together with their base, which no snapshot contains.
+        Adapters are valid only for their base model, which is not part of a snapshot.
         """
         base = state.facts.get("base")
         if (base is None) != (self.adapters is None):
@@ -211,12 +212,12 @@ class Fsdp2TrainStrategy(TrainStrategy):
         own.to_local().copy_(shard.to_local())
 
     def _read(self, parameter: Tensor) -> Tensor:
-        # Gathered in float32, which keeps every bit.
+        # `_full` returns float32, which is lossless.
         return self._full(parameter).to(parameter.dtype)
 
     def _full(self, parameter: Tensor) -> Tensor:
-        """Return the whole parameter in float32. Collective."""
-        # Ranks exchange what is on their devices faster than what is kept in the host's memory.
+        """Return the full (unsharded) parameter in float32. Collective."""
+        # Gathering is faster between devices than between host memories.
         weight = _sharded(parameter.detach().to(self.device))
         return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
@@ -253,32 +254,32 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     @property
     def _states_move(self) -> bool:
-        # States kept in the host's memory never block another role.
+        # States offloaded to host memory for good occupy no device.
         return super()._states_move and self.options.offload == "none"
 
 
 def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, Any]:
-    """Return the precision and offload settings for `fully_shard`."""
+    """Return the mixed-precision and offload policies for `fully_shard`."""
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, setup.model_args.dtype),
             reduce_dtype=torch.float32,
-            # A model of pictures takes its time steps in float32, and the rest as it is given.
+            # An image model needs its time steps in float32, and its other inputs already have the right dtype.
             cast_forward_inputs=setup.pictures is None,
         )
     }
     if options.offload == "cpu":
-        # Pinned memory is copied while the device computes. There is none without a GPU.
+        # Pinned memory allows copies during computation. It does not exist without a GPU.
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=setup.device == "cuda")
     return policies
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard, and its offsets in the whole tensor."""
+    """Return this rank's shard, and its offsets in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     local = tensor.to_local()
-    # `torch.chunk` splits the rows in the same way: the first ranks have equally many, the last ones fewer or none.
+    # Rows are split as `torch.chunk` does: ceil(rows / ranks) each, and fewer or none on the last ranks.
     rows = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * rows, tensor.shape[0])
     return local, (first, *(0,) * (tensor.ndim - 1))

@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685): trains small adapters beside frozen weights. The layers are peft's.
+"""LoRA (arXiv 2106.09685): train low-rank adapters beside frozen weights, with peft's layers.
 
-peft puts its layers into the model and nothing around it: the model keeps its class, its forward pass and its head.
-Adapters are float32. The base has the precision that is computed in, because nothing is ever added to it. Weights leave
-the trainer merged, so engines, checksums and exports see a plain model and cannot miss the adapters; or, with
-`weight_update.content: adapter`, the adapters leave alone, for engines that have the same base.
+peft's layers are injected into the model without a wrapper, so the model keeps its class, forward pass and head.
+Adapters are float32. The frozen base model has the compute precision, because it receives no updates. By default,
+adapters are merged into the weights sent to engines and exports, so engines, checksums and exports see a plain model.
+With `weight_update.content: adapter`, only the adapters are sent, to engines that have the same base model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""peft's name of the only adapter."""
+"""Name of the model's only adapter in peft."""
 EVERYWHERE = "all-linear"
 INSTALL = install_command("peft")
 OWNER = "actor_train.model_args"
-"""Arguments of the only model that may have adapters."""
+"""Configuration path of the arguments of the only model that may have adapters."""
 FOLDER = "adapter"
 """Folder of the adapter in an export, beside the merged model."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -50,9 +50,9 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def check_adapters(
     model_path: str, arguments: ModelArguments, path: str, pictures: bool = False
 ) -> list[ConfigProblem]:
-    """Return what is wrong with the adapters that ``arguments`` ask for. Loads no weights.
+    """Return the problems of the LoRA settings in ``arguments``. Loads no weights.
 
-    ``path`` is the configuration path of ``arguments``; ``pictures``: the model draws pictures.
+    ``path`` is the configuration path of ``arguments``. ``pictures``: the model is an image model.
     """
     if importlib.util.find_spec("peft") is None:
         return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
@@ -71,13 +71,13 @@ def check_adapters(
 
 @dataclass(frozen=True)
 class Base:
-    """Identity of the base model that adapters were made for: a checksum of all frozen weights, and their precision."""
+    """Identity of the base model that adapters belong to: checksum and dtype of all frozen weights."""
 
     checksum: str
     dtype: str
 
     def difference(self, other: Mapping[str, str]) -> str | None:
-        """Return why adapters made for the base model ``other`` do not fit this one; None if they fit."""
+        """Return why adapters of the base model ``other`` do not fit this one; None if they fit."""
         if other["dtype"] != self.dtype:
             return f"for base weights in {other['dtype']}, here they are in {self.dtype}: set `model_args.dtype` back"
         if other["checksum"] != self.checksum:
@@ -89,11 +89,11 @@ class Base:
 
 
 def resolve_targets(model: PreTrainedModel, wanted: list[str] | str, path: str = OWNER) -> list[str]:
-    """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
+    """Return the module names to give peft as ``target_modules``, with ``all-linear`` expanded.
 
-    ``wanted`` is a list of names, or names separated by commas; ``path`` is the configuration path of the model's
-    arguments. Adapters go to linear layers of the decoder layers. Raises `ConfigError` naming each wanted module that
-    is not such a layer, and the nearest name.
+    peft matches them against the ends of full module names. ``wanted`` is a list of names, or names separated by
+    commas; ``path`` is the configuration path of the model's arguments. Only linear layers inside decoder layers can
+    have adapters. Raises `ConfigError` naming each wanted module that is none, and the nearest valid name.
     """
     names = [name.strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
     layers = {id(layer) for layer in decoder_layers(model)}
@@ -125,20 +125,20 @@ def _is_target(module: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model. The model computes with them, and may be sharded after they were added."""
+    """The LoRA adapters injected into a model, which may have been sharded since."""
 
     layers: Mapping[str, LoraLayer]
-    """Name in the base model -> layer with an adapter."""
+    """Module name in the base model -> peft's layer, which holds the adapter."""
     config: LoraConfig
     base: Base
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Let the model compute without its adapters within the block. Take no gradients there."""
+        """Run the model without its adapters within the block. Compute no gradients there."""
         for layer in self.layers.values():
             layer.enable_adapters(False)
-            # peft freezes the adapters meanwhile. Sharding asks only once which parameters train, whenever it first
-            # computes, so they must stay trainable.
+            # peft freezes disabled adapters. FSDP checks which parameters are trainable only once, at its first
+            # forward pass, which may be this one, so they must stay trainable.
             for parameter in _matrices(layer):
                 parameter.requires_grad_(True)
         try:
@@ -150,10 +150,10 @@ class Adapters:
     def merged(
         self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights with the adapters merged, as float32 under the names of the base model, one at a time.
+        """Yield the weights with adapters merged in, float32, one at a time, under the names of the base model.
 
-        ``parameters`` are the model's own, by name. ``full`` makes a whole float32 tensor of a parameter. Collective
-        if ``full`` is.
+        ``parameters`` are the model's named parameters. ``full`` returns a parameter as a full (unsharded) float32
+        tensor. Collective if ``full`` is.
         """
         for plain, weight in self.base_weights(parameters, full):
             layer = self.layers.get(plain.removesuffix(".weight"))
@@ -165,24 +165,24 @@ class Adapters:
     def base_weights(
         self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights without the adapters, like `merged`."""
+        """Yield the weights of the base model, without adapters; otherwise like `merged`."""
         for name, parameter in parameters:
             if not is_adapter(name):
                 yield name.replace(".base_layer.", "."), full(parameter)
 
     def published(self, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters alone, as they are published (`roll.weights.adapters`), float32, one matrix at a time.
-        Collective if ``full`` is."""
+        """Yield the LoRA matrices alone, float32, one at a time, in the format of `roll.weights.adapters`. The second
+        matrix includes the LoRA scaling. Collective if ``full`` is."""
         for name, layer in self.layers.items():
             down, up = matrix_names(name)
             yield down, full(_matrices(layer)[0])
             yield up, full(_matrices(layer)[1]) * layer.scaling[ADAPTER]
 
     def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
-        """Copy the adapters' matrices, and return a function that writes them below a folder in peft's format.
+        """Copy the LoRA matrices, and return a function that writes them into a given export folder in peft's format.
 
-        ``full`` makes a whole tensor of a parameter. Returns None, without copies, if ``wanted`` is false. Collective
-        if ``full`` is.
+        ``full`` returns a parameter as a full tensor. With ``wanted`` false, copies nothing and returns None.
+        Collective if ``full`` is.
         """
         tensors = {}
         for name, matrix in self._matrices_in_files():
@@ -192,7 +192,7 @@ class Adapters:
         return partial(self._write, tensors) if wanted else None
 
     def _matrices_in_files(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the matrices of all layers under their names in peft's files."""
+        """Yield the LoRA matrices of all layers with their names in peft's files."""
         for name, layer in self.layers.items():
             yield from zip(matrix_names(name), _matrices(layer), strict=True)
 
@@ -203,9 +203,9 @@ class Adapters:
         self.config.save_pretrained(str(folder))
 
     def read_export(self, path: str) -> dict[nn.Parameter, Tensor]:
-        """Read an exported adapter: parameter of this model -> its values.
+        """Read an exported adapter. Return this model's parameter -> its values.
 
-        Raises `ValueError` if there is no adapter, or if its base model, rank or scale differs.
+        Raises `ValueError` if there is no adapter, or if its base model, layers, rank or ``lora_alpha`` differ.
         """
         folder = Path(path) / FOLDER
         if not (folder / _WEIGHTS).is_file():
@@ -235,7 +235,7 @@ class Adapters:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if the parameter of this name belongs to an adapter."""
+    """Return True if ``name`` is the name of a LoRA parameter."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
@@ -247,12 +247,10 @@ def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
 def add_adapters(
     model: PreTrainedModel, arguments: ModelArguments, model_path: str, task: str | None = "CAUSAL_LM"
 ) -> Adapters:
-    """Add adapters to a whole model in place, before it is sharded, and freeze the other weights.
+    """Add LoRA adapters to an unsharded model in place, and freeze its other weights.
 
-    ``task`` is peft's name of what the model is for, which its files carry.
-
-    They change no output yet. The first matrix of each adapter is random (torch's generator), the second zero. Raises
-    `ConfigError` for an unknown target.
+    The first matrix of each adapter is random (torch's default generator) and the second one zero, so outputs do not
+    change yet. ``task`` is the task type to record in peft's files. Raises `ConfigError` for an unknown target.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -271,14 +269,14 @@ def add_adapters(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for layer in layers.values():
         for matrix in _matrices(layer):
-            # peft makes them in the precision of the layer.
+            # peft creates them in the layer's dtype.
             matrix.data = matrix.data.float()
     model.eval()
     return Adapters(layers, config, base)
 
 
 def fingerprint(model: nn.Module) -> Base:
-    """Return the identity of a base model from all its weights. The model is whole and on the CPU."""
+    """Return the identity of a base model, computed from all its weights. The model is unsharded and on the CPU."""
     digest = xxhash.xxh3_64()
     dtypes = set()
     for name, parameter in model.named_parameters():

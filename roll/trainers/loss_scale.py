@@ -1,8 +1,8 @@
-"""The scale of the loss in float16, whose smallest numbers are larger than many gradients.
+"""Dynamic loss scaling for float16, in which many gradients would underflow to zero.
 
-The loss is multiplied before the backward pass, and the gradients, which are added up in float32, are divided after it.
-The scale is as large as the gradients allow: it is halved when they overflow, and that update is skipped; it is doubled
-after a number of updates without one. All ranks see the same norm, so all have the same scale.
+The loss is multiplied by the scale before the backward pass. Gradients are accumulated in float32 and divided by the
+scale afterwards. An overflow halves the scale, and the update is skipped. A number of updates without an overflow
+doubles it. All ranks see the same gradient norm, so all have the same scale.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LARGEST, SMALLEST = 2.0**24, 2.0**-4
-"""Limits of the scale. Gradients that overflow at the smallest one are wrong, not large."""
+"""Limits of the scale. Gradients that overflow even at the smallest scale are wrong, not merely large."""
 GROWTH_INTERVAL = 200
-"""Updates in a row without an overflow before the scale is doubled. A skipped update of reinforcement learning costs a
-batch of rollouts, so the scale is not tried out often."""
+"""Consecutive updates without an overflow after which the scale is doubled. A skipped update wastes a batch of
+rollouts, so larger scales are tried rarely."""
 
 
 @dataclass
 class LossScale:
-    """A scale that follows the gradients; 1 and constant unless ``dynamic``."""
+    """Loss scale that adapts to the gradients. Constant 1 unless ``dynamic``."""
 
     dynamic: bool
     value: float = 1.0
@@ -27,11 +27,11 @@ class LossScale:
 
     @classmethod
     def of(cls, dtype: str) -> LossScale:
-        """Return the scale with which training in ``dtype`` begins."""
+        """Return the initial loss scale for training in ``dtype``."""
         return cls(dynamic=True, value=2.0**14) if dtype == "float16" else cls(dynamic=False)
 
     def update(self, finite: bool) -> None:
-        """Adapt to an update whose gradients were ``finite``."""
+        """Adapt the scale after an update. ``finite``: its gradients did not overflow."""
         if not self.dynamic:
             return
         if not finite:

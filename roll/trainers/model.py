@@ -1,15 +1,15 @@
-"""A Hugging Face model as trainers use it: loaded, prepared, run for two numbers per wanted token, exported.
+"""Hugging Face models in trainers: loading, preparation, the forward pass and exports.
 
-Weights are read from safetensors only, never from pickles. An export is complete: weights (safetensors), configuration,
-generation settings and the tokenizer's files. It can be loaded from its folder alone. It is copied while training
+Weights are read from safetensors only, never from pickles. An export is complete and can be loaded from its folder
+alone: weights (safetensors), configuration, generation settings and tokenizer files. It is copied while training
 pauses, and written while training continues.
 
-Logits of a large vocabulary are the largest tensor of training. The loss needs only two numbers per position from them,
-and those can be computed inside the head. They must be computed there: sharded weights are gathered only inside the
-forward pass of the whole model, and gradients flow back only from what that pass returns. The head keeps its
-parameters, so names, tying, sharding and exports do not change. Some models change logits after the head (a cap, a
-scale, a bias). They would also change the two numbers, so each model is first tested: does it return what its head
-returned? If not, full logits are used.
+With a large vocabulary, the logits are the largest tensor of training. The loss needs only two numbers per position
+from them, log-probability and entropy, so these are computed inside the LM head and returned in place of the logits. It
+has to be there: sharded weights are gathered only inside the forward pass of the whole model, and gradients flow back
+only from what that pass returns. The head keeps its parameters, so names, tying, sharding and exports do not change.
+Some models change logits after the head (a cap, a scale, a bias), and would change the two numbers as well. Each model
+is therefore tested first: does it return its head's output unchanged? If not, full logits are used.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(hidden states ``[rows, width, size]``, weight, bias) -> ``[rows, positions, results]``, in place of the logits."""
+"""(hidden states ``[rows, width, size]``, weight, bias) -> ``[rows, positions, results]``, replacing the logits."""
 
 
 class OutputHead(nn.Linear):
-    """A linear output head that shares another head's parameters. Returns logits, or within `computing` its results."""
+    """LM head that returns logits or, within `computing`, other results. Shares the parameters of the original head."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
@@ -66,7 +66,7 @@ class OutputHead(nn.Linear):
 
     @contextmanager
     def computing(self, function: HeadFunction) -> Iterator[None]:
-        """Let the model return the results of ``function`` instead of logits within the block."""
+        """Within the block, let the head (and thus the model) return the results of ``function`` instead of logits."""
         self._function = function
         try:
             yield
@@ -81,9 +81,9 @@ class OutputHead(nn.Linear):
 
 
 def install_output_head(model: PreTrainedModel) -> OutputHead | None:
-    """Replace the model's head by an `OutputHead`. Return ``None`` if the head is not a plain linear layer.
+    """Replace the model's LM head by an `OutputHead` and return it. Return None if the head is not a plain ``Linear``.
 
-    Call this before sharding, which remembers the modules that hold a parameter.
+    Call this before sharding, which records the modules that hold each parameter.
     """
     plain = model.get_output_embeddings()
     if type(plain) is not nn.Linear:
@@ -94,12 +94,12 @@ def install_output_head(model: PreTrainedModel) -> OutputHead | None:
 
 
 def gives_back_head_results(model: PreTrainedModel, head: OutputHead, device: torch.device) -> bool:
-    """Return True if the model returns its head's results unchanged: logits, and results of another size. Collective.
+    """Return True if the model returns its head's output unchanged, for outputs of any size. Collective.
 
-    The test puts known numbers in place of the results, so no weight and no rounding can hide a change. It runs the
-    model three times on three tokens, without gradients.
+    The head is made to return known numbers, so neither weights nor rounding can hide a change. Runs the model three
+    times on three tokens, without gradients.
     """
-    # Full size last: a pass that succeeds cleans up whatever a failed attempt left open in the sharding.
+    # Full size last: a successful pass resets the sharding hooks that a failed one left half-way.
     sizes = (1, 2, head.out_features)
     unchanged = [_comes_back(model, head, size, device) for size in sizes]
     if not all(unchanged):
@@ -109,7 +109,7 @@ def gives_back_head_results(model: PreTrainedModel, head: OutputHead, device: to
 
 def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: torch.device) -> bool:
     tokens = torch.zeros((1, 3), dtype=torch.int64, device=device)
-    # The numbers are neither small nor exact in a lower precision. There are fewer positions than tokens.
+    # The values are large and not representable in lower precision. There are fewer positions than tokens.
     sent = torch.linspace(-1001.3, 1001.3, 2 * size, device=device).reshape(1, 2, size)
     asked: list[torch.Size] = []
 
@@ -127,7 +127,7 @@ def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: tor
 
 
 class HfForward:
-    """Forward pass of a model, which a trainer may have wrapped. ``head`` is the result of `install_output_head`."""
+    """Forward pass of a Hugging Face model: log-probabilities and entropies, or values, of the wanted targets."""
 
     def __init__(
         self,
@@ -137,9 +137,10 @@ class HfForward:
         device: torch.device,
         signature_of: nn.Module | None = None,
     ) -> None:
-        """Test the model's head on a few tokens. Collective.
+        """Test on a few tokens whether the head can compute results itself. Collective.
 
-        ``signature_of``: the model itself, if a wrapper hides which arguments it takes.
+        ``head`` is the result of `install_output_head`. ``signature_of`` is the unwrapped model, if ``model`` is a
+        wrapper that hides its forward arguments.
         """
         self.kind = kind
         self.model = model
@@ -147,12 +148,12 @@ class HfForward:
         self.keeps_positions = "logits_to_keep" in arguments
         self.head = head if head is not None and gives_back_head_results(model, head, device) else None
         self.chunk_elements = LINEAR_CHUNK_ELEMENTS
-        """Number of logits that the head computes at a time."""
+        """Number of logits (positions x vocabulary) that the head computes at a time."""
 
     def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
-        """Return what the loss is computed from: log-probabilities and entropies of the targets, or their values.
+        """Return the inputs of the loss, each ``[rows, kept]``: (log-probabilities, entropies), or (values,).
 
-        They are ``[rows, kept]``. Entropies have a gradient only if asked for.
+        Entropies carry a gradient only with ``entropy_gradient``.
         """
         if self.kind == "value":
             return (self.values(micro_batch),)
@@ -183,13 +184,13 @@ class HfForward:
         return self._in_head(self.head, micro_batch, compute)[0]
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return float32 ``[rows, kept]``: the value of the state before each target."""
+        """Return the value of the state before each target, float32 ``[rows, kept]``."""
         if self.kind == "policy":
             raise RuntimeError("this role has a policy, which gives no values")
         return micro_batch.by_sample(self._logits(micro_batch)[..., 0].float())
 
     def move(self, device: torch.device) -> None:
-        """Do nothing: there is no model beside the one that learns."""
+        """Do nothing. Only image models have auxiliary models to move (`PictureForward.move`)."""
 
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
@@ -201,7 +202,7 @@ class HfForward:
     def _in_head(
         self, head: OutputHead, micro_batch: MicroBatch, compute: Callable[..., tuple[Tensor, ...]]
     ) -> list[Tensor]:
-        """Return what ``compute`` makes of the hidden states that predict the targets, inside the model's head."""
+        """Run ``compute`` inside the model's head, on the hidden states that predict the targets."""
 
         def compute_kept(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return torch.stack(compute(hidden[:, micro_batch.positions], weight, bias), dim=-1)
@@ -212,7 +213,7 @@ class HfForward:
 
 
 def model_class(kind: ModelKind) -> Any:
-    """Return transformers' class for models of this kind: a causal language model, or a number for each token."""
+    """Return transformers' auto class for this kind: causal LM (policy) or token classification (value)."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     return AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
@@ -221,9 +222,9 @@ def model_class(kind: ModelKind) -> Any:
 def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: ModelKind = "policy") -> PreTrainedModel:
     """Load the model at ``path`` (folder or hub name) on the CPU.
 
-    A value model made from another kind of model gets a new head that gives 0 everywhere, the best guess before the
-    first return is known. If part of a head exists (a reward model's has no bias), only the rest is new. Raises
-    ``ValueError`` naming any other missing tensor, because transformers would invent its values.
+    Missing tensors of a value model's head are set to 0, so a new head predicts 0 everywhere; a reward model's head,
+    which has no bias, is kept. Raises ``ValueError`` naming any other missing tensor, because transformers would
+    initialise it randomly.
     """
     options = {} if kind == "policy" else {"num_labels": 1}
     model, found = model_class(kind).from_pretrained(
@@ -247,9 +248,9 @@ def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: M
 
 
 def load_weights(path: str, setup: TrainerSetup, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return the weights of an export by name, tied ones once, for a model whose parameters have these ``shapes``.
+    """Return an exported model's weights by name, tied ones once. ``shapes`` are those of the trainer's parameters.
 
-    Raises ``ValueError`` naming the tensor if the export does not fit the model.
+    Raises ``ValueError`` naming the tensor if names or shapes differ.
     """
     if setup.pictures is not None:
         model = _pictures().load_transformer(path, stored_dtype(setup))
@@ -279,14 +280,14 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ModelExport:
-    """A model in memory of its own, which any thread may write."""
+    """A copy of the model that any thread may write to disk."""
 
     model: PreTrainedModel
     source: str
-    """Folder or hub name that the model was loaded from; it holds the tokenizer."""
+    """Folder or hub name that the model was loaded from; the tokenizer is copied from there."""
     trust_remote_code: bool
     beside: Callable[[str], None] | None = None
-    """Function that writes further files into the folder."""
+    """Optional function that writes additional files into the folder."""
 
     def write(self, path: str) -> None:
         """Write the export into the folder ``path``. Raises `OSError` naming the folder."""
@@ -310,7 +311,7 @@ class ModelExport:
 
 
 def save(trainer: TrainStrategy, path: str) -> None:
-    """Export the model and write it into the folder ``path``; return when it is there. Collective."""
+    """Export the model, write it into the folder ``path`` and wait until it is written. Collective."""
     export = trainer.export()
     if export is not None:
         export.write(path)
@@ -320,7 +321,7 @@ def save(trainer: TrainStrategy, path: str) -> None:
 def build_export(
     like: PreTrainedModel, weights: Mapping[str, Tensor], setup: TrainerSetup
 ) -> ModelExport | PictureExport:
-    """Return ``weights`` (full tensors by name, tied ones once) as an export of a model like ``like``.
+    """Return an export with ``weights`` (full tensors by name, tied ones once) and the configuration of ``like``.
 
     Raises ``RuntimeError`` if weights are missing.
     """
@@ -341,7 +342,7 @@ def build_export(
 
 
 def _ended_by(model: PreTrainedModel, end_tokens: Sequence[int]) -> GenerationConfig | None:
-    """Return a model's generation settings, with these end tokens beside its own."""
+    """Return the model's generation settings with ``end_tokens`` added to its end-of-sequence tokens."""
     from transformers import GenerationConfig
 
     settings = model.generation_config
@@ -357,7 +358,7 @@ def _ended_by(model: PreTrainedModel, end_tokens: Sequence[int]) -> GenerationCo
 
 
 def stored_dtype(setup: TrainerSetup) -> torch.dtype:
-    """Return the precision in which weights are stored: float32 masters, unless the weights are never updated."""
+    """Return the dtype in which weights are stored: float32, or the configured dtype if they are never updated."""
     frozen = setup.forward_only or setup.trains_adapters
     return getattr(torch, setup.model_args.dtype) if frozen else torch.float32
 
@@ -366,23 +367,25 @@ SHORT = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def mapped_dtype(setup: TrainerSetup) -> torch.dtype:
-    """Return `stored_dtype`, or a shorter one that all tensors of the model's files have.
+    """Return the dtype to load weights in: that of the files if all their tensors are 16-bit, else `stored_dtype`.
 
-    Tensors that are not converted are the mapped pages of the files: all ranks of a node share them, and none needs
-    memory of its own for more than it keeps.
+    Tensors that need no conversion are memory-mapped: the ranks of a node share the pages, and a rank needs memory only
+    for what it keeps.
     """
     dtype = stored_dtype(setup)
     if dtype != torch.float32:
         return dtype
     try:
         (found,) = CheckpointFiles(checkpoint_folder(setup.model_path)).precisions()
-    except (ValueError, OSError, SafetensorError):  # several, or files that `load_model` will say what is wrong with
+    except (ValueError, OSError, SafetensorError):  # several dtypes, or damaged files, which `load_model` reports
         return dtype
     return SHORT.get(found, dtype)
 
 
 def _has_constants(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return True if a model made in this precision has rounded constants, which are in no file (Gemma's scale)."""
+    """Return True if the model has constants in this dtype that are in no file (Gemma's embedding scale).
+
+    Loading in a lower precision would have rounded them."""
     stored = model.state_dict().keys()
     return any(name not in stored and buffer.dtype == dtype for name, buffer in model.named_buffers())
 
@@ -390,10 +393,10 @@ def _has_constants(model: PreTrainedModel, dtype: torch.dtype) -> bool:
 def prepare_model(
     setup: TrainerSetup, gradient_checkpointing: bool, mapped: bool = False
 ) -> tuple[PreTrainedModel, OutputHead | None]:
-    """Return a rank's model, whole, on the CPU and without dropout, and the result of `install_output_head` for it.
+    """Return a rank's model (unsharded, on the CPU, without dropout) and the result of `install_output_head` for it.
 
-    With ``mapped`` its precision is `mapped_dtype` if no constant suffers, and the caller converts what it keeps; else
-    it is `stored_dtype`. Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
+    Weights have `stored_dtype`. With ``mapped``, they have `mapped_dtype` if that rounds no constant, and the caller
+    converts what it keeps. Raises ``UnpackableModel`` if samples are to be packed and the model would mix them.
     """
     if setup.pictures is not None:
         return _pictures().prepare_pictures(setup, gradient_checkpointing, stored_dtype(setup)), None
@@ -411,7 +414,7 @@ def prepare_model(
     if gradient_checkpointing and not setup.forward_only:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in decoder_layers(model):
-            # Checkpointing looks at the layer's own training flag. Its children, dropout among them, stay in eval mode.
+            # Checkpointing checks the layer's own training flag. Its children, dropout among them, stay in eval mode.
             layer.training = True
     return model, head
 
@@ -419,20 +422,20 @@ def prepare_model(
 def forward_pass(
     setup: TrainerSetup, model: PreTrainedModel, head: OutputHead | None, device: torch.device
 ) -> HfForward | PictureForward:
-    """Return the forward pass of a rank's model, which may be sharded. Collective."""
+    """Return the `HfForward` or `PictureForward` of a rank's model, which may be sharded. Collective."""
     if setup.pictures is None:
         return HfForward(setup.kind, model, head, device)
     return _pictures().PictureForward(setup, model, device)
 
 
 def _pictures() -> Any:
-    """Return the module for models of pictures, whose library need not be installed."""
+    """Import the module for image models lazily, because diffusers need not be installed."""
     from roll.trainers import pictures
 
     return pictures
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks, as the model itself declares them."""
+    """Return the model's decoder layers: the modules that it declares as not to be split across devices."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]

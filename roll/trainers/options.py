@@ -1,12 +1,11 @@
-"""Options that `strategy_config` may contain for each trainer, and the configuration that DeepSpeed gets from them.
-Loads no library of trainers or models.
+"""Options of each trainer in `strategy_config`, and DeepSpeed's configuration. Imports no trainer or model library.
 
-Options of `megatron_train` keep the names that megatron-core and users of ROLL know. An option with which the trainer
-could not keep its promises is refused with the reason, rather than accepted and ignored.
+Options of `megatron_train` have the names that megatron-core and ROLL use. A value that the trainer cannot support is
+rejected with the reason, rather than accepted and ignored.
 
-DeepSpeed's own keys go to it unchanged, so its documentation is the reference. Keys that the run itself decides are
-refused with the key to use instead: with two places for one setting, the wrong one ends up being read. Checking reads
-DeepSpeed's source where it must, but does not import it, which takes seconds.
+DeepSpeed's own keys are passed to it unchanged, so its documentation is the reference. Keys that other settings of the
+run determine are rejected with the setting to use instead, so that each has one place. Checks parse DeepSpeed's source
+for its keys, because importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ class Fsdp2Options:
     """Options of `fsdp2_train`."""
 
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
+    """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload: Literal["none", "cpu"] = "none"
-    """Place where weights, gradients and optimizer state are kept and steps are taken. The device computes."""
+    """``cpu``: keep weights, gradients and optimizer state in host memory, and take optimizer steps there. Forward and
+    backward passes run on the device either way."""
     process_group_timeout_seconds: Seconds = 600.0
     """Longest wait in a collective before it fails."""
 
 
 @dataclass(frozen=True)
 class HfReplicaOptions:
-    """Options of `hf_infer` as a reference."""
+    """Options of `hf_infer` in the reference role."""
 
     process_group_timeout_seconds: Seconds = 600.0
-    """Longest wait of a rank for the results of the others."""
+    """Longest wait in a collective (of a rank for the other ranks' results) before it fails."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +55,40 @@ class MegatronOptions:
     """Options of `megatron_train`."""
 
     tensor_model_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share each layer's matrices."""
+    """Ranks that split each layer's matrices."""
     pipeline_model_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share out the layers."""
+    """Pipeline stages: ranks that split the layers."""
     virtual_pipeline_model_parallel_size: Annotated[int | None, Field(ge=1)] = None
-    """Groups of layers per pipeline rank (interleaved schedule). Default: one."""
+    """Model chunks per pipeline rank (interleaved schedule). Default: one."""
     expert_model_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share out the experts; they are taken from the data-parallel ones."""
+    """Ranks that split the experts; taken from the data-parallel ranks."""
     expert_tensor_parallel_size: Annotated[int | None, Field(ge=1)] = None
-    """Ranks that share each expert's matrices. Default: as `tensor_model_parallel_size`."""
+    """Ranks that split each expert's matrices. Default: `tensor_model_parallel_size`."""
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share out the positions of a sample; only 1."""
+    """Ranks that split the positions of a sample. Only 1 is supported."""
     sequence_parallel: bool = False
-    """Share out norms and residuals over the tensor-parallel ranks, by position."""
+    """Split norms and residuals over the tensor-parallel ranks, by position."""
     use_distributed_optimizer: bool = True
-    """Share out float32 weights and optimizer state over the data-parallel ranks."""
+    """Shard float32 weights and optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass goes on."""
+    """Reduce gradients during the backward pass."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute whole layers, or attention only, in the backward pass."""
+    """Activation recomputation in the backward pass: whole layers (``full``) or attention only (``selective``)."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """`uniform`: units of `recompute_num_layers` layers; `block`: the first so many of each stage."""
+    """With granularity ``full``. ``uniform``: all layers, checkpointed in units of `recompute_num_layers`; ``block``:
+    the first `recompute_num_layers` layers of each stage."""
     recompute_num_layers: Annotated[int | None, Field(ge=1)] = None
-    """See `recompute_method`."""
+    """Number of layers that `recompute_method` refers to."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens reach their experts; only `alltoall` takes samples of different lengths."""
+    """How tokens are sent to their experts. Only ``alltoall`` is supported, because samples differ in length."""
     moe_grouped_gemm: bool = False
-    """All experts of a rank in one kernel; needs Transformer Engine."""
+    """Compute all experts of a rank in one kernel; needs Transformer Engine."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Precision of the router; default: that of the model, as transformers has it."""
+    """Precision of the router. Default: that of the model, as in transformers."""
     moe_aux_loss_coeff: float = 0.0
-    """Only 0: it would depend on the split into micro-batches."""
+    """Only 0 is supported: the auxiliary loss would depend on the split into micro-batches."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers of Transformer Engine or of PyTorch. `auto`: the former on GPUs where it is installed."""
+    """Layers of PyTorch (``local``) or of Transformer Engine. ``auto``: Transformer Engine on GPUs if installed."""
     process_group_timeout_seconds: Seconds = 600.0
     """Longest wait in a collective before it fails."""
 
@@ -109,7 +110,7 @@ class MegatronOptions:
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel shares out over tensor-parallel ranks; tensor_model_parallel_size is 1")
-        # With two stages, both neighbours of a rank are the same one, and it cannot tell their messages apart.
+        # With two stages, a rank's two neighbours are the same rank, and their messages cannot be told apart.
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size <= 2:
             raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 2")
         given = [name for name in ("recompute_method", "recompute_num_layers") if vars(self)[name] is not None]
@@ -126,12 +127,12 @@ class MegatronOptions:
 
     @property
     def expert_tensor_size(self) -> int:
-        """Number of ranks that share each expert's matrices."""
+        """Number of ranks that split each expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def model_chunks(self) -> int:
-        """Number of groups of layers on each pipeline rank."""
+        """Number of model chunks on each pipeline rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
 
@@ -143,7 +144,7 @@ PASSED_ON = frozenset(
         "zero_optimization",
     }
 )  # fmt: skip
-"""Top-level keys that DeepSpeed gets unchanged."""
+"""Top-level keys that are passed to DeepSpeed unchanged."""
 
 _REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "`training_args.per_device_train_batch_size` and `gradient_accumulation_steps`, or dynamic batching": (
@@ -186,23 +187,23 @@ _RESERVED_IN_ZERO = {
     "zenflow": "nothing: an update takes all gradients of its own step",
 }
 _LEFT_TO_THE_TRAINER = "auto"
-"""Value with which configurations made for transformers' trainer leave a key to the trainer. It means the same here."""
+"""Value that leaves a key to the trainer, as in configurations for transformers' Trainer."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
-    """A checked ``strategy_config``: the trainer's own options, and DeepSpeed's."""
+    """Validated options of `deepspeed_train`: the trainer's own, and those passed to DeepSpeed."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     process_group_timeout_seconds: Seconds = 600.0
-    """Longest wait in a collective of the trainer before it fails."""
+    """Longest wait in a collective before it fails."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Options passed to DeepSpeed."""
 
     @property
     def zero_stage(self) -> int:
-        """Amount of splitting over ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+        """ZeRO stage: what is sharded. 0: nothing; 1: optimizer states; 2: gradients too; 3: weights too."""
         return self.engine.get("zero_optimization", {}).get("stage", 0)
 
 
@@ -210,7 +211,7 @@ _OWN = frozenset(item.name for item in fields(DeepSpeedOptions)) - {"engine"}
 
 
 def parse_deepspeed_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions:
-    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
+    """Validate a ``strategy_config``. Raises `ConfigError` listing every unknown key and invalid value."""
     problems = check_deepspeed_options(strategy_config, "strategy_config")
     if problems:
         raise ConfigError(problems)
@@ -220,9 +221,9 @@ def parse_deepspeed_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions
 
 
 def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: float) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: quiet defaults, then the user's keys, then the trainer's decisions.
+    """Return DeepSpeed's configuration: our defaults, overridden by the user's keys, then by the trainer's settings.
 
-    The trainer itself counts micro-batches and normalises the loss over all of them: DeepSpeed's own counts are 1.
+    The trainer itself counts micro-batches and normalises the loss over all of them, so DeepSpeed's batch sizes are 1.
     """
     return {
         "log_level": "warning",
@@ -238,7 +239,7 @@ def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: f
 
 
 def check_deepspeed_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
+    """Return the problems of a ``strategy_config`` for `deepspeed_train`, at ``path`` in the configuration.
 
     Unknown keys under `zero_optimization` are found only if DeepSpeed is installed.
     """
@@ -271,7 +272,7 @@ def _key_problems(
     known: Collection[str] | None,
     hint: Callable[[str], str],
 ) -> Iterator[ConfigProblem]:
-    """Yield the keys that the run itself decides, and those that are not ``known`` (None: all may be)."""
+    """Yield problems for keys that the run itself decides, and for keys that are not ``known`` (None: accept all)."""
     for key, value in section.items():
         if key in reserved and value != _LEFT_TO_THE_TRAINER:
             yield ConfigProblem(f"{path}.{key}", "the run itself decides this", f"use {reserved[key]}")
@@ -281,8 +282,9 @@ def _key_problems(
 
 @cache
 def zero_option_names() -> frozenset[str] | None:
-    """Return the names, old ones included, that the installed release knows under `zero_optimization`, read from its
-    source. None if DeepSpeed is not installed."""
+    """Return the option names under `zero_optimization` (aliases included) of the installed DeepSpeed, from its source.
+
+    None if DeepSpeed is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,12 +1,12 @@
-"""Attention over packed rows: a token sees the earlier tokens of its own sample, and nothing of its neighbours.
+"""Attention over packed rows: each token attends to itself and earlier tokens of its own sample only.
 
 On GPUs in half precision this is one call of torch's variable-length kernel (or of flash-attn, if configured).
-Elsewhere each sample is computed by itself, samples of the same length together. The work is then the sum of the
-squares of the lengths; a block mask would make it the square of the sum. Both are attention functions registered with
-transformers, which tells them where samples begin.
+Elsewhere attention is computed per sample, with samples of the same length batched. The cost is then the sum of the
+squared lengths; a block mask would cost the square of the sum. Both are attention functions registered with
+transformers, which passes them the sample boundaries.
 
-A test on the model itself, before it trains, checks that the rest of the model keeps samples apart too. A model that
-does not is refused, because it would train wrongly without any error.
+Before training, the model itself is tested: do its other parts keep samples independent too? If not, the model is
+rejected, because it would silently train on wrong values.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKED_NAMES = {"sdpa": "roll_packed_sdpa", "eager": "roll_packed_eager"}
-"""``attn_implementation`` -> name of its packed form in transformers."""
+"""``attn_implementation`` -> name under which its packed form is registered with transformers."""
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers, in transformers' terms, whose attention this module can confine to a sample."""
+"""Layer types, in transformers' terms, whose attention this module can restrict to a sample."""
 BATCH_DEPENDENT_POSITIONS = frozenset({"dynamic", "longrope"})
-"""Rotary embeddings that change with the longest position of a batch."""
+"""Types of rotary embeddings that depend on the longest position in the batch."""
 TRIED_LENGTHS = (6, 4, 4, 1)
 INFLUENCE_TOLERANCES = {torch.float32: 1e-4}
 TOLERANCES = {torch.float32: 1e-3}
 COARSE_TOLERANCE = 5e-2
-"""Tolerances for rounding in a sample's hidden states, relative to the largest one, by precision, or a coarse one.
+"""Rounding tolerances for a sample's hidden states, relative to the largest one, by dtype (`COARSE_TOLERANCE`: others).
 
-`INFLUENCE_TOLERANCES` is for a change of a neighbour's tokens (which may affect the experts' matrix products, nothing
-else), `TOLERANCES` for computing the sample without neighbours.
+`INFLUENCE_TOLERANCES`: change when another sample's tokens change (only the batched matrix products of MoE experts may
+cause one). `TOLERANCES`: difference between packed and unpacked.
 """
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,22 +47,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class UnpackableModel(ValueError):
-    """Samples in one packed row would influence each other in this model, or it is unknown that they would not."""
+    """A model in which samples of a packed row may influence each other."""
 
 
 def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -> None:
-    """Make a model keep the samples of packed rows apart. Raises ``UnpackableModel`` if it cannot.
+    """Make the model attend within the samples of packed rows only. Raises `UnpackableModel` if it cannot.
 
-    The model must be whole, on the CPU and without dropout. It is run on a few tokens.
+    The model must be unsharded, on the CPU and without dropout. It is run on a few tokens as a test.
     """
     from transformers import AttentionInterface
 
     _refuse_unknown_parts(model)
-    # flash-attn keeps samples apart by itself and cannot be tested on a CPU. The rest of the model is tested without
-    # it.
+    # flash-attn separates samples itself and cannot run on a CPU, so the rest of the model is tested with sdpa.
     tried = attn_implementation if attn_implementation in PACKED_NAMES else "sdpa"
     model.set_attn_implementation(tried)
-    # These ids, and the ones after them, exist in any vocabulary.
+    # These ids, and each plus one (see `_refuse_influence`), exist in any vocabulary.
     ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
     samples = [part[None] for part in ids.split(TRIED_LENGTHS)]
     alone = torch.cat([_hidden_states(model, sample) for sample in samples], dim=1)
@@ -77,7 +76,7 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
 
 
 def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tensor) -> None:
-    """Raise ``UnpackableModel`` unless a sample of a packed row gives what it gives alone, for any neighbour."""
+    """Raise ``UnpackableModel`` unless packed samples give the same results as alone, whatever shares their row."""
     packing = Packing.of(TRIED_LENGTHS, model.device)
     together = _hidden_states(model, torch.cat(samples, dim=1), packing)
     beside_others = _hidden_states(model, torch.cat([samples[0] + 1, *samples[1:]], dim=1), packing)
@@ -93,13 +92,13 @@ def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tens
 def _refuse_unknown_parts(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     settings = text.to_dict()
-    # Some models derive the kinds of their layers, so the kinds are missing from the settings.
+    # Some models derive their layer types, so these are missing from the settings dictionary.
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - KNOWN_LAYERS:
         names = ", ".join(sorted(kinds - KNOWN_LAYERS))
         raise _refusal(model, f"layers of the kind {names} may reach across samples")
     rope = settings.get("rope_parameters") or {}
-    # Some models have one table of them for each kind of layer.
+    # Some models have one dictionary of rotary settings per layer type.
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
     tricks = {table["rope_type"] for table in tables if "rope_type" in table} & BATCH_DEPENDENT_POSITIONS
     if tricks:
@@ -125,7 +124,7 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
-    """Return the last layer's hidden states. In outputs, a new value head, which gives 0, hides every difference."""
+    """Return the last layer's hidden states. (Outputs would not do: a new value head returns 0 everywhere.)"""
     arguments = {} if packing is None else packing.model_arguments()
     try:
         with torch.no_grad():
@@ -138,9 +137,10 @@ def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None 
 def packed_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Compute transformers' ``sdpa`` within the samples of packed rows; ``[1, tokens, heads, size]``.
+    """Compute ``sdpa`` attention within each sample of a packed row. Return ``[1, tokens, heads, size]`` and None.
 
-    Without ``cu_seq_lens_q`` each row is one sample, padded on the right or not at all.
+    Has the signature of transformers' attention functions: query, key and value are ``[1, heads, tokens, size]``.
+    Without ``cu_seq_lens_q``, each row is one sample, padded on the right or not at all.
     """
     _refuse_masks(attention_mask)
     window, boundaries = settings.pop("sliding_window", None), settings.pop("cu_seq_lens_q", None)
@@ -175,7 +175,7 @@ def packed_sdpa(
 def packed_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention within each sample of packed rows by matrix products, with the soft cap that ``sdpa`` lacks."""
+    """Like `packed_sdpa`, by explicit matrix products. Supports the logit soft cap, which ``sdpa`` lacks."""
     _refuse_masks(attention_mask)
     scaling, softcap = settings.get("scaling"), settings.get("softcap")
 
@@ -193,13 +193,13 @@ def packed_eager(
 
 
 def _refuse_masks(attention_mask: Tensor | None) -> None:
-    """Raise ``ValueError`` for a mask. Transformers makes none for functions that it does not know; a model might."""
+    """Raise ``ValueError`` for a mask. transformers makes none for custom attention functions, but a model might."""
     if attention_mask is not None:
         raise ValueError("the model makes an attention mask of its own, which packed rows cannot keep to")
 
 
 def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None) -> Tensor:
-    """Compute attention ``[rows, tokens, heads, size]`` of each sample alone; neighbours of a length share a call."""
+    """Compute attention per sample, ``[rows, tokens, heads, size]``; adjacent samples of equal length share a call."""
     if boundaries is None:
         return attend(query, key, value)
     runs = [(len(list(same)), length) for length, same in groupby(boundaries.diff().tolist())]
@@ -215,13 +215,13 @@ def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, bounda
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool ``[length, length]``: the keys that a query of the same sample sees, its own and those before it."""
+    """Return the causal (and sliding-window) mask of a sample, bool ``[length, length]``: True where visible."""
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return visible if window is None else visible.triu(1 - window)
 
 
 def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
-    """Return torch's variable-length kernel if there is one that accepts these tensors."""
+    """Return torch's variable-length attention kernel if it exists and accepts these tensors, else None."""
     size = query.shape[-1]
     fits = (
         query.is_cuda
@@ -236,7 +236,7 @@ def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
 
 @cache
 def _kernel() -> Callable[..., Any] | None:
-    """Return torch's variable-length attention; None if this torch has none, or an earlier form of it."""
+    """Return torch's variable-length attention; None if this torch lacks it or has an older signature of it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

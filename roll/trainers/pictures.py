@@ -1,7 +1,7 @@
-"""A flow-matching model as a trainer uses it: log-probabilities of the recorded denoising steps, and its export.
+"""A flow-matching image model in a trainer: log-probabilities of recorded denoising steps, and its export.
 
-For each step of a sample the model predicts the velocity at the recorded latent. With it the step's Gaussian is known,
-and the log-probability of the recorded next latent under it. All steps of a micro-batch share one pass.
+For each step of a sample, the model predicts the velocity at the recorded latent. The velocity determines the step's
+Gaussian, and thus the log-probability of the recorded next latent. All steps of a micro-batch share one forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roll.trainers.step import MicroBatch
 
 
 def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: torch.dtype) -> SD3Transformer2DModel:
-    """Return a rank's transformer, whole, on the CPU and without dropout."""
+    """Return a rank's denoising transformer, unsharded, on the CPU and without dropout."""
     model = load_transformer(setup.model_path, dtype)
     if setup.device == "cpu":
         keep_blocks_of(model.num_parameters())
@@ -38,10 +38,10 @@ def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: t
 
 
 class PictureForward:
-    """Forward pass of the model, in place of `HfForward`."""
+    """Forward pass of an image model; the counterpart of `HfForward`."""
 
     def __init__(self, setup: TrainerSetup, model: SD3Transformer2DModel, device: torch.device) -> None:
-        """Load the text encoders beside ``model``, which may be sharded. Raise ``ValueError`` for a model of text."""
+        """Load the text encoders for ``model``, which may be sharded. Raise ``ValueError`` for a text model."""
         if setup.pictures is None:
             raise ValueError("these log-probabilities are those of pictures")
         self._model = model
@@ -53,7 +53,8 @@ class PictureForward:
     def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies of the targets, ``[rows, kept]``; see `HfForward.outputs`.
 
-        The entropy follows from the noise alone and has no gradient. A picture has no temperature: 1 is expected.
+        The entropy depends only on the noise level and has no gradient. ``temperature`` has no meaning here and is
+        ignored.
         """
         return self._computed(micro_batch)
 
@@ -62,17 +63,17 @@ class PictureForward:
         return self._computed(micro_batch)[0]
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Raise ``RuntimeError``: there is no critic of pictures."""
+        """Raise ``RuntimeError``: image models have no critic."""
         raise RuntimeError("a model of pictures gives no values")
 
     def move(self, device: torch.device) -> None:
-        """Move the text encoders."""
+        """Move the frozen text encoders to a device."""
         self._frozen.move(device)
 
     def _computed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         fields, (rows, kept) = micro_batch.pictures, micro_batch.targets.shape
         latents = torch.from_numpy(fields["latents"]).to(self._device)
-        # The prompt is one token, so the step that position 0 predicts is the first one on record.
+        # The prompt counts as one token, so position 0 predicts the first recorded step.
         before, after = (latents[:, micro_batch.positions + shift].flatten(0, 1) for shift in (0, 1))
         sampling, steps = self._schedule.sampling, micro_batch.targets.flatten()
         conditions = self._frozen.conditions([str(prompt) for prompt in fields["prompts"]], sampling).repeated(kept)
@@ -86,16 +87,16 @@ class PictureForward:
 
 @dataclass(frozen=True)
 class PictureExport:
-    """A model in memory of its own, which any thread may write; see `ModelExport`."""
+    """A copy of an image model that any thread may write to disk; see `ModelExport`."""
 
     model: SD3Transformer2DModel
     source: str
-    """Folder of the pipeline that the model was loaded from; the parts that its index names are copied."""
+    """Folder of the diffusers pipeline that the model was loaded from; its other components are copied."""
     beside: Callable[[str], None] | None = None
-    """Function that writes further files into the folder."""
+    """Optional function that writes additional files into the folder."""
 
     def write(self, path: str) -> None:
-        """Write a whole pipeline into the folder ``path``, for ``DiffusionPipeline.from_pretrained``.
+        """Write a complete pipeline into the folder ``path``, for ``DiffusionPipeline.from_pretrained``.
 
         Raises `OSError` naming the folder.
         """
@@ -115,12 +116,12 @@ class PictureExport:
 
 
 def _is_part(kind: object) -> bool:
-    """Return True for what a pipeline's index says of a part that is there: its library and its class."""
+    """Return True if an entry of a pipeline's index names a component that exists (its library and its class)."""
     return isinstance(kind, list) and None not in kind
 
 
 def _copy_part(source: Path, target: Path) -> None:
-    """Copy the folder of a part that never changes, its weights as hard links if possible. Pickles are left out."""
+    """Copy the folder of a frozen component; weights become hard links if possible. Pickles are left out."""
     shutil.copytree(
         source, target, ignore=shutil.ignore_patterns("*.bin"), copy_function=_link_or_copy, dirs_exist_ok=True
     )
@@ -136,7 +137,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def build_picture_export(like: SD3Transformer2DModel, weights: Mapping[str, Tensor], source: str) -> PictureExport:
-    """Return ``weights`` (full tensors by name) as an export of a model like ``like``.
+    """Return an export with ``weights`` (full tensors by name) and the class and configuration of ``like``.
 
     Raises ``RuntimeError`` if weights are missing.
     """

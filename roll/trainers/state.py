@@ -1,8 +1,8 @@
-"""Parts of tensors on disk: the training state of all ranks, and the weights of a Hugging Face model.
+"""Sharded tensors on disk: the training state of all ranks, and the weights of a Hugging Face model.
 
-Each rank writes its parts of the state; any number of ranks reads them again. Files are plain safetensors: nothing is
-unpickled, and no rank ever holds a whole model. A header says where in the whole tensor each part belongs. A name is
-the tensor's role, followed by the weight's Hugging Face name: ``exp_avg/model.norm.weight``.
+Each rank writes its parts of the training state, and any number of ranks can read them. Files are plain safetensors:
+nothing is unpickled, and no rank ever holds the full model. The file header gives the position of each part in its full
+tensor. A tensor's name is its kind and the weight's Hugging Face name: ``exp_avg/model.norm.weight``.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from roll.tracking.files import sync_file
 
 
 class UnfitState(ValueError):
-    """A checkpoint that is damaged, or not of this model."""
+    """A saved training state or checkpoint is damaged, or belongs to another model."""
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of each weight, by the first part of its name."""
+"""Kinds of AdamW's moments: the first part of their names, and their keys in torch's optimizer state."""
 _WEIGHT = "weight/"
 _NUMBER = "#"
-"""Separator that occurs in no tensor name. The number after it tells apart boxes of one tensor in one file."""
+"""Separator that occurs in no tensor name. The number after it distinguishes parts of one tensor in one file."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a whole tensor."""
+    """A rectangular part (a slice in each dimension) of a full tensor."""
 
     name: str
     tensor: Tensor
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Start of the box in each dimension."""
+    """Start of the part in each dimension of the full tensor."""
 
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """The state that one rank saves, in memory of its own, so that training may continue while it is written."""
+    """A copy of the state that one rank saves, so that training may continue while it is written."""
 
     parts: Sequence[Part]
     facts: Mapping[str, Any]
-    """Any JSON data, equal on all ranks."""
+    """JSON-serialisable data such as step counts, equal on all ranks."""
     ranks: int = 1
-    """Number of ranks that write."""
+    """Number of ranks that write parts of the state."""
 
 
 def whole(name: str, tensor: Tensor) -> Part:
-    """Return the part that covers a whole tensor."""
+    """Return a `Part` that covers the full tensor."""
     return Part(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def own_share(part: Part, rank: int, ranks: int) -> Part:
-    """Return a CPU copy of the rows of ``part`` that ``rank`` writes if ``ranks`` ranks all hold the same part."""
+    """Return a CPU copy of the rows of ``part`` that ``rank`` writes, if ``ranks`` ranks hold the same ``part``."""
     if not part.tensor.ndim:
         tensor = part.tensor if rank == 0 else part.tensor.new_empty(0)
         return Part(part.name, tensor.to("cpu", copy=True), part.whole_shape, part.offsets)
@@ -72,9 +72,9 @@ def own_share(part: Part, rank: int, ranks: int) -> Part:
 
 
 def common_updates(state: SavedState) -> int:
-    """Return how often the weights were updated, for a trainer that keeps one count for all weights.
+    """Return the number of updates of the weights, for a trainer that keeps a single count for all weights.
 
-    Raises `UnfitState` if some were updated more often than others.
+    Raises `UnfitState` if some weights were updated more often than others.
     """
     counts = set(state.facts["updates"].values()) or {0}
     if len(counts) > 1 or len(state.facts["updates"]) not in (0, len(state.weights())):
@@ -87,14 +87,15 @@ def common_updates(state: SavedState) -> int:
 def write_state(
     folder: Path, rank: int, snapshot: StateSnapshot, on_synced: Callable[[int], None] = lambda size: None
 ) -> Path:
-    """Write this rank's file, without empty parts, and wait until it is on the disk. Raises `OSError` naming the file.
+    """Write this rank's file (without empty parts), wait until it is on disk, and return its path.
 
-    ``on_synced`` is called with numbers of bytes as they reach the disk.
+    ``on_synced`` is called with the number of bytes of each portion that reaches the disk. Raises `OSError` naming the
+    file.
     """
     parts: dict[str, Part] = {}
     for part in snapshot.parts:
         if part.tensor.numel():
-            # A rank may have several boxes of a tensor, and each needs its own name.
+            # A rank may have several parts of a tensor, and each needs its own name.
             parts[f"{part.name}{_NUMBER}{len(parts)}" if part.name in parts else part.name] = part
     places = {key: [part.whole_shape, part.offsets] for key, part in parts.items()}
     path = state_file(folder, rank)
@@ -122,7 +123,9 @@ class _Place:
 
 
 class StoredTensors:
-    """Tensors in safetensors files, read as whole tensors or any boxes of them. A file is opened once it is needed."""
+    """Tensors stored in parts in safetensors files. Full tensors or any slices of them can be read.
+
+    Files are opened lazily."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -134,11 +137,11 @@ class StoredTensors:
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor. Raises `UnfitState` for an unknown name."""
+        """Return the shape of the full tensor. Raises `UnfitState` for an unknown name."""
         return self._known(name)[0].whole_shape
 
     def read(self, name: str, offsets: Sequence[int] = (), shape: Sequence[int] | None = None) -> Tensor:
-        """Return a box of a tensor on the CPU; default: the whole tensor. Raises `UnfitState` if values are missing."""
+        """Return a slice of a tensor (default: all of it) on the CPU. Raises `UnfitState` if values are missing."""
         if shape is None:
             shape = self.shape(name)
             offsets = (0,) * len(shape)
@@ -185,7 +188,7 @@ class StoredTensors:
 
 
 class SavedState(StoredTensors):
-    """The training state that all ranks wrote."""
+    """A training state on disk, written by all ranks of a trainer."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers only. Raises `UnfitState` if files are missing or damaged."""
@@ -198,11 +201,11 @@ class SavedState(StoredTensors):
             self._read_header(state_file(folder, rank))
 
     def weights(self) -> set[str]:
-        """Return the names of the weights, as the model has them."""
+        """Return the Hugging Face names of the weights."""
         return {name.removeprefix(_WEIGHT) for name in self._places if name.startswith(_WEIGHT)}
 
     def require_weights(self, own: Iterable[str]) -> None:
-        """Raise `UnfitState` if the state is not of a model with exactly these weights."""
+        """Raise `UnfitState` unless the state has exactly the weights named ``own``."""
         odd = sorted(set(own) ^ self.weights())
         if odd:
             raise UnfitState(
@@ -210,7 +213,7 @@ class SavedState(StoredTensors):
             )
 
     def require_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise `UnfitState` if the tensor ``name`` has another shape in the state than in the model."""
+        """Raise `UnfitState` unless the tensor ``name`` has this shape in the state."""
         if self.shape(name) != tuple(shape):
             raise UnfitState(
                 f"{name} is {list(shape)} in the model and {list(self.shape(name))} in {self.folder}: it is the state "
@@ -218,12 +221,12 @@ class SavedState(StoredTensors):
             )
 
     def read_whole(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the whole tensor, which must have this shape, on the CPU."""
+        """Return the full tensor on the CPU. Raises `UnfitState` if it has another shape."""
         self.require_shape(name, shape)
         return self.read(name, (0,) * len(shape), shape)
 
     def _read_header(self, path: Path) -> int:
-        """Record what a file holds. Return the number of files."""
+        """Record the parts in a file. Return the number of files of the state."""
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata()
@@ -238,36 +241,36 @@ class SavedState(StoredTensors):
 
 
 def state_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's part of a state."""
+    """Return the path of a rank's file in the folder of a training state."""
     return folder / f"rank-{rank:05d}.safetensors"
 
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MODEL_INDEX = "model_index.json"
-"""File of a folder that is a pipeline of diffusers."""
+"""Index file that marks a folder as a diffusers pipeline."""
 PICTURES = ("transformer", "diffusion_pytorch_model.safetensors")
-"""Folder and file of the weights that learn, in a pipeline of diffusers."""
+"""Folder and file of the trained weights (the denoising transformer) in a diffusers pipeline."""
 
 
 def checkpoint_folder(model_path: str) -> Path:
-    """Return the folder of the checkpoint. A hub name is downloaded, with weights as safetensors only."""
+    """Return the local folder of a checkpoint; a hub name is downloaded first, with safetensors weights only."""
     if Path(model_path).is_dir():
         return Path(model_path)
-    # Some repositories hold a second copy, of another format, under this name.
+    # Some repositories hold a second copy of the weights, in another format, under this name.
     return Path(
         snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["consolidated*"])
     )
 
 
 class CheckpointFiles(StoredTensors):
-    """The weights of a Hugging Face model, or of what learns in a pipeline of diffusers.
+    """The weights of a Hugging Face model, or of the denoising transformer in a diffusers pipeline.
 
-    Its methods raise `UnfitState` for a file that is missing or damaged.
+    Methods raise `UnfitState` if a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the index only. Raises ``FileNotFoundError`` if the folder holds no weights as safetensors."""
+        """Read the index only. Raises ``FileNotFoundError`` if the folder has no safetensors weights."""
         single, index = SINGLE, INDEX
         if (folder / MODEL_INDEX).exists():
             folder, single = folder / PICTURES[0], PICTURES[1]
@@ -285,11 +288,11 @@ class CheckpointFiles(StoredTensors):
         return list(self._file_of)
 
     def precisions(self) -> set[str]:
-        """Return the dtypes of all tensors, as safetensors names them: ``{"BF16"}`` for most published models."""
+        """Return the set of dtypes in the files, under safetensors' names: ``{"BF16"}`` for most published models."""
         return {self._open(self.folder / file).get_slice(name).get_dtype() for name, file in self._file_of.items()}
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the ``names`` that the checkpoint lacks."""
+        """Return those ``names`` that the checkpoint lacks."""
         return [name for name in names if name not in self._file_of]
 
     def _known(self, name: str) -> list[_Place]:

@@ -1,10 +1,10 @@
-"""One optimizer step, independent of any engine: ragged samples become micro-batches, and a loss over the whole batch.
+"""The parts of one optimizer step that all trainers share: micro-batches from ragged samples, and the batch-wide loss.
 
-Which tokens count and the loss's divisors are decided once for the whole batch and equal on all ranks, so a trainer
-only has to run its micro-batches and add up. A plan of micro-batches is a pure function of the lengths, so all ranks
-make the same one. Ranks get nearly equally many tokens and exactly equally many micro-batches, because sharded models
-need matching collectives. Padding is on the right. Only this module shifts tokens against the logits that predict them.
-Packing changes what the model computes on, never what the loss sees: results return to one row per sample.
+The trained tokens and the loss's divisors are determined once for the whole batch and are equal on all ranks, so a
+trainer only runs its micro-batches and adds up their losses. The split into micro-batches is a pure function of the
+lengths, so all ranks compute the same one. Ranks get nearly equal numbers of tokens and exactly equal numbers of
+micro-batches, because sharded models need matching collectives. Padding is on the right. Only this module aligns
+tokens with the logits that predict them. Packing affects the model's input only: the loss sees one row per sample.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from roll.trainers.base import MicroBatchLimits
 def plan_micro_batches(
     lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits
 ) -> list[list[list[int]]]:
-    """Split samples over ranks and micro-batches. Return rows of the batch: rank -> micro-batch -> rows.
+    """Split the samples over ranks and micro-batches. Return rank -> micro-batch -> rows (sample indices).
 
-    A rank short of work has empty micro-batches at its end. A sample longer than the budget has a micro-batch to
-    itself. The largest micro-batches come first, so that a batch too large for the device fails at once. When padding,
-    rows of similar length share a micro-batch; when packing, rows that fill the budget do.
+    All ranks get the same number of micro-batches; missing ones are empty and come last. A sample longer than the token
+    limit gets a micro-batch of its own. The largest micro-batches come first, so that a batch too large for the device
+    fails at once. Padded micro-batches hold samples of similar length; packed ones are filled up to the token limit.
     """
     ranks = _balanced(lengths, world_size, limits)
     if limits.packed and limits.max_tokens is not None:
@@ -46,13 +46,14 @@ def plan_micro_batches(
 
 
 EVEN_ENOUGH = 1.00005
-"""Tokens of the rank that has most, over the mean of all, with which a plan is not improved."""
+"""Ratio of the busiest rank's tokens to the mean over all ranks up to which a split counts as even."""
 
 
 def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits) -> list[list[int]]:
-    """Return the rows of each rank, longest first: of some ways the one with the fewest micro-batches, if these are of
-    so many rows, and then with the fewest tokens on the rank that has most. Many rows are dealt evenly by the first way
-    already, and the others, which take longer, are left out."""
+    """Return the rows of each rank, longest first.
+
+    Chooses the best of several splits: fewest micro-batches (if their size is limited in samples), then fewest tokens
+    on the busiest rank. The greedy split is usually even for many rows; the slower methods are then skipped."""
 
     def cost(ranks: list[list[int]]) -> tuple[int, int]:
         rows = max(map(len, ranks)) if limits.max_tokens is None else 0
@@ -73,9 +74,9 @@ def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int, limits: Micr
 def _differenced(lengths: Sequence[int] | np.ndarray, world_size: int, equal_counts: bool) -> list[list[int]]:
     """Split rows by the largest differencing method (Karmarkar and Karp, 1982).
 
-    It begins with a partial split for each row, and joins the two with the largest difference between their ranks,
-    the largest part of the one with the smallest of the other, until one is left. For ``equal_counts`` it begins with
-    a row for each rank.
+    Starts from one partial split per row. Repeatedly merges the two splits with the largest difference between their
+    ranks, pairing the largest parts of one with the smallest of the other. With ``equal_counts``, each initial split
+    has one row per rank.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     size = world_size if equal_counts else 1
@@ -99,7 +100,7 @@ def _differenced(lengths: Sequence[int] | np.ndarray, world_size: int, equal_cou
 def _joined_splits(
     one: list[tuple[int, list[int]]], other: list[tuple[int, list[int]]], world_size: int
 ) -> list[tuple[int, list[int]]]:
-    """Join two splits, which are the parts (load, rows) of their first ranks, largest first; other ranks are empty."""
+    """Merge two splits. A split lists the (load, rows) of its non-empty ranks, largest load first."""
     alone, other_alone = world_size - len(other), world_size - len(one)
     pairs = zip(one[alone:], reversed(other[other_alone:]), strict=True)
     joined = [(load + other_load, rows + other_rows) for (load, rows), (other_load, other_rows) in pairs]
@@ -122,7 +123,7 @@ def _greedy(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list[i
 
 
 def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBatchLimits) -> list[list[int]]:
-    """Cut rows (longest first) into micro-batches; the first row of each sets its width."""
+    """Cut rows (longest first) into micro-batches. The first row of each determines its width."""
     max_tokens = limits.max_tokens
     micro_batches: list[list[int]] = []
     for row in rows:
@@ -137,9 +138,9 @@ def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBat
 
 
 def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Put each row (longest first) where the least room remains.
+    """Put each row (longest first) into the fullest micro-batch that has room for it.
 
-    This is best fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one (Johnson, 1973).
+    This is best-fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one (Johnson, 1973).
     """
     micro_batches: list[list[int]] = []
     by_room: list[tuple[int, int]] = []
@@ -161,15 +162,15 @@ class Packing:
     """Boundaries and positions of the samples in a packed row."""
 
     position_ids: Tensor
-    """int64 ``[1, tokens]``, counted from 0 in each sample."""
+    """int64 ``[1, tokens]``: positions, restarting at 0 in each sample."""
     boundaries: Tensor
-    """int32 ``[samples + 1]``: the start of each sample, and the end of the last one. No sample is empty."""
+    """int32 ``[samples + 1]``: the start of each sample, then the end of the last one. No sample is empty."""
     longest: int
     """Length of the longest sample in tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device) -> Packing:
-        """Return the packing of samples that stand one behind the other; samples without tokens do not count."""
+        """Return the packing of concatenated samples with these lengths; empty samples are left out."""
         lengths = np.asarray(lengths, dtype=np.int64)
         lengths = lengths[lengths > 0]
         ends = np.cumsum(lengths)
@@ -180,7 +181,7 @@ class Packing:
         )
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return these values under the argument names of transformers' models."""
+        """Return these values as keyword arguments for a transformers model."""
         return {
             "position_ids": self.position_ids,
             "cu_seq_lens_q": self.boundaries,
@@ -191,41 +192,43 @@ class Packing:
 
 
 PICTURE_FIELDS = ("latents", "prompts")
-"""Fields of samples from which the log-probabilities of pictures are computed."""
+"""Fields of samples from which an image model's log-probabilities are computed."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors on the trainer's device; the logits at `positions` predict the tokens of `targets`.
+    """Tensors of one micro-batch on the trainer's device. The logits at `positions` predict the tokens in `targets`.
 
-    The model computes on padded rows, or on one packed row. Objectives see one row per sample in either case.
+    The model's input is padded rows or one packed row. Objectives see one row per sample in either case.
     """
 
     input_ids: Tensor
-    """int64 ``[rows, width]``, padded on the right with 0, which only padding sees. Packed: ``[1, tokens]``."""
+    """int64 ``[rows, width]``, padded on the right with 0 (attention is causal). Packed: ``[1, tokens]``."""
     positions: Tensor
-    """int64 ``[kept]``: positions of the logits needed, one range for all rows. Each predicts the token after its
-    position. Packed: only those of the wanted targets, at least one."""
+    """int64 ``[kept]``: positions whose logits are needed, one range for all rows; each predicts the next token.
+    Packed: only the positions that predict wanted targets, at least one."""
     targets: Tensor
-    """int64 ``[rows, kept]``; packed ``[1, positions]``."""
+    """int64 ``[rows, kept]``: token ids to predict. Packed: ``[1, positions]``."""
     mask: Tensor
-    """bool ``[rows, kept]``: wanted targets. All false in the stand-in for an empty micro-batch."""
+    """bool ``[rows, kept]``: wanted targets. All false in the dummy of an empty micro-batch."""
     fields: dict[str, Tensor]
-    """Further values: ``[rows, kept]`` for a value per target token, ``[rows]`` for a value per sample."""
+    """Inputs of the objective: ``[rows, kept]`` for per-token fields, ``[rows]`` for per-sample fields."""
     packing: Packing | None = None
-    """None if rows are padded."""
+    """Sample boundaries of a packed row; None if rows are padded."""
     rows: Sequence[int] = ()
-    """Rows of the batch; none for a stand-in."""
+    """Sample indices in the batch; none in a dummy."""
     pictures: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Of pictures, the `PICTURE_FIELDS`, one row per sample; their targets are the numbers of denoising steps."""
+    """The `PICTURE_FIELDS` of an image model, one row per sample. Its targets are denoising step numbers."""
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return the arguments for a transformers model. Default positions and the causal mask fit right padding."""
+        """Return the keyword arguments for a transformers model.
+
+        Padding is on the right, so the model's default positions and causal mask are correct."""
         packed = {} if self.packing is None else self.packing.model_arguments()
         return {"input_ids": self.input_ids, "use_cache": False, **packed}
 
     def by_sample(self, values: Tensor) -> Tensor:
-        """Return values of `targets` as ``[rows, kept]``, one row per sample. Positions without a target get 0."""
+        """Return per-target values as ``[rows, kept]``, one row per sample; 0 at positions without a target."""
         if self.packing is None:
             return values
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
@@ -240,11 +243,11 @@ def build_micro_batch(
     sample_fields: Sequence[str] = (),
     packed: bool = False,
 ) -> MicroBatch:
-    """Pad or pack the rows and align everything with the logits.
+    """Pad or pack the samples ``rows`` of the batch, and align all fields with the logits.
 
-    ``wanted`` bool ``[total_tokens]`` marks the tokens whose log-probabilities are needed (never first tokens, which
-    nothing predicts). Logits outside the range of positions with a wanted target are not kept. Without rows, returns a
-    stand-in of one row of two tokens and no wanted target.
+    ``wanted``, bool ``[total_tokens]``, marks the tokens whose log-probabilities are needed (never a sample's first
+    token, which no logit predicts). Only the range of positions with a wanted target is kept. If ``rows`` is empty,
+    returns a dummy micro-batch: one row of two tokens, with no wanted target.
     """
     needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
     of_pictures = [name for name in PICTURE_FIELDS if name in batch.per_sample]
@@ -254,7 +257,7 @@ def build_micro_batch(
     width = max(2, int(part.lengths.max()))
     mask = part.padded("wanted", False, width)[:, 1:]
     columns = np.flatnonzero(mask.any(axis=0))
-    # Without a wanted token the first column is kept: the loss needs some graph.
+    # Without a wanted token the first column is kept: the backward pass needs a graph.
     kept = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
 
     def aligned(values: np.ndarray) -> Tensor:
@@ -281,14 +284,14 @@ def build_micro_batch(
 def _packed(
     part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device, rows: Sequence[int]
 ) -> MicroBatch:
-    """Build a packed micro-batch. ``mask`` and ``fields`` have one row per sample; the true places of the mask, row by
+    """Build a packed micro-batch. ``mask`` and ``fields`` have one row per sample; the true entries of ``mask``, row by
     row, are the wanted tokens in order."""
     ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
     if not len(ids):
         ids, lengths = np.zeros(2, dtype=np.int64), np.array([2])
     targets = np.flatnonzero(part.tokens["wanted"])
     if not len(targets):
-        # The loss needs some graph; `by_sample` leaves this result out.
+        # The backward pass needs a graph; `by_sample` leaves this result out.
         targets = np.array([len(ids) - 1])
     return MicroBatch(
         input_ids=torch.from_numpy(ids)[None].to(device),
@@ -302,7 +305,7 @@ def _packed(
 
 
 def predicted_tokens(batch: SampleBatch) -> np.ndarray:
-    """Return bool ``[total_tokens]``: True for every token but the first of each sample."""
+    """Return bool ``[total_tokens]``: True for every token except the first of each sample."""
     predicted = np.ones(int(batch.lengths.sum()), dtype=bool)
     predicted[batch.offsets[:-1][batch.lengths > 0]] = False
     return predicted
@@ -315,25 +318,25 @@ def results_by_token(
     packed: bool,
     compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]],
 ) -> np.ndarray:
-    """Return what ``compute`` yields for the targets (``[rows, kept]``) of each micro-batch, at the targets' places.
+    """Run ``compute`` over micro-batches of the given rows, and return its results in the token order of the batch.
 
-    Returns float32 ``[total_tokens]``, without gradients; 0 at the first token of a sample, which nothing predicts, and
-    at samples that are not among ``rows``.
+    ``compute`` yields a tensor ``[rows, kept]`` per micro-batch: one value per target. Returns float32
+    ``[total_tokens]``, without gradients; 0 at the first token of each sample and in samples that are not in ``rows``.
     """
     wanted = predicted_tokens(batch)
     micro_batches = (build_micro_batch(batch, part, wanted, (), device, packed=packed) for part in rows)
     found, offsets = np.zeros(len(wanted), dtype=np.float32), batch.offsets
     with torch.no_grad():
-        # On a pipeline stage without logits there are no results.
+        # A pipeline stage without logits yields no results, hence strict=False.
         for part, results in zip(rows, compute(micro_batches), strict=False):
-            for row, values in zip(part, results.cpu().numpy(), strict=bool(part)):  # a stand-in has no row here
+            for row, values in zip(part, results.cpu().numpy(), strict=bool(part)):  # a dummy has no row here
                 # All tokens but the first are targets, and padding is on the right.
                 found[offsets[row] + 1 : offsets[row + 1]] = values[: max(0, batch.lengths[row] - 1)]
     return found
 
 
 def _stand_in(batch: SampleBatch) -> SampleBatch:
-    """Return one sample of two tokens, all zeros."""
+    """Return a dummy batch with the same fields: one sample of two tokens, all zeros."""
     return SampleBatch(
         lengths=np.array([2], dtype=np.int64),
         tokens={name: np.zeros(2, dtype=values.dtype) for name, values in batch.tokens.items()},
@@ -348,31 +351,31 @@ Objective = PolicyObjective | ValueObjective | SupervisedObjective
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """An objective and the batch that it is computed on."""
+    """An objective and the batch that it is computed on, for one optimizer step."""
 
     batch: SampleBatch
     objective: Objective
     fields: list[str]
-    """Names of per-token fields that micro-batches carry."""
+    """Names of the per-token fields to include in micro-batches."""
     wanted: np.ndarray
-    """bool ``[total_tokens]``: response tokens that some position predicts."""
+    """bool ``[total_tokens]``: response tokens, except a sample's first token, which no logit predicts."""
     normalizers: LossNormalizers
     is_empty: bool
-    """True if no token is left to train on: an update would be momentum and weight decay only."""
+    """True if no token is left to train on. An update would then apply momentum and weight decay only."""
     first_logprobs: np.ndarray | None = None
-    """float32 ``[total_tokens]``: filled in with the log-probabilities of this rank's response tokens, if an objective
-    of one pass is to report them; else 0."""
+    """float32 ``[total_tokens]``: output buffer for the log-probabilities of this rank's response tokens (0 elsewhere),
+    if the objective is one-pass (uses them as the proximal ones); otherwise None."""
     is_first: bool = True
-    """False if other parts of the batch came before."""
+    """False if earlier parts of the batch have been accumulated already."""
     is_last: bool = True
-    """False if other parts of the batch follow."""
+    """False if more parts of the batch follow."""
 
     @classmethod
     def of(cls, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:
-        """Return the step that trains ``objective`` on the response tokens in the batch's ``loss_mask``, if it has one.
+        """Return the step that trains on the batch's response tokens, restricted to its ``loss_mask`` if it has one.
 
-        If the batch ``is_part`` of one whose totals are not known yet, losses are sums. Raises ``ValueError`` if the
-        batch lacks a field.
+        ``is_part``: the batch is part of a larger one whose totals are not known yet, so losses are sums instead of
+        means. Raises ``ValueError`` if the batch lacks a field.
         """
         fields = list(objective.token_fields)
         missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
@@ -397,13 +400,13 @@ class TrainingStep:
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """True if the entropy is trained on, not only a metric. A value model has none."""
+        """True if the entropy is part of the loss, not only a metric. False for a value model."""
         return isinstance(self.objective, PolicyObjective) and self.objective.needs_entropy_gradient
 
     def micro_batches(
         self, rows: Sequence[Sequence[int]], device: torch.device, packed: bool = False
     ) -> Iterator[MicroBatch]:
-        """Yield a micro-batch for each list of rows, made when it is asked for."""
+        """Yield a micro-batch for each list of rows, built lazily."""
         for part in rows:
             yield build_micro_batch(
                 self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields, packed
@@ -412,7 +415,7 @@ class TrainingStep:
     def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, PartMetrics]:
         """Return a micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics.
 
-        ``outputs`` are the model's results for the targets, in the order in which the objective takes them.
+        ``outputs`` are the model's results per target, ``[rows, kept]``: (log-probabilities, entropies) or (values,).
         """
         fields = micro_batch.fields
         about = (micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
@@ -429,16 +432,17 @@ class TrainingStep:
 
 
 def combined_metrics(parts: Sequence[PartMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Return metrics of the batch from the parts of all ranks that split it (default: all ranks). Collective."""
+    """Return the batch's metrics, combined over the ranks of ``group``, which split the batch (default: all ranks).
+    Collective."""
     return parts[0].from_vectors(*_combined(parts, group))
 
 
 def combined_sums(
     parts: Sequence[PartMetrics], objective: Objective, group: dist.ProcessGroup | None = None
 ) -> tuple[dict[str, float], float]:
-    """Return `combined_metrics` of a batch whose losses are sums, and what divides them. Collective.
+    """Return `combined_metrics` of a batch whose losses are sums, and the divisor that makes them means. Collective.
 
-    The divisor is 0 if no token was trained on.
+    The divisor is the number of trained tokens or sequences, depending on the loss aggregation; 0 if there are none.
     """
     sums, maxima = _combined(parts, group)
     named = parts[0].named(sums)

@@ -1,12 +1,12 @@
-"""The interface of every trainer, one object per rank, and what all share: AdamW, its schedule, the course of a step.
+"""The trainer interface (one object per rank), and what all trainers share: AdamW, its schedule, the training step.
 
-A call is collective: all ranks make it with the same batch, each computes its share, and the result is the same as that
-of one rank with all samples. Losses are normalised over the whole batch of the call, so neither the number of ranks nor
+Calls are collective: all ranks pass the same batch, each computes its share, and the result is the same as that of a
+single rank with all samples. Losses are normalised over the whole batch of the call, so neither the number of ranks nor
 the split into micro-batches changes the gradient.
 
-Weight decay spares biases, norms and other vectors. The learning rate is a pure function of the number of optimizer
-steps taken. No step is wasted at rate 0: warm-up reaches the peak at its last step, and decay ends one step after the
-last. A collective that gets no answer fails after a configured time.
+Weight decay is not applied to biases, norms and other vectors. The learning rate is a pure function of the number of
+optimizer steps taken. No step has rate 0: warm-up reaches the peak at its last step, and decay would reach its end
+value one step after the last. A collective that hangs fails after a configured timeout.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArguments) -> torch.optim.AdamW:
-    """Return AdamW (arXiv 1711.05101) over the trainable parameters, in one group with decay and one without."""
+    """Return AdamW (arXiv 1711.05101) over the trainable parameters: one group with weight decay, one without."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": arguments.weight_decay},
@@ -73,9 +73,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArgum
 def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the optimizer step s = 0, 1, ... of ``total_steps``.
 
-    In a warm-up over w steps the rate is (s + 1) / w of the peak. After it, the rate is 1 (``constant``), 1 - x
-    (``linear``) or (1 + cos(pi x)) / 2 (``cosine``) of the peak, with x = (s - w) / (total - w). It stays at its end
-    value after the last step.
+    During a warm-up of w steps, the rate is (s + 1) / w of the peak. Afterwards it is 1 (``constant``), 1 - x
+    (``linear``) or (1 + cos(pi x)) / 2 (``cosine``) of the peak, with x = (s - w) / (total - w). It keeps its end value
+    after the last step.
     """
     warmup = warmup_steps_of(arguments, total_steps)
 
@@ -91,10 +91,10 @@ def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Ca
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most ``max_norm`` (0: leave them unchanged). Return the norm before, 0-d.
+    """Clip gradients to a global norm of at most ``max_norm`` (0: no clipping). Return the norm before clipping, 0-d.
 
-    Gradients may be sharded; the norm is that of the whole model, equal on all ranks. A norm that is not finite leaves
-    gradients unfit for use, and the caller must not step.
+    Gradients may be sharded; the norm is that of the whole model and equal on all ranks. If it is not finite, the
+    gradients are unusable and the caller must skip the optimizer step.
     """
     owners = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in owners if parameter.grad is not None])
@@ -106,14 +106,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
-    """Divide the gradients, which may be sharded."""
+    """Divide the gradients in place. They may be sharded."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.div_(divisor)
 
 
 def move_states(states: Iterable[dict[str, Any]], device: torch.device) -> None:
-    """Move the moments of all parameters. Step counters stay: they are scalars that AdamW keeps on the CPU."""
+    """Move optimizer moments to ``device``. Step counters stay: AdamW keeps these scalars on the CPU."""
     for state in states:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim > 0:
@@ -121,7 +121,7 @@ def move_states(states: Iterable[dict[str, Any]], device: torch.device) -> None:
 
 
 def join_process_group(setup: TrainerSetup, timeout_seconds: float) -> None:
-    """Join the process group of all ranks. Collective. ``timeout_seconds`` is the longest wait in a collective."""
+    """Join the process group of all ranks. Collective. ``timeout_seconds`` limits the wait in each later collective."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
         init_method=f"tcp://{setup.master_address}:{setup.master_port}",
@@ -132,15 +132,15 @@ def join_process_group(setup: TrainerSetup, timeout_seconds: float) -> None:
 
 
 def leave_process_group() -> None:
-    """Leave the process group. Do nothing in a process that is in none."""
+    """Leave the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class ForwardStrategy(ABC):
-    """One rank of a forward-only role such as the reference: all calls that such a role receives.
+    """One rank of a forward-only role, such as the reference.
 
-    Hugging Face models have `model` and `forward`.
+    `model` and `forward` are set by the strategies that run Hugging Face models.
     """
 
     model: PreTrainedModel
@@ -151,10 +151,10 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Join the process group, load and shard the model; a trainer also builds its optimizer and schedule."""
+        """Join the process group, load and shard the model; in a trainer, also build the optimizer and schedule."""
 
     def join_ranks(self, timeout_seconds: float) -> None:
-        """Seed torch, take this rank's device and join the process group. Collective."""
+        """Seed torch, select this rank's device and join the process group. Collective."""
         torch.manual_seed(self.setup.seed)
         self.device = torch.device("cpu")
         if self.setup.device == "cuda":
@@ -163,7 +163,7 @@ class ForwardStrategy(ABC):
         join_process_group(self.setup, timeout_seconds)
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return the log-probability of each token given those before it, at ``temperature``.
+        """Return the log-probability of each token given the preceding ones, at ``temperature``. Collective.
 
         Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
         """
@@ -175,15 +175,14 @@ class ForwardStrategy(ABC):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """The names under which the model's parameters are published."""
+        """Checkpoint names of the model's parameters, which weight updates use."""
         return CheckpointNames.like(self._plain_model())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by the whole tensors of a publication, under the names of a checkpoint. Collective.
+        """Replace all weights by those of a weight update: full tensors under their checkpoint names. Collective.
 
-        Buffers take the precision that came. Raises `WeightMismatch` naming the tensor that the model does not have,
-        or has in another shape or in a dtype that would lose digits, or that did not come. Then the model is not to be
-        used.
+        Buffers take the dtype of the received tensors. Raises `WeightMismatch` naming the tensor, if one is missing or
+        unknown, has another shape, or would lose precision in the model's dtype. The model must not be used after that.
         """
         parameters, buffers = self._own_tensors()
         for name, weight in self.checkpoint_names.parameters(weights):
@@ -197,9 +196,9 @@ class ForwardStrategy(ABC):
                 self._write(parameter, weight)
 
     def held_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors of a checkpoint as the model holds them, on every rank. Collective.
+        """Yield the model's current values of the tensors with these checkpoint names, on every rank. Collective.
 
-        They are views, valid until the next one is drawn.
+        Each is a view, valid until the next one is requested.
         """
         wanted, (parameters, buffers) = set(names), self._own_tensors()
         owners = {self.checkpoint_names.parts[name].parameter for name in wanted}
@@ -211,30 +210,30 @@ class ForwardStrategy(ABC):
         return ((name, held) for name, held in self.checkpoint_names.of(whole) if name in wanted)
 
     def _own_tensors(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-        """Return what a publication replaces, by name in memory: parameters, perhaps sharded, and buffers."""
+        """Return what a weight update replaces, by name in the model: (possibly sharded) parameters, and buffers."""
         buffers = {name: self.model.get_buffer(name) for name in self.checkpoint_names.buffers}
         return dict(self.model.named_parameters()), buffers
 
     def _plain_model(self) -> PreTrainedModel:
-        """Return a model of the class and configuration that an export has."""
+        """Return a Hugging Face model with the class and configuration of an export."""
         return self.model
 
     def _write(self, parameter: Tensor, weight: Tensor) -> None:
-        """Write a whole weight into a parameter, or this rank's part of it."""
+        """Copy a full weight into a parameter, or this rank's shard of it."""
         parameter.copy_(weight)
 
     def _read(self, parameter: Tensor) -> Tensor:
-        """Return a whole parameter in its dtype. Collective."""
+        """Return the full (unsharded) parameter in its dtype. Collective."""
         return parameter.detach()
 
     def offload_states(self) -> None:
-        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
+        """Move weights and optimizer state to host memory; gradients do not outlive a step. No-op on a CPU."""
         if self._states_move:
             self._move_states(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def load_states(self) -> None:
-        """Undo `offload_states`."""
+        """Move weights and optimizer state back to the device."""
         if self._states_move:
             self._move_states(self.device)
 
@@ -254,7 +253,7 @@ class ForwardStrategy(ABC):
         return self._shared(results_by_token(batch, self._rows(batch, limits), self.device, limits.packed, compute))
 
     def _shared(self, values: np.ndarray) -> np.ndarray:
-        """Return values of all ranks' tokens, of which each rank has its own and 0 elsewhere. Collective."""
+        """Combine per-token values over ranks; each rank passes its own tokens' values and 0 elsewhere. Collective."""
         # Each token is non-zero on one rank only, so this sum keeps every bit.
         shared = torch.from_numpy(values)
         dist.all_reduce(shared)
@@ -262,7 +261,7 @@ class ForwardStrategy(ABC):
 
     @property
     def _states_move(self) -> bool:
-        """True if `offload_states` has something to move: never on a CPU."""
+        """True if `offload_states` has anything to move; False on a CPU."""
         return self.setup.device == "cuda"
 
     def _move_states(self, device: torch.device) -> None:
@@ -271,15 +270,15 @@ class ForwardStrategy(ABC):
 
 
 class HfReplicaStrategy(ForwardStrategy):
-    """`hf_infer` for the reference: the plain transformers model, whole on each rank, for forward passes only.
+    """`hf_infer` as reference: an unsharded transformers model on each rank, for forward passes only.
 
-    Ranks share nothing but the samples of a batch. There are no shards to gather, so a pass waits for no other rank
-    until the results are joined, and the role needs no engine beside its model. Log-probabilities equal those of a
-    forward-only `fsdp2_train` within float32 rounding. The price is memory: every device holds all weights.
+    Ranks split only the samples of a batch. With no shards to gather, a rank waits for the others only when results are
+    combined. Log-probabilities equal those of a forward-only `fsdp2_train` within float32 rounding. The price is
+    memory: every device holds all weights.
     """
 
     def __init__(self, setup: TrainerSetup) -> None:
-        """Raise ``ValueError`` for a role that trains, or one that is not a policy."""
+        """Raise ``ValueError`` if the role trains or is not a policy."""
         super().__init__(setup)
         if not setup.forward_only or setup.kind != "policy":
             raise ValueError("hf_infer only computes log-probabilities; a role that learns needs a trainer")
@@ -292,47 +291,48 @@ class HfReplicaStrategy(ForwardStrategy):
         self.forward = HfForward("policy", self.model, head, self.device)
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        # No rank waits for another in the middle of a pass, so a rank short of work needs no stand-ins.
+        # Passes contain no collectives, so ranks may have different numbers of micro-batches.
         return [samples for samples in super()._rows(batch, limits) if samples]
 
 
 class TrainStrategy(ForwardStrategy):
-    """One rank of a trainer, which may drive a forward-only role as well.
+    """One rank of a trainer. It can also run a forward-only role.
 
-    A subclass loads the model, accumulates gradients and updates. Choosing the tokens that count, normalising the loss,
-    the schedule and the accounting are here. An update whose gradient is not finite is skipped and reported, so weights
-    never become NaN. Dropout is off, so training sees the distribution that generation sampled from.
+    Subclasses load the model, accumulate gradients and apply updates. This class selects the trained tokens, normalises
+    the loss, and keeps the schedule and the metrics. An update whose gradient norm is not finite is skipped and
+    reported, so weights never become NaN. Dropout is off, so training sees the distribution that generation sampled
+    from.
     """
 
     optimizer: torch.optim.Optimizer
 
     def start_schedule(self) -> None:
-        """Begin to count optimizer steps, for the learning rate."""
+        """Set up the learning-rate schedule and the step counter."""
         self.learning_rate = learning_rate_schedule(self.setup.training_args, self.setup.total_optimizer_steps)
         self.optimizer_steps = 0
         self._parts: list[PartMetrics] = []
-        """Metrics of the parts of the batch that is being trained on."""
+        """Metrics of the parts of the current batch accumulated so far."""
         self._in_parts = False
-        """True between two parts of a batch."""
+        """True while a batch is accumulated in parts and its last part has not come."""
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return `log_probs` without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there are none."""
+        """Return `log_probs` of the base model, without the LoRA adapters. Raises ``RuntimeError`` without adapters."""
         raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        """Return the value before each token. Critics only.
+        """Return the critic's value of the state before each token. Collective; critics only.
 
         Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
         """
         return self._for_each_token(batch, lambda micro_batches: map(self.forward.values, micro_batches))
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """Take one optimizer step, with the loss normalised over all samples of the batch, on whichever rank they are.
+        """Take one optimizer step on the batch, with the loss normalised over the samples of all ranks. Collective.
 
-        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        Trains on response tokens, restricted to the batch's ``loss_mask`` if it has one. Returns the objective's
         metrics (means over the batch, equal on all ranks), ``grad_norm`` (before clipping), ``learning_rate`` and
-        ``skipped_updates`` (1 if the gradient was not finite, or no token was left to train on). Raises ``ValueError``
-        if the batch lacks a field, ``RuntimeError`` on a forward-only role.
+        ``skipped_updates`` (1 if the gradient was not finite or there was no token to train on, else 0). Raises
+        ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a forward-only role.
         """
         step = self._step(batch, objective)
         parts = self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
@@ -342,11 +342,11 @@ class TrainStrategy(ForwardStrategy):
     def train_part(
         self, batch: SampleBatch, objective: Objective, temperature: float, *, completes: bool
     ) -> tuple[dict[str, float], np.ndarray | None]:
-        """Add up the gradients of a part of a batch, of any size. The last part ``completes`` the optimizer step.
+        """Accumulate the gradients of a part of a batch, of any size. The last part ``completes`` the optimizer step.
 
-        Only then the gradients are divided by the totals of the batch, so the step is that of `train_step` on all parts
-        together, but for rounding. Returns the metrics of `train_step` (none before the last part), and for an
-        objective of one pass the log-probabilities of the part's response tokens, float32 ``[total_tokens]``.
+        Gradients are divided by the batch's totals after the last part, so the step equals `train_step` on the whole
+        batch except for rounding. Returns the metrics of `train_step` (empty before the last part) and, for a one-pass
+        objective, the log-probabilities of the part's response tokens, float32 ``[total_tokens]``; otherwise None.
         """
         step = replace(self._step(batch, objective, is_part=True), is_first=not self._in_parts, is_last=completes)
         self._parts += self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
@@ -379,37 +379,36 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors under the names that they have in a transformers model, tied ones once (the first
-        name), on every rank. Collective.
+        """Yield each full weight in float32 with its name in the transformers model, on every rank. Collective.
 
-        Tensors are gathered one after the other, and each is valid until the next one is drawn. It may be the model's
-        own memory: read it, do not keep it.
+        Tied weights are yielded once, under the first name. Tensors are gathered one at a time. Each may share the
+        model's memory and is valid only until the next one is requested: read it, do not keep or change it.
         """
 
     def published_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `named_weights`, and the model's persistent buffers, under the names of a checkpoint,
-        which engines load. Collective."""
+        """Yield the `named_weights` and persistent buffers under their checkpoint names, which engines load.
+        Collective."""
         return self._as_in_checkpoint(self.named_weights())
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `named_weights` would without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there
-        are none. Collective."""
+        """Yield the `named_weights` of the base model, without the LoRA adapters. Collective. Raises ``RuntimeError``
+        without adapters."""
         raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
 
     def published_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters being trained as `roll.weights.adapters` describes, each tensor valid until the next one
-        is drawn. Raises ``RuntimeError`` if there are none. Collective."""
+        """Yield the LoRA matrices alone, in the format of `roll.weights.adapters`. Each is valid until the next one is
+        requested. Collective. Raises ``RuntimeError`` without adapters."""
         raise RuntimeError("this trainer has no adapters that could be published alone")
 
     def published(self, content: WeightContent) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
-        """Return the tensors of a publication, and the names of those that keep their precision. Collective."""
+        """Return the tensors of a weight update, and the names of those that must not be cast. Collective."""
         if content == "adapter":
             return self.published_adapters(), frozenset()
         return self.published_weights(), self.checkpoint_names.uncast
 
     def base_checksums(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the checksums of `base_weights` in an engine's ``dtype``, and of the buffers, by their names in a
-        checkpoint, on rank 0; empty on the others. Collective."""
+        """Return checkpoint name -> checksum of the `base_weights`, cast to an engine's ``dtype``, and of the buffers.
+        Empty except on rank 0. Collective."""
         tensors = self._as_in_checkpoint(self.base_weights())
         if self.setup.rank == 0:
             return base_checksums(tensors, self.checkpoint_names, dtype)
@@ -417,7 +416,7 @@ class TrainStrategy(ForwardStrategy):
         return {}
 
     def _as_in_checkpoint(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights and the model's persistent buffers under the names of a checkpoint."""
+        """Yield weights and the model's persistent buffers under their checkpoint names."""
         buffers = ((name, self._plain_model().get_buffer(name)) for name in self.checkpoint_names.buffers)
         return self.checkpoint_names.of(chain(weights, buffers))
 
@@ -434,47 +433,48 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def load(self, path: str) -> None:
-        """Load the weights of an export into the running model; optimizer state and schedule stay. Collective.
+        """Load an exported model's weights into the running model; optimizer state and schedule stay. Collective.
 
         Raises ``ValueError`` naming the tensor or the difference if the export does not fit the model.
         """
 
     @abstractmethod
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's part of the training state (weights, optimizer, schedule). Collective."""
+        """Return a copy of this rank's part of the training state (weights, optimizer, schedule). Collective."""
 
     @abstractmethod
     def restore(self, state: SavedState) -> None:
-        """Resume from a snapshot, taken by any number of ranks of any trainer. Collective.
+        """Resume from a saved training state, written by any number of ranks of any trainer. Collective.
 
-        Raises `UnfitState` if the snapshot is not of this model.
+        Raises `UnfitState` if the state is of another model.
         """
 
     @abstractmethod
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
-        """Add up the gradients of the micro-batches ``rows``, and return their metrics. Collective."""
+        """Accumulate the gradients of the micro-batches ``rows``, and return their metrics. Collective."""
 
     @abstractmethod
     def _divide_gradients(self, divisor: float) -> None:
-        """Divide the gradients that the next update uses."""
+        """Divide the accumulated gradients."""
 
     def _joined(
         self, join: Callable[[dist.ProcessGroup | None], tuple[dict[str, float], float]]
     ) -> tuple[dict[str, float], float]:
-        """Call ``join`` with the ranks that have different parts of the batch (None: all), and return its result on
-        every rank. Collective."""
+        """Call ``join`` with the process group of the ranks that split the batch (None: all ranks), and return its
+        result on every rank. Collective."""
         return join(None)
 
     def _set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next update. Overridden where `optimizer` is no optimizer of torch."""
+        """Set the learning rate of the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     @abstractmethod
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
-        """Clip; step unless the gradient is not finite or no token was trained on; clear the gradients. Collective.
+        """Clip the gradients, take the optimizer step and clear the gradients. Collective.
 
-        Returns the norm before clipping, and True if the weights were updated.
+        The step is skipped if the gradient norm is not finite or ``nothing_to_learn``. Returns the norm before
+        clipping, and True if the weights were updated.
         """
 
     def _move_states(self, device: torch.device) -> None:

@@ -1,11 +1,12 @@
-"""The processes of a trainer (or of a forward-only role), one for each rank, and all of them as one object.
+"""The worker processes of a trainer or forward-only role, one per rank, and `TrainerGroup`, the driver's handle on all.
 
-A batch is put into the object store once; every rank reads it from there and takes its share. Collective calls go out
-one after the other, so all ranks receive them in the same order, whichever task makes them. Weights leave in two steps:
-`gather` copies them, so that training may continue; `send` takes their checksums and hands them over in a thread.
+A batch is put into the object store once; every rank reads it from there and takes its share. Collective calls are
+serialised, so all ranks receive them in the same order, whichever task makes them. A weight update leaves the trainer
+in two steps: `gather` copies the weights, after which training may continue; `send` computes their checksums and hands
+them to the transport in a thread.
 
-The time a checkpoint takes to reach the disk depends on its size and on a file system that others use too, so no fixed
-deadline fits. A waiting caller checks for movement: bytes in the file, allocated blocks, and bytes known to be on disk.
+The time a checkpoint takes to reach the disk depends on its size and on a possibly shared file system, so no fixed
+timeout fits. Waiting fails only without progress, measured by file size, allocated blocks and synced bytes.
 """
 
 from __future__ import annotations
@@ -42,46 +43,47 @@ if TYPE_CHECKING:
     from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 
 LOOK_SECONDS = 30.0
-"""Longest interval between two progress checks of a write. Its completion is noticed at once."""
+"""Maximum seconds between two progress checks of a write. Its completion is noticed at once."""
 
 
 Result = TypeVar("Result")
 HELD_TENSORS = 8
-"""Number of tensors, about, that a forward-only role reads back from its model after it has loaded a version."""
+"""Approximate number of tensors that a forward-only role reads back for verification after loading a version."""
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Everything a trainer process needs to build its strategy."""
+    """Arguments for building a trainer or forward-only role in its worker processes."""
 
     setup: TrainerSetup
-    """Setup of every rank, but for its place among the others."""
+    """Arguments common to all ranks; each fills in its rank, device and the rendezvous address."""
     transport: TransportSpec | None
-    """How its weights travel; None if no other role gets them."""
+    """Weight transport between this role and others; None if it neither sends nor receives weights."""
     restore_from: Path | None = None
     """Folder of the training state to resume from."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Settings for the use of a batch in one training step."""
+    """How one training step uses its batch."""
 
     step: int
     epochs: int
     optimizer_batch_size: int
     """Samples per optimizer step."""
     temperature: float
+    """Sampling temperature at which log-probabilities are computed."""
 
 
 class TrainWorker(Worker):
-    """Worker of one trainer rank: runs a `TrainStrategy`, or a `ForwardStrategy` for a role that does not learn."""
+    """Worker process of one rank. Runs a `TrainStrategy`, or a `ForwardStrategy` for a forward-only role."""
 
     _setup: TrainerSetup
     _strategy: ForwardStrategy
     _trainer: TrainStrategy
-    """Trainer, which is also ``_strategy``; only set for a role that learns."""
+    """The same object as ``_strategy``; set only for a role that trains."""
     _base: dict[str, int] | None = None
-    """Checksums of the base model, if only adapters are published."""
+    """Checksums of the base model, if only adapters are sent to engines."""
     _writing: list[Writing]
     """Writes in progress, oldest first."""
     _used: Usage
@@ -131,11 +133,11 @@ class TrainWorker(Worker):
         return self._from_first(await self._counted(batch, 1, self._trainer.values, batch))
 
     def _from_first(self, values: np.ndarray) -> np.ndarray | None:
-        """Return the values on rank 0 only: all ranks have the same, and one copy of them travels."""
+        """Return the values on rank 0, None on others: all ranks have the same values, and one copy is sent."""
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
-        """Run all optimizer steps of one training step; metrics as `mean_over_updates` returns them."""
+        """Take all optimizer steps of one training step. Return their metrics, combined by `mean_over_updates`."""
 
         def train() -> dict[str, float]:
             updates = [
@@ -149,7 +151,7 @@ class TrainWorker(Worker):
     async def train_part(
         self, batch: SampleBatch, objective: Objective, temperature: float, completes: bool
     ) -> tuple[dict[str, float], np.ndarray | None]:
-        """Train on a part of a batch; see `TrainStrategy.train_part`. Log-probabilities are those of rank 0."""
+        """Train on a part of a batch; see `TrainStrategy.train_part`. Log-probabilities are returned on rank 0 only."""
 
         def train() -> tuple[dict[str, float], np.ndarray | None]:
             return self._trainer.train_part(batch, objective, temperature, completes=completes)
@@ -182,7 +184,7 @@ class TrainWorker(Worker):
         return replace(used, device=device_name(), memory=memory_in_use())
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
-        """Copy the weights into a buffer of the weight update, in the engine's dtype."""
+        """Copy the weights, cast to the engine's dtype, into weight-update buffer number ``buffer``."""
 
         def gather() -> None:
             weights, uncast = self._trainer.published(self._content)
@@ -193,14 +195,14 @@ class TrainWorker(Worker):
         await self.in_thread(gather)
 
     async def send(self, version: int) -> Publication:
-        """Hand over the gathered weights of a version while training continues. Rank 0 only."""
+        """Hand the gathered weights of a version to the transport while training continues. Rank 0 only."""
         return replace(await asyncio.to_thread(self._publisher.send, version), base=self._base)
 
     async def load_weights(self, publication: Publication) -> None:
-        """Replace the weights of a forward-only role by a version that the trainer has sent.
+        """Replace the weights of a forward-only role by a version that the trainer has sent. Call on all ranks.
 
-        Every byte is compared with what was gathered, and some tensors once more as the model then holds them. Raises
-        `WeightsDiffer` or `WeightMismatch` naming the tensor. All ranks.
+        The received bytes are verified against the trainer's checksums; afterwards a sample of tensors is read back
+        from the model and verified again. Raises `WeightsDiffer` or `WeightMismatch` naming the tensor.
         """
         await self.in_thread(self._load, publication)
 
@@ -221,15 +223,15 @@ class TrainWorker(Worker):
         self._strategy.load_weights(received())
         check_weights(self.identity.name, publication, HeldWeights(publication.version, parameter_count, checksums))
         names = list(publication.checksums)
-        # Other ones each time; equal on all ranks, as parameters are gathered.
+        # A different sample each time, but the same on all ranks, because reading parameters is collective.
         step = max(1, len(names) // HELD_TENSORS)
         sample = names[publication.version % step :: step]
         held = self._strategy.held_weights(sample)
-        # What the model keeps in a higher precision has the digits that came, and no others.
+        # A parameter kept in a higher precision holds the received values exactly, so casting it back is lossless.
         self._check(publication, {name: tensor_checksum(tensor.to(dtypes[name])) for name, tensor in held})
 
     def _check(self, publication: Publication, found: dict[str, int]) -> None:
-        """Compare some checksums. Raises `WeightsDiffer`."""
+        """Compare the given checksums with the publication's. Raises `WeightsDiffer`."""
         if any(publication.checksums.get(name) != checksum for name, checksum in found.items()):
             held = HeldWeights(publication.version, publication.parameter_count, {**publication.checksums, **found})
             check_weights(self.identity.name, publication, held)
@@ -239,7 +241,7 @@ class TrainWorker(Worker):
         return TRANSPORTS[self._transport].receiver()
 
     async def offer(self, version: int) -> Offer:
-        """Return handles of this rank's copy of a version. All ranks."""
+        """Return handles to this rank's copy of a version, for an engine that shares its device. Call on all ranks."""
         return self._publisher.offer(version)
 
     async def push(self, version: int, target: PushTarget, offers: list[Offer]) -> None:
@@ -247,15 +249,15 @@ class TrainWorker(Worker):
         await asyncio.to_thread(self._publisher.push, version, target, offers)
 
     async def disconnect(self, name: str) -> None:
-        """Close the connection to a dead engine, which ends a push that waits for it."""
+        """Close the connection to a dead engine. This also ends a push that is waiting for it."""
         await asyncio.to_thread(self._publisher.disconnect, name)
 
     async def release(self, version: int) -> None:
-        """Release a version that no engine will load again. Rank 0 only."""
+        """Free the copy of a version that no engine will load again. Rank 0 only."""
         await asyncio.to_thread(self._publisher.release, version)
 
     async def export(self, folder: str) -> None:
-        """Copy the model. Rank 0 then writes it into the folder in Hugging Face format while training continues."""
+        """Copy the model; rank 0 writes it into the folder in Hugging Face format while training continues."""
         export = await self.in_thread(self._trainer.export)
         if export is None:
             return
@@ -269,14 +271,14 @@ class TrainWorker(Worker):
         self._writing.append(Writing(folder, Path(folder), write))
 
     async def snapshot(self, folder: str) -> None:
-        """Copy this rank's training state, and write it into the folder while training continues."""
+        """Copy this rank's training state, and write it into the folder in the background."""
         snapshot = await self.in_thread(self._trainer.snapshot)
         rank, parent = self.identity.rank, Path(folder)
         path = state_file(parent, rank)
         self._writing.append(Writing(folder, path, lambda synced: write_state(parent, rank, snapshot, synced)))
 
     async def written(self, folders: Collection[str], seconds: float) -> list[WritingProgress]:
-        """Wait at most ``seconds`` until the exports and snapshots into these folders are on the disk.
+        """Wait up to ``seconds`` for this rank's exports and snapshots into these folders to be on disk.
 
         Returns the progress of the unfinished ones. Raises `OSError` if a file could not be written.
         """
@@ -291,11 +293,11 @@ class TrainWorker(Worker):
         return await asyncio.to_thread(lambda: [writing.progress() for writing in asked_for if writing not in over])
 
     async def offload_states(self) -> None:
-        """Move the device's tensors to host memory."""
+        """Move weights and optimizer state to host memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:
-        """Undo `offload_states`."""
+        """Move weights and optimizer state back to the device."""
         await self.in_thread(self._strategy.load_states)
 
 
@@ -310,7 +312,8 @@ def shape_of(setup: TrainerSetup) -> ModelShape | None:
 
 
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
-    """Return the rows of each optimizer step, for all epochs. Rows are shuffled if an epoch has several steps."""
+    """Return the sample indices of each optimizer step, over all epochs. Samples are shuffled if an epoch has several
+    steps."""
     batches: list[np.ndarray] = []
     size = plan.optimizer_batch_size
     for epoch in range(plan.epochs):
@@ -322,39 +325,39 @@ def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarr
 
 
 Synced = Callable[[int], None]
-"""Callback that receives how many more bytes have reached the disk."""
+"""Callback that receives the number of additional bytes that have reached the disk."""
 
 
 @dataclass(frozen=True)
 class WritingProgress:
-    """Progress of an unfinished write. Two values are equal if no bytes moved between them."""
+    """Progress of an unfinished write. Two readings are equal if no progress was made between them."""
 
     path: str
-    """A file, or a folder whose files are summed."""
+    """The file being written, or a folder over whose files the sizes are summed."""
     size: int
-    """Size in bytes."""
+    """File size in bytes."""
     allocated: int
-    """Bytes of the allocated disk blocks."""
+    """Bytes of allocated disk blocks."""
     synced: int
-    """Bytes known to be on the disk."""
+    """Bytes that have been synced to disk."""
 
     def __str__(self) -> str:
         return f"{self.path} has {self.size / GIB:.3f} GiB, {self.synced / GIB:.3f} of them on the disk"
 
 
 class Writing:
-    """A write in progress, in its own thread."""
+    """A background write in its own thread."""
 
     def __init__(self, folder: str, path: Path, work: Callable[[Synced], object]) -> None:
-        """Start ``work``, which writes to ``path`` and reports synced bytes. ``folder`` is the folder
-        that the caller named."""
+        """Start ``work``, which writes to ``path`` and reports synced bytes. ``folder`` is the folder that the caller
+        asked to write into."""
         self.folder = folder
         self._path = path
         self._synced = 0
         self.task = asyncio.create_task(asyncio.to_thread(work, self._count))
 
     def progress(self) -> WritingProgress:
-        """Return the current progress."""
+        """Return the write's current progress."""
         size = allocated = 0
         for file in self._path.iterdir() if self._path.is_dir() else (self._path,):
             with suppress(FileNotFoundError, NotADirectoryError):  # not created yet, or renamed in the meantime
@@ -368,7 +371,7 @@ class Writing:
 
 
 class TrainerGroup:
-    """All ranks of one role."""
+    """All ranks of one trainer or forward-only role, called as one object from the driver."""
 
     def __init__(self, workers: WorkerGroup, *, start_timeout_seconds: float, call_timeout_seconds: float) -> None:
         self.workers = workers
@@ -378,10 +381,10 @@ class TrainerGroup:
         self._folders: set[str] = set()
         """Folders into which exports and snapshots are being written."""
         self.unwritten: list[list[WritingProgress]] = []
-        """Writes of each rank that were unfinished at the last check, with their progress."""
+        """Per rank: progress of the writes that were unfinished at the last check."""
 
     async def start(self, spec: TrainerSpec) -> None:
-        """Join the ranks and load the model on each."""
+        """Connect the ranks in a process group and load the model on each."""
         first = self.workers.workers[0]
         await self.workers.call_all("start", spec, first.host, first.port, timeout=self._start_timeout_seconds)
 
@@ -390,15 +393,15 @@ class TrainerGroup:
         return await self._for_each_token("log_probs", batch, temperature)
 
     async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return `log_probs` of the base model, without the adapters that the role trains."""
+        """Return `log_probs` of the base model, without the LoRA adapters."""
         return await self._for_each_token("base_log_probs", batch, temperature)
 
     async def values(self, batch: SampleBatch) -> np.ndarray:
-        """Return float32 ``[total_tokens]``: the critic's value before each token of the batch."""
+        """Return float32 ``[total_tokens]``: the critic's value of the state before each token."""
         return await self._for_each_token("values", batch)
 
     async def _for_each_token(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
-        # What comes out of the object store is read-only, and the caller may write into its copy.
+        # Arrays from the object store are read-only; the caller gets a writable copy.
         return np.array((await self._call(method, ray.put(batch), *args))[0])
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
@@ -408,7 +411,7 @@ class TrainerGroup:
     async def train_part(
         self, batch: SampleBatch, objective: Objective, plan: TrainPlan, *, completes: bool
     ) -> tuple[dict[str, float], np.ndarray | None]:
-        """Train on a part of a batch; the last one ``completes`` the step. See `TrainStrategy.train_part`."""
+        """Train on a part of a batch; the last part ``completes`` the step. See `TrainStrategy.train_part`."""
         return (await self._call("train_part", ray.put(batch), objective, plan.temperature, completes))[0]
 
     async def usage(self) -> list[Usage]:
@@ -416,15 +419,15 @@ class TrainerGroup:
         return await self._call_beside("usage")
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
-        """Copy the weights into a buffer of the weight update."""
+        """Copy the weights of all ranks into weight-update buffer number ``buffer``; see `TrainWorker.gather`."""
         await self._call("gather", version, buffer, dtype, bucket_bytes)
 
     async def send(self, version: int) -> Publication:
-        """Hand gathered weights to the transport while training continues."""
+        """Hand the gathered weights of a version to the transport while training continues."""
         return await self.workers.workers[0].call("send", version, timeout=self._call_timeout_seconds)
 
     async def load_weights(self, publication: Publication) -> None:
-        """Replace the weights of a forward-only role, verified, by those of a version."""
+        """Replace the weights of a forward-only role by a version, and verify them; see `TrainWorker.load_weights`."""
         await self._call("load_weights", publication)
 
     async def push(self, version: int, target: PushTarget) -> None:
@@ -433,27 +436,27 @@ class TrainerGroup:
         await self.workers.workers[0].call("push", version, target, offers, timeout=self._call_timeout_seconds)
 
     def disconnect(self, name: str) -> None:
-        """Tell rank 0 that an engine is gone, so that no push waits for it."""
+        """Close rank 0's connection to a dead engine, so that no push waits for it. Does not wait for the result."""
         self.workers.workers[0].tell("disconnect", name)
 
     def release(self, version: int) -> None:
-        """Tell rank 0 that no engine will load this version again."""
+        """Free rank 0's copy of a version that no engine will load again. Does not wait for the result."""
         self.workers.workers[0].tell("release", version)
 
     async def export(self, folder: str) -> None:
-        """Copy the model. It is written into the folder in Hugging Face format while the ranks continue."""
+        """Copy the model, and write it into the folder in Hugging Face format in the background."""
         self._folders.add(folder)
         await self._call("export", folder)
 
     async def snapshot(self, folder: str) -> None:
-        """Copy the training state of all ranks. They write it into the folder while they continue."""
+        """Copy the training state of all ranks, and write it into the folder in the background."""
         self._folders.add(folder)
         await self._call("snapshot", folder)
 
     async def written(self) -> None:
-        """Wait until all exports and snapshots so far are on the disk, for as long as bytes move.
+        """Wait until all exports and snapshots started so far are on disk, as long as they make progress.
 
-        Raises `WritingStuck` if nothing moved on one rank for longer than a call may take.
+        Raises `WritingStuck` if a rank made no progress for longer than the call timeout.
         """
         limit, folders = self._call_timeout_seconds, sorted(self._folders)
         interval = min(LOOK_SECONDS, limit / 4)
@@ -473,15 +476,15 @@ class TrainerGroup:
                 before[rank] = there
 
     async def offload_states(self) -> None:
-        """Move the states of all ranks to host memory, to free the devices for another role."""
+        """Move weights and optimizer state of all ranks to host memory, to free the devices for another role."""
         await self._call("offload_states")
 
     async def load_states(self) -> None:
-        """Undo `offload_states`."""
+        """Move weights and optimizer state of all ranks back to the devices."""
         await self._call("load_states")
 
     async def watch(self) -> None:
-        """Raise `WorkerDied` as soon as a rank dies."""
+        """Run until a rank dies, then raise `WorkerDied`."""
         await self.workers.watch()
 
     async def _call(self, method: str, *args: object) -> list[Any]:
@@ -489,16 +492,16 @@ class TrainerGroup:
             return await self._call_beside(method, *args)
 
     async def _call_beside(self, method: str, *args: object) -> list[Any]:
-        """Make a call that does not use the ranks' model, and therefore need not wait for calls that do."""
+        """Call all ranks at once, without waiting for running calls. For methods that do not use the model."""
         return await self.workers.call_all(method, *args, timeout=self._call_timeout_seconds)
 
 
 class BaseOfTrainer:
-    """The base model of a trainer of adapters, used as reference or teacher. No second copy of it exists."""
+    """The base model of a LoRA trainer, used as reference or teacher without a second copy of it."""
 
     def __init__(self, trainer: TrainerGroup) -> None:
         self._trainer = trainer
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return what a `TrainerGroup` of the base model would return."""
+        """Return the base model's log-probabilities; see `TrainerGroup.log_probs`."""
         return await self._trainer.base_log_probs(batch, temperature)

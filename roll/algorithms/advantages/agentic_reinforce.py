@@ -1,4 +1,4 @@
-"""REINFORCE counted in segments of response tokens, for trajectories whose turns are not recorded."""
+"""REINFORCE discounted per segment of response tokens, for trajectories whose turns are not recorded."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def agentic_reinforce(
 ) -> Tensor:
     """Return the discounted return of each token's segment, ``[batch, seq]``.
 
-    The discount is applied once per segment, and all tokens of a segment share its return; ROLL does the same. But ROLL
-    counts only the reward on the last token of a segment. Here all rewards of the segment count, so that a KL penalty
-    on the other tokens is not lost. Two turns without a token between them are one segment; `step_reinforce` tells them
-    apart.
+    A segment is an unbroken run of response tokens. As in ROLL, the discount is applied once per segment, and all
+    tokens of a segment share its return. ROLL counts only the reward on the last token of a segment; here all rewards
+    of the segment count, so that KL penalties on the other tokens are not lost. Two turns without a token between them
+    form one segment; `step_reinforce` distinguishes them.
     """
     segments = response_segments(inputs.response_mask)
     return spread_over_tokens(turn_returns(inputs.token_rewards, segments, gamma), segments)

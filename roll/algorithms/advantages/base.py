@@ -1,9 +1,9 @@
-"""Advantage estimators: their inputs, how one is found by its name, and how advantages are shaped afterwards.
+"""Base of the advantage estimators: inputs, requirements, lookup by name, and whitening and clipping of advantages.
 
-Rewards come per token (a sequence's reward sits on its last response token, KL penalties on their own tokens) and are
-never changed in place. Tokens that the policy did not choose have no advantage and do not cut a return: a reward after
-a tool's answer still reaches the tokens before that answer. Groups and batch statistics need the whole batch, so an
-estimator is called once per batch and never per micro-batch. A new estimator is a file; the keyword
+Rewards are given per token: a sequence's reward is on its last response token, KL penalties are on each token. They are
+never modified in place. Tokens that the policy did not generate have no advantage, but do not interrupt a return: a
+reward after a tool's answer still reaches the tokens before that answer. Group and batch statistics need the whole
+batch, so an estimator is called once per batch, never per micro-batch. To add an estimator, add a file; the keyword
 arguments of its function are its settings.
 """
 
@@ -22,59 +22,66 @@ from roll.algorithms.kl import kl_penalised_token_rewards, sequence_token_reward
 from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, About, built
 
 advantage_estimator = About
-"""Decorator that describes an estimator; one with the default `AdvantageRequirements` works without it."""
+"""Decorator that describes an estimator. It can be omitted if the default `AdvantageRequirements` apply."""
 
 
 @dataclass(frozen=True)
 class AdvantageRequirements:
-    """Requirements and properties of an advantage estimator, for its callers."""
+    """Requirements and properties of an advantage estimator, for its callers and for configuration checks."""
 
     group_relative: bool = False
     """True if it compares the samples of a group."""
     least_samples: int = 2
-    """Samples of a group with which it teaches something, if it compares them."""
+    """Minimum group size for advantages other than 0, if it is group-relative."""
     needs_greedy_baseline: bool = False
     """True if it needs ``baseline_rewards``."""
     needs_values: bool = False
+    """True if it needs a critic's ``values``."""
     needs_parts: bool = False
-    """True if it compares the named rewards of a sample each by itself; it then reads no ``token_rewards``."""
+    """True if it handles each named reward of a sample separately. It then ignores ``token_rewards``."""
     needs_turns: bool = False
+    """True if it needs ``turns``."""
     needs_states: bool = False
+    """True if it needs ``states``."""
     for_episodes: bool = False
-    """True if it differs from other estimators only for episodes of several turns."""
+    """True if it is meant for multi-turn episodes. On single-turn responses it equals a simpler estimator."""
     returns_to_go: bool = False
-    """True if tokens of one response can have different advantages, given a discount or token rewards."""
+    """True if tokens of one response can have different advantages, because of a discount or per-token rewards."""
     shifts_cancel: Literal["none", "batch", "group"] = "none"
-    """Shifts of the rewards that have no effect: one amount for the whole batch, or one per group."""
+    """Invariance to reward shifts: ``batch``, adding one constant to the whole batch changes nothing; ``group``, adding
+    one constant per group changes nothing."""
     scales_cancel: Literal["none", "batch", "group"] = "none"
-    """Scalings of the rewards that have no effect: one factor for the whole batch, or one per group."""
+    """Invariance to multiplying rewards by a factor: one for the whole batch, or one per group."""
     whitens: bool = False
-    """True if it already gives the batch mean 0 and deviation 1, so that whitening again is pointless."""
+    """True if its advantages already have mean 0 and standard deviation 1 over the batch."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. Once this is made, floating-point tensors are float64, without gradient and 0 outside the
-    mask, whatever they held there. ``ValueError`` for a field of the wrong shape."""
+    """Inputs of an advantage estimator.
+
+    On construction, floating-point tensors are converted to float64 without gradient, and per-token ones are set to 0
+    outside the mask. ``ValueError`` for a field of the wrong shape.
+    """
 
     token_rewards: Tensor
-    """``[batch, seq]``."""
+    """``[batch, seq]``: reward of each token."""
     response_mask: Tensor
-    """bool ``[batch, seq]``."""
+    """bool ``[batch, seq]``: tokens that the policy generated."""
     groups: Tensor
-    """int64 ``[batch]``."""
+    """int64 ``[batch]``: group id of each sample."""
     values: Tensor | None = None
-    """``[batch, seq]``: the critic's estimate, made before each response token, of the return from that token on."""
+    """``[batch, seq]``: the critic's value of the state before each response token."""
     baseline_rewards: Tensor | None = None
-    """``[batch]``: the reward of the greedy response to the sample's prompt."""
+    """``[batch]``: reward of the greedy response to the sample's prompt."""
     parts: Tensor | None = None
-    """``[batch, names]``: the named rewards of each sample; 0 for a name that it does not have."""
+    """``[batch, names]``: named rewards of each sample; 0 where a sample lacks the name."""
     part_weights: Tensor | None = None
-    """``[batch, names]``: the weight of each in the sample's reward; 0 for a name that it does not have."""
+    """``[batch, names]``: weight of each named reward in the sample's reward; 0 where a sample lacks the name."""
     turns: Tensor | None = None
-    """int64 ``[batch, seq]``: the turn of each response token, counted from 0; -1 outside the mask."""
+    """int64 ``[batch, seq]``: turn number of each response token, from 0; -1 outside the mask."""
     states: Tensor | None = None
-    """int64 ``[batch, turns]``: the id of the state in which each turn acted; -1 for none."""
+    """int64 ``[batch, turns]``: id of the environment state in which each turn acted; -1: none."""
 
     def __post_init__(self) -> None:
         checked_mask(self.response_mask)
@@ -106,7 +113,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A named estimator with its arguments filled in."""
+    """An advantage estimator with its settings bound."""
 
     name: str
     function: Callable[..., Tensor]
@@ -118,10 +125,10 @@ class AdvantageEstimator:
     ) -> Tensor:
         """Return the advantages ``[batch, seq]`` of a whole batch, without gradient.
 
-        They are 0 outside the mask, whatever the inputs held there. Computed in float64; returned as float64 if the
-        rewards are float64, else float32. Without ``groups``, which only estimators that compare need, each sample is a
-        group of its own. ``fields`` are the other fields of `AdvantageInputs`. ``ValueError`` names a field that is
-        needed and missing, or that has the wrong shape.
+        They are 0 outside the mask, whatever the inputs hold there. Computed in float64; returned as float64 if the
+        rewards are float64, else as float32. ``groups`` ``[batch]`` are group ids; without them each sample is a group
+        of its own. ``fields`` are the other fields of `AdvantageInputs`. ``ValueError`` names a required field that is
+        missing, or a field of the wrong shape.
         """
         needs = self.requirements
         needed = {
@@ -143,7 +150,7 @@ class AdvantageEstimator:
 
 
 def make_advantage_estimator(name: str, args: Mapping[str, Any] | None = None) -> AdvantageEstimator:
-    """Return an estimator with its arguments. Raises `ConfigError` that lists every wrong name, type and range."""
+    """Return an estimator with its settings bound. Raises `ConfigError` listing every wrong name, type and range."""
     paths = ("adv_estimator", "adv_estimator_args")
     return AdvantageEstimator(name, *built(ADVANTAGE_ESTIMATORS, name, args or {}, paths, AdvantageRequirements()))
 
@@ -161,11 +168,12 @@ def estimate_advantages(
     token_rewards: Tensor | None = None,
     **fields: Tensor | None,
 ) -> Tensor:
-    """Turn the rewards of samples ``[batch]`` into the advantages of tokens ``[batch, seq]``, for a whole batch.
+    """Compute per-token advantages ``[batch, seq]`` from per-sample rewards ``[batch]``, for a whole batch.
 
-    Return float64 if the rewards are float64, else float32. With ``logprobs`` and ``reference_logprobs`` the token
-    rewards include the KL penalty; give both or neither, else ``ValueError``. ``token_rewards`` ``[batch, seq]`` are
-    added to them. ``fields`` are those of `AdvantageEstimator.__call__`.
+    The reward of a sample is placed on its last response token. With ``logprobs`` and ``reference_logprobs`` (both or
+    neither, else ``ValueError``), a KL penalty weighted by ``kl_coef`` is added to each token's reward. Optional
+    ``token_rewards`` ``[batch, seq]`` are added as well. ``fields`` are those of `AdvantageEstimator.__call__`. Returns
+    float64 if the rewards are float64, else float32.
     """
     if logprobs is not None and reference_logprobs is not None:
         all_rewards = kl_penalised_token_rewards(
@@ -188,10 +196,11 @@ def shape_advantages(
     weight: float = 1.0,
     others: Tensor | None = None,
 ) -> Tensor:
-    """Whiten advantages over the batch if ``whitened``, multiply them by ``weight``, add ``others``, and clip the sum
-    to [-clip, clip]; all ``[batch, seq]``.
+    """Return clip(weight x whiten(advantages) + others, -clip, clip); all ``[batch, seq]``.
 
-    ``others`` are 0 outside the response mask. ``ValueError`` unless ``clip`` is above 0, and for a wrong shape.
+    Advantages are whitened over the batch only if ``whitened``. ``others`` are further advantages, 0 outside the
+    response mask; None: 0. ``clip`` None: no clipping. ``ValueError`` unless ``clip`` is above 0, and for a wrong
+    shape.
     """
     checked_mask(response_mask)
     for name, tensor in (("advantages", advantages), ("others", others)):
@@ -211,10 +220,10 @@ def shape_advantages(
 
 
 def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Give advantages ``[batch, seq]`` mean 0 and deviation 1 over the response tokens of the whole batch.
+    """Normalise advantages ``[batch, seq]`` to mean 0 and standard deviation 1 over the batch's response tokens.
 
-    The deviation is unbiased (n - 1). Equal values (or a single token, or none) give exactly 0. Returns the type of
-    ``advantages``. ``ValueError`` for a wrong shape or type.
+    The deviation is unbiased (n - 1); ``eps`` is added to it. If all values are equal the result is exactly 0. Returns
+    the dtype of ``advantages``. ``ValueError`` for a wrong shape or dtype.
     """
     checked_mask(response_mask)
     checked_shape("advantages", advantages, tuple(response_mask.shape), floating=True)

@@ -1,7 +1,7 @@
-"""Generalised advantage estimation over response tokens only.
+"""Generalised advantage estimation (GAE) over response tokens only.
 
-Positions between two response tokens (a tool's answer, padding) are skipped: the bootstrap is the value of the next
-response token. After the last response token there is no bootstrap.
+Other positions (a tool's answer, padding) are skipped: a token bootstraps from the value at the next response token.
+The last response token has no bootstrap.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ def gae(
         ),
     ] = 0.95,
 ) -> Tensor:
-    """Return GAE advantages, ``[batch, seq]``; the returns that values are trained on are advantage + value.
+    """Return GAE advantages, ``[batch, seq]`` (arXiv 1506.02438). The critic's training target is advantage + value.
 
-    With t + 1 the next response token, d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1]
-    (arXiv 1506.02438).
+    d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1], with t + 1 the next response token.
     """
     values, mask = needed(inputs.values, "values"), inputs.response_mask
-    # At each position the value of the response token that follows it; 0 where none does.
+    # Value at the next response token after each position; 0 if there is none.
     carried = accumulate_from_the_end(values, (~mask).to(values.dtype))
     following = pad(carried[:, 1:], (0, 1))
     errors = keep(inputs.token_rewards + gamma * following - values, mask)

@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each compared within its group by itself."""
+"""GDPO: several named rewards, each normalised within the group separately, then summed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def gdpo(
     ] = True,
     eps: Eps = 1e-6,
 ) -> Tensor:
-    """Return the weighted sum of the `grpo` advantages of each named reward, normalised over the batch's samples.
+    """Return the weighted sum of the `grpo` advantages of each named reward, ``[batch, seq]`` (arXiv 2601.05242).
 
-    ``[batch, seq]`` (arXiv 2601.05242). Deviations are unbiased, as in TRL's ``normalize_then_sum``.
+    With ``normalize_by_batch``, the sum is normalised over the samples of the batch. Deviations are unbiased, as in
+    TRL's ``normalize_then_sum``.
     """
     present = inputs.response_mask.any(-1)
     parts = needed(inputs.parts, "parts")[present]

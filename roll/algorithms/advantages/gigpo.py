@@ -1,4 +1,4 @@
-"""GiGPO: compares episodes within their group, and turns with other turns that acted in the same state."""
+"""GiGPO: compares episodes within their group, and turns with other turns of the group in the same state."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def gigpo(
 ) -> Tensor:
     """Return the episode's advantage plus ``step_weight`` x the turn's advantage, ``[batch, seq]`` (arXiv 2505.10978).
 
-    The reward of an episode is undiscounted. A turn has a step advantage of exactly 0 if no other turn of its group
-    shares its state, or if it has no state (-1). Equal states of different groups are different states. ``ValueError``
-    if ``states`` has fewer turns than ``turns``.
+    The episode's reward is undiscounted; turn returns are discounted by ``gamma``. A turn's advantage is exactly 0 if
+    no other turn of its group acted in the same state, or if it has no state (-1). States are compared within a group
+    only. ``ValueError`` if ``states`` has fewer turns than ``turns``.
     """
     turns = checked_turns(inputs)
     episode = compared(inputs, lambda rewards, groups, _: group_normalised(rewards, groups, normalize_by_std, eps))
@@ -56,7 +56,7 @@ def gigpo(
     states = states[:, :number]
     acted = turn_sums(inputs.response_mask.long(), turns) > 0
     anchored = acted & (states != -1)
-    # Number of the pair (group, state) of each anchored turn.
+    # Index of the (group, state) pair of each turn that has a state.
     _, group = inputs.groups[:, None].expand(states.shape)[anchored].unique(return_inverse=True)
     names, state = states[anchored].unique(return_inverse=True)
     pairs = group * len(names) + state

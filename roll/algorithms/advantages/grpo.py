@@ -1,4 +1,4 @@
-"""GRPO: rewards compared within their group, divided by its deviation or not (Dr. GRPO)."""
+"""GRPO: rewards minus the group mean, divided by the group's standard deviation or not (Dr. GRPO)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def grpo(
     ] = True,
     eps: Eps = 1e-6,
 ) -> Tensor:
-    """Return (reward - group mean) / group deviation (unbiased), ``[batch, seq]`` (arXiv 2402.03300).
+    """Return (reward - group mean) / (group standard deviation + eps), ``[batch, seq]`` (arXiv 2402.03300).
 
-    Exactly 0 in a group of one sample and in a group of equal rewards.
+    The deviation is unbiased. Exactly 0 in a group of one sample and in a group of equal rewards.
     """
     return compared(inputs, lambda rewards, groups, _: group_normalised(rewards, groups, normalize_by_std, eps))

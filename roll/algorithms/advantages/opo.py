@@ -1,4 +1,4 @@
-"""OPO: the length-weighted mean of the group is the baseline."""
+"""OPO: the baseline is the group's mean reward, weighted by response length."""
 
 from __future__ import annotations
 

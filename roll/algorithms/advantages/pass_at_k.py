@@ -1,4 +1,4 @@
-"""Pass@k: a sample is worth what it adds to the best of k samples of its group."""
+"""Pass@k: a sample's advantage is its contribution to the best of k samples of its group."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def pass_at_k(
     ] = "group",
     eps: Eps = 1e-6,
 ) -> Tensor:
-    """Return the advantages of pass@k (largest reward of k samples), ``[batch, seq]``, in closed form.
+    """Return the advantages for the objective pass@k (largest reward of k samples), ``[batch, seq]``, in closed form.
 
-    With rewards 0 and 1 the baseline ``group`` gives the analytic advantages of the paper (arXiv 2508.10751). A group
-    of k samples or fewer has advantage 0.
+    With rewards 0 and 1, baseline ``group`` gives the paper's analytic advantages (arXiv 2508.10751). In a group of k
+    samples or fewer, advantages are 0.
     """
 
     def compare(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def _advantages(rewards: Tensor, k: int, baseline: str, eps: float) -> Tensor:
     size = len(ordered)
     with_it = torch.zeros_like(ordered)
     without_it = torch.zeros_like(ordered)
-    # The share of k-subsets (of those with sample i, of those without it) whose largest sample is number j.
+    # Mean maximum over the k-subsets that contain sample `index`, and over those that do not.
     for index in range(size):
         rest = ordered[torch.arange(size) != index]
         shares = _shares_of_largest(size - 1, k - 1).to(ordered)
@@ -88,7 +88,7 @@ def _advantages(rewards: Tensor, k: int, baseline: str, eps: float) -> Tensor:
 
 @cache
 def _shares_of_largest(size: int, k: int) -> Tensor:
-    """Return for each of ``size`` samples in rising order the share of k-subsets of which it is the last one."""
+    """Return, for each of ``size`` samples in ascending order, the fraction of k-subsets whose largest it is."""
     return torch.tensor(
         [math.comb(index, k - 1) / math.comb(size, k) if k > 0 else 0.0 for index in range(size)], dtype=torch.float64
     )

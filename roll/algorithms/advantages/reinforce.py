@@ -1,4 +1,4 @@
-"""REINFORCE: the discounted return, unchanged."""
+"""REINFORCE: the discounted return, without a baseline."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ from roll.algorithms.advantages.shared import TokenDiscount, token_returns
     requirements=AdvantageRequirements(returns_to_go=True),
 )
 def reinforce(inputs: AdvantageInputs, *, gamma: TokenDiscount = 1.0) -> Tensor:
-    """Return the discounted return to go, counted in response tokens, ``[batch, seq]`` (Williams 1992)."""
+    """Return the return-to-go of each token, discounted per response token, ``[batch, seq]`` (Williams 1992)."""
     return token_returns(inputs.token_rewards, inputs.response_mask, gamma)

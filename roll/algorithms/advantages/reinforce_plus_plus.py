@@ -1,6 +1,6 @@
 """REINFORCE++: returns, normalised over all response tokens of the batch.
 
-The deviation is that of the whole batch, so a sample hardly influences its own divisor, unlike in a small group.
+A sample has little influence on the batch's standard deviation, unlike on that of a small group.
 """
 
 from __future__ import annotations

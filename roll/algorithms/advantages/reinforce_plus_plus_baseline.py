@@ -19,7 +19,7 @@ from roll.algorithms.advantages.shared import BatchEps, compared, group_mean
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, eps: BatchEps = 1e-8) -> Tensor:
     """Return group-centred rewards, whitened over the tokens of the batch, ``[batch, seq]`` (arXiv 2501.03262).
 
-    Every token has the same weight, so the mean that whitening subtracts need not be 0 if lengths differ.
+    Whitening weighs every token equally, so the mean that it subtracts need not be 0 if response lengths differ.
     """
     centred = compared(inputs, lambda rewards, groups, _: rewards - group_mean(rewards, groups))
     return whiten(centred, inputs.response_mask, eps)

@@ -1,4 +1,4 @@
-"""ReMax: the reward of a greedy response to the same prompt is the baseline."""
+"""ReMax: the baseline is the reward of a greedy response to the same prompt."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from roll.algorithms.aggregation import needed
     requirements=AdvantageRequirements(needs_greedy_baseline=True),
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """Return the sequence's reward (sum of its token rewards) minus its greedy baseline, ``[batch, seq]``."""
+    """Return the sequence's reward (sum of its token rewards) minus the greedy response's reward, ``[batch, seq]``."""
     advantages = inputs.token_rewards.sum(-1) - needed(inputs.baseline_rewards, "baseline_rewards")
     return advantages[:, None].expand(inputs.response_mask.shape)

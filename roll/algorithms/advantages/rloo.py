@@ -1,4 +1,4 @@
-"""RLOO: the mean of the other samples of the group is the baseline."""
+"""RLOO: the baseline is the mean reward of the other samples of the group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll.algorithms.advantages.shared import compared, group_mean, group_sizes
     requirements=AdvantageRequirements(group_relative=True, shifts_cancel="group"),
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """Return the reward minus the mean of the others, n / (n - 1) x (reward - mean of all), ``[batch, seq]``."""
+    """Return the reward minus the mean of the group's other rewards, ``[batch, seq]`` (arXiv 2402.14740)."""
 
     def leave_one_out(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
         sizes = group_sizes(groups)

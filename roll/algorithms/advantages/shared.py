@@ -1,8 +1,8 @@
-"""Common parts of several estimators: the samples of a group compared, returns per token, returns per turn.
+"""Functions shared by estimators: group statistics, returns per token, returns per turn.
 
-The reward of a sample is the sum of its token rewards, and the reward of a turn the sum of those of its tokens.
-Deviations are unbiased (n - 1), and 0 for fewer than two values. Equal values have exactly themselves as mean and
-exactly 0 as deviation: a remainder of 1e-17, divided by a small deviation, would become an advantage.
+The reward of a sample or turn is the sum of its token rewards. Standard deviations are unbiased (n - 1), and 0 for
+fewer than two values. For equal values the mean is exactly their value and the deviation exactly 0; otherwise a
+rounding error of 1e-17, divided by a small deviation, would become an advantage.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from roll.algorithms.advantages.base import AdvantageInputs
 
 TokenDiscount = Annotated[float, Field(ge=0, le=1, description="Discount per response token.")]
-"""A setting of estimators of returns per token."""
+"""Type of the discount setting of per-token returns."""
 Eps = Annotated[float, Field(gt=0, description="Added to the standard deviation, in units of the reward.")]
-"""A setting of estimators that divide by the deviation of a group."""
+"""Type of the epsilon setting of estimators that divide by a group's standard deviation."""
 BatchEps = Annotated[float, Field(gt=0, description="Added to the deviation of the batch, in units of the reward.")]
-"""A setting of estimators that divide by the deviation of all response tokens of a batch."""
+"""Type of the epsilon setting of estimators that divide by the standard deviation over a batch's response tokens."""
 
 Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
-"""Group of each sample ``[batch]``: any integers or texts, in any order."""
+"""Group id of each sample, ``[batch]``: integers or strings, in any order."""
 
 
 def group_tensor(groups: Groups, like: Tensor) -> Tensor:
-    """Return ``groups`` as int64 ``[batch]`` on the device of ``like``, whose first dimension is the batch.
+    """Return group ids as an int64 tensor ``[batch]`` on the device of ``like`` ``[batch, ...]``.
 
     ``ValueError`` if the sizes differ.
     """
@@ -47,13 +47,13 @@ def group_tensor(groups: Groups, like: Tensor) -> Tensor:
 
 
 def group_sizes(groups: Tensor) -> Tensor:
-    """Count the members of each value's group: int64 ``[values]`` from int64 ``[values]``."""
+    """Return the size of each value's group, int64 ``[values]``; ``groups`` is int64 ``[values]``."""
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
     return sizes[index]
 
 
 def group_range(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value of each value's group, ``[values]`` each; ``groups`` is int64."""
+    """Return the minimum and maximum of each value's group, two tensors ``[values]``; ``groups`` is int64."""
     names, index = groups.unique(return_inverse=True)
     empty = values.new_zeros(len(names))
     lowest = empty.scatter_reduce(0, index, values, "amin", include_self=False)
@@ -62,7 +62,7 @@ def group_range(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the mean of each value's group, ``[values]``; weighted if ``weights`` (above 0, same shape) are given."""
+    """Return the mean of each value's group, ``[values]``; weighted by ``weights`` (positive, same shape) if given."""
     names, index = groups.unique(return_inverse=True)
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     empty = values.new_zeros(len(names))
@@ -84,11 +84,11 @@ def result_dtype(values: Tensor) -> torch.dtype:
 
 
 def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Return ``[batch, seq]``: for all tokens of a sample, the advantage that ``compare`` computes for the sample.
+    """Compute one advantage per sample with ``compare``, and return it for all tokens of the sample, ``[batch, seq]``.
 
-    ``compare(rewards, groups, lengths)`` gets only the samples with response tokens, so the others do not count as
-    members of their groups; their advantage is 0. Its arguments and result are ``[samples]``: ``rewards`` are float64,
-    ``groups`` and ``lengths`` (in response tokens) int64.
+    ``compare(rewards, groups, lengths)`` takes and returns tensors ``[samples]``: ``rewards`` float64, ``groups`` and
+    ``lengths`` (in response tokens) int64. Samples without response tokens are left out, so they do not count as
+    members of their groups; their advantage is 0.
     """
     lengths = inputs.response_mask.sum(-1)
     present = lengths > 0
@@ -99,16 +99,15 @@ def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor]
 
 
 def group_normalised(rewards: Tensor, groups: Tensor, normalize_by_std: bool, eps: float) -> Tensor:
-    """Return the `grpo` advantage of each sample ``[batch]``, from ``rewards`` float64 and ``groups`` int64,
-    ``[batch]``."""
+    """Return the `grpo` advantage of each sample, ``[batch]``; ``rewards`` (float64) and ``groups`` (int64) are too."""
     centred = rewards - group_mean(rewards, groups)
     return centred / (group_deviation(rewards, groups) + eps) if normalize_by_std else centred
 
 
 def accumulate_from_the_end(values: Tensor, factors: Tensor) -> Tensor:
-    """Return y with y[t] = values[t] + factors[t] x y[t + 1] and 0 after the end; all ``[batch, length]``.
+    """Solve y[t] = values[t] + factors[t] x y[t + 1], with y = 0 after the end; all ``[batch, length]``.
 
-    Works by doubling: after k rounds each entry holds the sum over 2^k positions, so a sequence of 32,768 takes 15
+    A parallel scan by doubling: after k rounds each entry is the sum over 2^k positions, so 32,768 positions take 15
     rounds.
     """
     distance = 1
@@ -120,7 +119,7 @@ def accumulate_from_the_end(values: Tensor, factors: Tensor) -> Tensor:
 
 
 def token_returns(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Return the return to go at each response token, ``[batch, seq]``, discounted per response token.
+    """Return the return-to-go at each response token, ``[batch, seq]``, discounted per response token.
 
     ``token_rewards`` must be 0 outside ``response_mask`` (bool); both are ``[batch, seq]``.
     """
@@ -129,13 +128,15 @@ def token_returns(token_rewards: Tensor, response_mask: Tensor, gamma: float) ->
 
 
 def response_segments(response_mask: Tensor) -> Tensor:
-    """Number the unbroken runs of response tokens: int64 ``[batch, seq]`` from 0, -1 outside the mask."""
+    """Return the segment number of each token, int64 ``[batch, seq]``, from 0; -1 outside the mask.
+
+    A segment is an unbroken run of response tokens."""
     before = torch.cat([torch.zeros_like(response_mask[:, :1]), response_mask[:, :-1]], dim=-1)
     return torch.where(response_mask, (response_mask & ~before).cumsum(-1) - 1, -1)
 
 
 def checked_turns(inputs: AdvantageInputs) -> Tensor:
-    """Return the turns of ``inputs``. ``ValueError`` if a response token has none: its reward would be lost."""
+    """Return ``inputs.turns``. ``ValueError`` if a response token has no turn, because its reward would be lost."""
     turns = needed(inputs.turns, "turns")
     if (inputs.response_mask & (turns < 0)).any():
         raise ValueError("turns: a response token belongs to no turn; turns are counted from 0")
@@ -143,26 +144,26 @@ def checked_turns(inputs: AdvantageInputs) -> Tensor:
 
 
 def turn_sums(token_values: Tensor, turns: Tensor) -> Tensor:
-    """Sum over the tokens of each turn: ``[batch, turns]`` from ``[batch, seq]`` and int64 turns, -1 for none."""
+    """Sum token values ``[batch, seq]`` over each turn, ``[batch, turns]``. ``turns`` is int64, -1 for no turn."""
     number = int(turns.max()) + 1 if turns.numel() else 0
     sums = token_values.new_zeros(len(turns), number + 1)
     return sums.scatter_add(1, torch.where(turns < 0, number, turns), token_values)[:, :number]
 
 
 def turn_returns(token_rewards: Tensor, turns: Tensor, gamma: float) -> Tensor:
-    """Return the return to go of each turn, ``[batch, turns]``, discounted by ``gamma`` per turn number."""
+    """Return the return-to-go of each turn, ``[batch, turns]``, discounted by ``gamma`` per turn."""
     rewards = turn_sums(token_rewards, turns)
     return accumulate_from_the_end(rewards, torch.full_like(rewards, gamma))
 
 
 def spread_over_tokens(turn_values: Tensor, turns: Tensor) -> Tensor:
-    """Give each token the value of its turn, ``[batch, seq]``; 0 where there is no turn."""
+    """Return the value of each token's turn, ``[batch, seq]``; 0 for tokens without a turn."""
     number = turn_values.shape[-1]
     return pad(turn_values, (0, 1)).gather(1, torch.where(turns < 0, number, turns))
 
 
 def segment_means(token_values: Tensor, response_mask: Tensor) -> Tensor:
-    """Give each token the mean of its unbroken run of response tokens, ``[batch, seq]``; 0 outside the mask."""
+    """Return the mean over each token's segment (run of response tokens), ``[batch, seq]``; 0 outside the mask."""
     segments = response_segments(response_mask)
     sums = turn_sums(keep(token_values, response_mask), segments)
     return spread_over_tokens(sums / turn_sums(response_mask.to(sums.dtype), segments).clamp(min=1), segments)

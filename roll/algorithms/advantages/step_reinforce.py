@@ -1,6 +1,6 @@
-"""REINFORCE counted in turns: all tokens of a turn get the discounted return of the turn.
+"""REINFORCE discounted per turn: all tokens of a turn get the turn's discounted return.
 
-A long answer is therefore not discounted more than a short one.
+A long turn is therefore not discounted more than a short one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from roll.algorithms.advantages.shared import checked_turns, spread_over_tokens,
 def step_reinforce(
     inputs: AdvantageInputs, *, gamma: Annotated[float, Field(ge=0, le=1, description="Discount per turn.")] = 1.0
 ) -> Tensor:
-    """Return the discounted return of each token's turn, ``[batch, seq]``. A turn without tokens is still
-    discounted."""
+    """Return the discounted return of each token's turn, ``[batch, seq]``. Turns without tokens are discounted too."""
     turns = checked_turns(inputs)
     return spread_over_tokens(turn_returns(inputs.token_rewards, turns, gamma), turns)

@@ -1,8 +1,8 @@
-"""The common parts of all policy losses: their inputs, their requirements, and how one is found by its name.
+"""Base of the policy losses: inputs, requirements, lookup by name.
 
 A loss is a function of `PolicyInputs` that returns per-token values; its keyword arguments are its settings. It never
-decides which tokens count: its inputs are 0 outside the mask, and so is what `PolicyLoss` makes of its results. A loss
-that lacks an input it needs fails instead of correcting nothing. A new loss is a file.
+decides which tokens count: inputs are 0 outside the mask, and `PolicyLoss` sets the results to 0 there too. A loss
+whose required inputs are missing raises an error. To add a loss, add a file.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from roll.algorithms.aggregation import checked_mask, checked_shape, keep, neede
 from roll.algorithms.registry import POLICY_LOSSES, About, built
 
 policy_loss = About
-"""Decorator that describes a loss; a loss with the default `LossRequirements` works without it."""
+"""Decorator that describes a loss. It can be omitted if the default `LossRequirements` apply."""
 
 OldPolicy = Literal["behaviour", "proximal"]
 
 TokenMetrics = dict[str, Tensor]
-"""Name -> value per token ``[batch, seq]``; reported as the mean over response tokens.
+"""Metric name -> value per token, ``[batch, seq]``. Reported as the mean over response tokens.
 
-Every loss reports ``clip_fraction``: 1 where a bound changed the gradient or the weight of the token, else 0.
+Every loss reports ``clip_fraction``: 1 where a bound changed the token's gradient or weight, else 0.
 """
 
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """Inputs of a policy loss. ``[batch, seq]`` unless stated; entry t describes one token.
+    """Inputs of a policy loss, each ``[batch, seq]`` unless stated otherwise.
 
     Log-probabilities and advantages are set to 0 outside the mask, so ratios are 1 there. ``ValueError`` for a tensor
-    of the wrong shape: nothing is broadcast.
+    of the wrong shape; nothing is broadcast.
     """
 
     logprobs: Tensor
-    """Log-probabilities of the current policy, with gradient."""
+    """Log-probabilities under the current policy, with gradient."""
     behaviour_logprobs: Tensor
-    """Log-probabilities recorded when the token was sampled."""
+    """Log-probabilities recorded by the engine when the tokens were sampled."""
     advantages: Tensor
     response_mask: Tensor
-    """bool: tokens the policy chose."""
+    """bool: tokens that the policy generated."""
     proximal_logprobs: Tensor | None = None
-    """Log-probabilities that the trainer recomputed before the first update on the batch."""
+    """Log-probabilities recomputed by the trainer before the first update on the batch."""
     scores: Tensor | None = None
-    """``[batch]``: raw verifier output."""
+    """``[batch]``: raw rewards of the verifier."""
     selected: Tensor | None = None
     """bool: tokens that the loss selected from the whole batch (`LossRequirements.select`)."""
     old_policy: OldPolicy = "behaviour"
-    """The policy in the denominator of the ratio."""
+    """The log-probabilities that form the denominator of the ratio."""
 
     def __post_init__(self) -> None:
         if self.old_policy not in get_args(OldPolicy):
@@ -67,7 +67,7 @@ class PolicyInputs:
             object.__setattr__(self, "selected", self.selected & self.response_mask)
 
     def old_logprobs(self) -> Tensor:
-        """Return the log-probabilities of the ratio's denominator. ``ValueError`` if they were not recomputed."""
+        """Return the log-probabilities in the ratio's denominator. ``ValueError`` if they are missing."""
         if self.old_policy == "behaviour":
             return self.behaviour_logprobs
         if self.proximal_logprobs is None:
@@ -75,15 +75,15 @@ class PolicyInputs:
         return self.proximal_logprobs
 
     def log_ratio(self) -> Tensor:
-        """Return log(current / old)."""
+        """Return the log ratio log(current / old)."""
         return self.logprobs - self.old_logprobs()
 
     def ratio(self) -> Tensor:
-        """Return current / old. Not clamped: an overflow must be visible."""
+        """Return the ratio current / old. Not clamped, so that an overflow is visible."""
         return self.log_ratio().exp()
 
     def response_lengths(self) -> Tensor:
-        """Count the response tokens of each row, ``[batch, 1]``; at least 1, so that it can be a divisor."""
+        """Return the number of response tokens of each row, ``[batch, 1]``; at least 1, for use as a divisor."""
         return self.response_mask.sum(-1, keepdim=True).clamp(min=1)
 
     def sequence_log_ratio(self, mean: bool) -> Tensor:
@@ -94,35 +94,36 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class LossRequirements:
-    """Requirements and properties of a policy loss, for the checks of a configuration."""
+    """Requirements and properties of a policy loss, for configuration checks."""
 
     uses_old_policy: bool = True
-    """True if the old policy enters the loss."""
+    """True if the loss depends on the old policy."""
     importance_weighted: bool = True
-    """True if current / old is a weight of the loss; a second weight for the same distance would count twice."""
+    """True if the loss is weighted by the ratio current / old. A further importance weight would then count twice."""
     corrects: bool = True
-    """True if it handles stale tokens when the old policy is the behaviour policy."""
+    """True if the loss corrects for stale tokens, given that the old policy is the behaviour policy."""
     needs_proximal: bool = False
-    """True if it needs ``proximal_logprobs`` whatever the old policy."""
+    """True if it always needs ``proximal_logprobs``, whatever the old policy."""
     needs_scores: bool = False
+    """True if it needs ``scores``."""
     sequence_valued: bool = False
-    """True if the loss of a token is that of its whole response. A weight of one token then weighs the whole response,
-    and one advantage per response is assumed."""
+    """True if each token's loss is that of its whole response. A token's weight then scales the whole response, and one
+    advantage per response is assumed."""
     ratio_one: Literal["vanilla", "noise"] | None = "vanilla"
-    """What the loss does where current / old is 1 up to rounding, as in the only optimizer step on a batch: the same as
-    ``vanilla``, or beyond that only what follows the rounding (``noise``). None if it differs from ``vanilla``."""
+    """Behaviour at ratio 1 up to rounding, as in the only optimizer step on a batch. ``vanilla``: the gradient is that
+    of ``vanilla``; ``noise``: additional terms depend on rounding errors only; None: it differs from ``vanilla``."""
     select: Callable[..., Tensor] | None = None
-    """Function that selects tokens of the whole batch, once before the first update on it, so that the selection
-    depends on no micro-batch (`PolicyLoss.select`)."""
+    """Function that selects tokens from the whole batch, once before the first update on it, so that the selection does
+    not depend on micro-batches. See `PolicyLoss.select`."""
 
     def reads_proximal(self, old_policy: OldPolicy) -> bool:
-        """Return True if the loss needs ``proximal_logprobs`` with this old policy."""
+        """Return True if the loss needs ``proximal_logprobs`` with this choice of old policy."""
         return self.needs_proximal or (self.uses_old_policy and old_policy == "proximal")
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A named policy loss with its arguments filled in."""
+    """A policy loss with its settings bound."""
 
     name: str
     function: Callable[..., tuple[Tensor, TokenMetrics]]
@@ -130,7 +131,7 @@ class PolicyLoss:
     requirements: LossRequirements
 
     def __call__(self, inputs: PolicyInputs) -> tuple[Tensor, TokenMetrics]:
-        """Return loss and metrics per token ``[batch, seq]``, all 0 outside the mask.
+        """Return per-token losses and metrics, ``[batch, seq]``, 0 outside the mask.
 
         Raises ``ValueError`` if log-probabilities, scores or selected tokens that the loss needs are missing.
         """
@@ -148,35 +149,35 @@ class PolicyLoss:
         return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
 
     def select(self, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the tokens that the loss selects, bool ``[batch, seq]``, from a whole batch.
+        """Run the loss's selection function on a whole batch. Return the selected tokens, bool ``[batch, seq]``.
 
-        ``old_logprobs`` and ``advantages`` (float64) and ``mask`` (bool: the tokens of the loss) are ``[batch, seq]``;
-        ``generator`` is for random choices. The loss's function gets its arguments, too. ``ValueError`` if it has none.
+        ``old_logprobs`` and ``advantages`` (float64) and ``mask`` (bool: the trained tokens) are ``[batch, seq]``;
+        ``generator`` is for random choices. ``ValueError`` if the loss has no selection function.
         """
         function = needed(self.requirements.select, f"the tokens that {self.name} selects")
         return function(old_logprobs, advantages, mask, generator, **self.arguments)
 
 
 def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
-    """Return a policy loss with its arguments. Raises `ConfigError` that lists every wrong name, type and range."""
+    """Return a policy loss with its settings bound. Raises `ConfigError` listing every wrong name, type and range."""
     paths = ("pg_variant", "pg_variant_args")
     return PolicyLoss(name, *built(POLICY_LOSSES, name, args or {}, paths, LossRequirements()))
 
 
 def covariances(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return (log pi - its mean) x (A - its mean) over the tokens in ``mask``, ``[tokens]`` in their order.
+    """Return (log pi - mean(log pi)) x (A - mean(A)) for each token in ``mask``, ``[tokens]``, in order.
 
-    These are the summands of the covariance that drives the entropy down (arXiv 2505.22617).
+    Their mean is the covariance that drives the decrease of entropy (arXiv 2505.22617).
     """
     logprobs, advantages = old_logprobs[mask], advantages[mask]
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:
-    """Return the metric from a bool mask ``[batch, seq]``, or ``[batch, 1]`` for all tokens of a row."""
+    """Return the metric ``clip_fraction``. ``changed`` is bool ``[batch, seq]``, or ``[batch, 1]`` for whole rows."""
     return {"clip_fraction": changed.to(like.dtype).expand(like.shape)}
 
 
 def nothing_clipped(like: Tensor) -> TokenMetrics:
-    """Return the metric of a loss without bounds."""
+    """Return the metric ``clip_fraction`` of a loss without bounds: 0 for all tokens."""
     return {"clip_fraction": torch.zeros_like(like)}

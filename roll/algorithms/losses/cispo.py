@@ -1,4 +1,4 @@
-"""CISPO: a constant, bounded importance weight around 1, with PPO's trust region as an option."""
+"""CISPO: policy gradient with a clipped importance weight without gradient; PPO's trust region is optional."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def cispo(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log pi, ``[batch, seq]`` (arXiv 2506.13585).
 
-    The source is MiniMax-M1. With the unified mask, the loss is 0 for a token with A > 0 and r > 1 + epsilon_high, or
-    with A < 0 and r < 1 - epsilon_low. ``clip_fraction``: share of tokens whose weight was changed by the bounds or the
-    mask.
+    With the unified mask, the loss is 0 for a token with A > 0 and r > 1 + epsilon_high, or with A < 0 and
+    r < 1 - epsilon_low. ``clip_fraction``: fraction of tokens whose weight was changed by the bounds or the mask.
     """
     ratio, advantages = inputs.ratio().detach(), inputs.advantages
     lower, upper = 1 - epsilon_low, 1 + epsilon_high

@@ -1,4 +1,6 @@
-"""Clip-Cov: a few of the tokens that push the entropy down most get no gradient."""
+"""Clip-Cov: removes the gradient of a few tokens with a high covariance of log-probability and advantage.
+
+These tokens contribute most to the loss of entropy."""
 
 from __future__ import annotations
 
@@ -67,9 +69,9 @@ def clip_cov(
         ClipHigh, Field(description="The ratio is clipped from above at 1 + `clip_high`; the paper has no bound.")
     ] = 1.0,
 ) -> tuple[Tensor, TokenMetrics]:
-    """Return `clipped_surrogate` of current / old, 0 for selected tokens, ``[batch, seq]`` (arXiv 2505.22617).
+    """Return `clipped_surrogate` of current / old, and 0 for selected tokens, ``[batch, seq]`` (arXiv 2505.22617).
 
-    ``clip_fraction``: share of tokens that are selected or have a cut gradient.
+    ``clip_fraction``: fraction of tokens that are selected, or whose gradient is clipped.
     """
     selected = needed(inputs.selected, "selected")
     losses, cut = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high)

@@ -1,8 +1,8 @@
-"""Decoupled PPO: corrects for one policy and stays close to another.
+"""Decoupled PPO: importance weights correct for the behaviour policy; the trust region is around the proximal policy.
 
-The behaviour policy sampled the tokens, so the expectation needs the weight proximal / behaviour. The trust region lies
-around the proximal policy, so stale tokens do not use up their clipping range before training starts. The weight is
-part of the definition; no argument turns it off.
+Tokens were sampled by the behaviour policy, so the expectation needs the weight proximal / behaviour. The trust region
+is around the proximal policy, so stale tokens do not start training with their clipping range used up. The weight is
+part of the definition; no setting turns it off.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def decoupled_ppo(
         ),
     ] = None,
 ) -> tuple[Tensor, TokenMetrics]:
-    """Return `clipped_surrogate` of current / proximal times the constant proximal / behaviour, ``[batch, seq]``.
+    """Return proximal / behaviour (without gradient) times `clipped_surrogate` of current / proximal, ``[batch, seq]``.
 
-    The old policy of the inputs does not matter. ``clip_fraction``: share of tokens with a cut gradient or a truncated
-    weight.
+    Ignores ``inputs.old_policy``. ``clip_fraction``: fraction of tokens with a clipped gradient or a truncated weight.
     """
     proximal = needed(inputs.proximal_logprobs, "proximal_logprobs")
     ratio = (proximal - inputs.behaviour_logprobs).detach().exp()

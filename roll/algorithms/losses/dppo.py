@@ -1,8 +1,8 @@
-"""Divergence PPO: a trust region in probabilities instead of ratios.
+"""Divergence PPO: a trust region on the divergence between policies instead of the ratio.
 
-A ratio of 100 means little for a token of probability 1e-5, and a ratio of 0.8 very much for one of 0.99. A token is
-therefore cut not by its ratio but by how far the distribution {this token, any other} has moved. This distance is all
-that the log-probability of one token tells about the whole distribution, and a lower bound of the whole divergence.
+A ratio of 100 means little for a token of probability 1e-5, and a ratio of 0.8 very much for one of 0.99. A token's
+gradient is therefore removed not by its ratio, but by the divergence of the binary distribution {this token, any
+other}. It is all that can be computed from the token's log-probability, and a lower bound of the full divergence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, clip_fraction, policy_loss
 
 PAPER_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
-"""Largest divergence of each kind; kl in nats."""
+"""Default threshold of each divergence; ``kl`` in nats."""
 
 
 def _check_thresholds(divergence: str, threshold: float | None, threshold_high: float | None, **others: Any) -> None:
@@ -62,9 +62,9 @@ def dppo(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -M r A, ``[batch, seq]`` (arXiv 2602.04879, equations 12 to 14), with r the ratio to the old policy.
 
-    M is 0 if a step would lead further away and the divergence is above the threshold of its direction. With
-    ``ratio_cap`` c the factor of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens
-    with M = 0 or a capped ratio.
+    M is 0 where the divergence exceeds the threshold and the gradient would increase it further, else 1. With
+    ``ratio_cap`` c, r is at most c in the value and the gradient. ``clip_fraction``: fraction of tokens with M = 0 or a
+    capped ratio.
     """
     logprobs, advantages = inputs.logprobs, inputs.advantages
     largest = PAPER_THRESHOLDS[divergence] if threshold is None else threshold
@@ -74,22 +74,21 @@ def dppo(
     cut = ((advantages > 0) & (ratio > 1) & (moved > above)) | ((advantages < 0) & (ratio < 1) & (moved > largest))
     weights = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
     weights = torch.where(cut, 0.0, weights)
-    # The second factor has the value 1: it carries the gradient of the ratio, even if the ratio is capped.
+    # The last factor has the value 1 and carries the gradient of the ratio, even if the ratio is capped.
     losses = -weights * advantages * (logprobs - logprobs.detach()).exp()
     return losses, clip_fraction(weights != ratio, losses)
 
 
 def binary_total_variation(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """Return the total variation of {token, any other} under two policies, from the log-probabilities of the token."""
+    """Return the total variation distance of {token, any other} between two policies, from the token's log-probs."""
     return (old_logprobs.exp() - logprobs.exp()).abs()
 
 
 def binary_kl(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Return KL(old || current) of {token, any other} in nats, with the shape of the log-probabilities.
 
-    A probability closer to 1 than the precision of its type (or rounded above 1) counts as one unit of precision below
-    1. The probability left for the other tokens is not known more precisely, and rounding alone could make the
-    divergence infinite.
+    Log-probabilities are clamped to at most -eps of their dtype. Otherwise rounding could leave no probability for the
+    other tokens, and the divergence would be infinite.
     """
     finest = -torch.finfo(logprobs.dtype).eps
     old, current = old_logprobs.clamp(max=finest), logprobs.clamp(max=finest)

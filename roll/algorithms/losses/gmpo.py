@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of the clipped ratios of a response, which outliers hardly move."""
+"""GMPO: the geometric mean of a response's clipped token ratios, which is robust to outliers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gmpo(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -A times the geometric mean of the clipped ratios of the row, ``[batch, seq]`` (arXiv 2507.20673).
 
-    The mean carries the gradient, so the loss of a token moves all tokens of its row. ``clip_fraction``: share of
-    tokens whose own ratio is clipped and has no gradient.
+    The mean carries the gradient, so each token's loss has gradients for all tokens of its row. ``clip_fraction``:
+    fraction of tokens whose own ratio is clipped and has no gradient.
     """
     log_ratio, advantages = inputs.log_ratio(), inputs.advantages
     above = (advantages > 0) & (log_ratio > clip_high)

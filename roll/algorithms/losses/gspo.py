@@ -1,7 +1,7 @@
-"""GSPO: one ratio per response, the geometric mean over its tokens.
+"""GSPO: one ratio per response, the geometric mean of its token ratios.
 
-A reward belongs to a whole response, so the ratio does too, normalised by the length. It covers all response tokens,
-before any rejection. Rows are whole sequences, so a split between rows is harmless.
+The reward is given for the whole response, so the ratio is computed for the whole response too, normalised by length.
+It covers all response tokens, before any rejection. Each row is a whole sequence, so micro-batches do not change it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def gspo(
         ),
     ] = "sequence",
 ) -> tuple[Tensor, TokenMetrics]:
-    """Return `clipped_surrogate` of the row's ratio s, ``[batch, seq]``, in the token form of GSPO (arXiv 2507.18071).
+    """Return `clipped_surrogate` of the sequence ratio, ``[batch, seq]``, in GSPO's token form (arXiv 2507.18071).
 
-    The ratio s of a row is the geometric mean of current / old over its tokens. All tokens of a row have the value s
-    as their ratio, and each has the gradient of its own log-probability. With the level ``segment`` the same holds for
-    each run of response tokens. ``clip_fraction``: share of tokens with a cut gradient; tokens of a row (a run) with
-    equal advantages are cut together.
+    The sequence ratio is the geometric mean of current / old over the row's response tokens. Each token has this ratio
+    as its value, and the gradient of its own log-probability. With level ``segment``, the mean is over each unbroken
+    run of response tokens. ``clip_fraction``: fraction of tokens with a clipped gradient; tokens of a row (or segment)
+    with equal advantages are clipped together.
     """
     logprobs = inputs.logprobs
     if level == "sequence":

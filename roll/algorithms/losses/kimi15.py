@@ -1,7 +1,7 @@
-"""Kimi k1.5: the plain policy gradient, held near the old policy by a squared log ratio.
+"""Kimi k1.5: policy gradient plus a squared log-ratio penalty towards the old policy.
 
-There is no importance weight: a stale token keeps its full weight, and the penalty alone keeps the policy close to the
-one that sampled the token. It is the surrogate of policy mirror descent, whose optimum holds for tokens of any policy.
+There is no importance weight: a stale token keeps its full weight, and only the penalty keeps the policy close to the
+old one. This is the surrogate loss of policy mirror descent, whose optimum is valid for off-policy tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def kimi15(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -A log pi + (tau / 2) d^2, ``[batch, seq]``, with d the log ratio (arXiv 2501.12599). Clips nothing.
 
-    Level ``sequence``: each of the n response tokens has (tau / 2) D^2 / n with D the sum of d over the row, so that
-    their sum is the paper's term.
+    With level ``sequence``, the penalty of each of the n response tokens is (tau / 2) D^2 / n, where D is the sum of d
+    over the row, so the sum over tokens is the paper's term.
     """
     if level == "token":
         squared = inputs.log_ratio().square()

@@ -1,4 +1,4 @@
-"""KL-Cov: the tokens that push the entropy down most are held near the old policy."""
+"""KL-Cov: penalises divergence from the old policy at the tokens that contribute most to the loss of entropy."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def kl_cov(
     ] = 2e-4,
     beta: Annotated[float, Field(gt=0, lt=math.inf, description="Weight of the penalty.")] = 1.0,
 ) -> tuple[Tensor, TokenMetrics]:
-    """Return -r A, and for selected tokens beta |log r| more, ``[batch, seq]`` (arXiv 2505.22617).
+    """Return -r A, plus beta |log r| for selected tokens, ``[batch, seq]`` (arXiv 2505.22617).
 
-    The paper has the KL divergence of the current from the old policy; |log r| is the estimate of its code. Its
-    gradient is 0 where r is 1. ``clip_fraction``: share of tokens that are penalised.
+    The paper's penalty is the KL divergence from the old policy; |log r| is the estimate in its code. Its gradient is 0
+    where r is 1. ``clip_fraction``: fraction of tokens that are penalised.
     """
     log_ratio, selected = inputs.log_ratio(), needed(inputs.selected, "selected")
     penalty = beta * log_ratio.masked_fill(~selected, 0.0).abs()

@@ -1,7 +1,7 @@
-"""PPO's clipped surrogate: a token's gradient is cut once its ratio has moved far enough.
+"""PPO's clipped surrogate: a token has no gradient once its ratio has left the clip range in the advantage's direction.
 
-The surrogate is a function of the log ratio, so that `decoupled_ppo` and `gspo` can use it with other ratios. A cut
-token has a gradient of exactly 0, whatever its ratio: the exponential of a cut token is never differentiated.
+The surrogate is a function of the log ratio, so that `decoupled_ppo` and `gspo` can use it with other ratios. The
+gradient of a clipped token is exactly 0, even if its ratio overflows, because its exponential is not differentiated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DualClip = Annotated[
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return PPO's loss per token, and a bool mask of the tokens whose gradient is cut. Both ``[batch, seq]``.
+    """Return PPO's loss per token, and a bool mask of the tokens whose gradient is clipped to 0. Both ``[batch, seq]``.
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347) with r = exp(log_ratio); with ``dual_clip`` c
     the loss of a negative advantage is at most -c A (arXiv 1912.09729).
@@ -49,6 +49,6 @@ def clipped_surrogate(
 def ppo(
     inputs: PolicyInputs, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, dual_clip: DualClip = None
 ) -> tuple[Tensor, TokenMetrics]:
-    """Return `clipped_surrogate` of current / old. ``clip_fraction``: share of tokens with a cut gradient."""
+    """Return `clipped_surrogate` of current / old, ``[batch, seq]``. ``clip_fraction``: fraction of clipped tokens."""
     losses, cut = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high, dual_clip)
     return losses, clip_fraction(cut, losses)

@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate instead of clipping. No token is cut; its gradient fades as its ratio moves away from 1."""
+"""SAPO: a smooth gate instead of clipping. A token's gradient decays smoothly as its ratio moves away from 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, nothing_clipped, policy_loss
 
 FLAT_LOG_RATIO = 60.0
-"""A log ratio above which the slope of the gate is 0 in any precision."""
+"""Log ratio above which the slope of the gate is 0 in any precision."""
 
 
 @policy_loss(
@@ -33,7 +33,7 @@ def sapo(
     """
     positive = inputs.advantages > 0
     temperature = torch.full_like(inputs.logprobs, tau_negative).masked_fill(positive, tau_positive)
-    # Far above 1 the gate is flat. Clamped there, a ratio that would overflow has gradient 0 and not 0 x inf.
+    # Far above 1 the gate is flat. The clamp gives a ratio that would overflow the gradient 0 instead of 0 x inf.
     ratio = inputs.log_ratio().clamp(max=FLAT_LOG_RATIO).exp()
     gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
     return -gate * inputs.advantages, nothing_clipped(gate)

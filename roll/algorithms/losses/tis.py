@@ -1,6 +1,6 @@
-"""Truncated importance sampling: a constant, bounded weight, so every token keeps its direction.
+"""Truncated importance sampling: policy gradient with a clipped importance weight without gradient.
 
-The weight carries no gradient, so a bound limits how much a token counts but not the direction of its gradient.
+A bound limits the weight of a token, but does not change the direction of its gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tis(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return -sg(clip(r, lower, upper)) A log pi, ``[batch, seq]`` (Ionides 2008; IMPALA, arXiv 1802.01561).
 
-    Every token keeps a gradient; ``clip_fraction`` is the share of tokens whose weight was changed by the bounds.
+    Every token keeps a gradient. ``clip_fraction``: fraction of tokens whose weight was changed by the bounds.
     """
     log_ratio = inputs.log_ratio() if level == "token" else inputs.sequence_log_ratio(mean=False)
     ratio = log_ratio.detach().exp()

@@ -1,7 +1,8 @@
-"""TOPR: imitates successes of any policy, and unlearns failures only as far as the current policy still produces them.
+"""TOPR: imitates successful responses of any policy; unlearns failures only as far as the policy still produces them.
 
-Pushing down a response that the policy no longer gives lowers probabilities without bound and teaches nothing. The
-ratio of the whole response, at most 1, lets such a response fade. Successes need no ratio: pushing up is bounded.
+Lowering the probability of a response that the policy no longer produces is unbounded and teaches nothing. The
+importance ratio of the whole response, truncated to at most 1, gives such responses a small weight. Successes need no
+ratio, because raising their probability is bounded.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def topr(
     """Return -w A log pi, ``[batch, seq]``, with a constant weight w (arXiv 2503.14286).
 
     w is ``positive_weight`` for rows whose score is above ``positive_above``, else ``negative_weight`` times the ratio
-    truncated to [0, 1]. ``clip_fraction``: share of tokens whose ratio was truncated.
+    truncated to [0, 1]. ``clip_fraction``: fraction of tokens whose ratio was truncated.
     """
     positive = (needed(inputs.scores, "scores") > positive_above)[:, None]
     log_ratio = inputs.sequence_log_ratio(mean=False) if level == "sequence" else inputs.log_ratio()

@@ -1,4 +1,4 @@
-"""The plain policy gradient, which ignores which policy sampled the tokens."""
+"""The plain policy gradient (REINFORCE loss), without any correction for the sampling policy."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""The engine behind `hf_infer`: continuous batching over a transformers model, one synchronous `step` at a time.
+"""The engine of `hf_infer`: continuous batching over a transformers model, one synchronous `step` at a time.
 
-Each step gives every running request one token; requests join and leave between steps. Promise: on a CPU with SDPA, the
-tokens and log-probabilities of a request have the same bits whatever runs beside it and whenever it arrives. To keep
-it, a prompt is prefilled only with prompts of the same padded length, and a decoding step pads rows and lengths to
-multiples for which the kernels' sums do not depend on the shape. All methods must be called from one thread.
+Each step generates one token for every running request; requests join and leave between steps. Guarantee: on a CPU with
+SDPA, the tokens and log-probabilities of a request are bitwise independent of the other requests in the batch and of
+its arrival time. For this, a prompt is prefilled only with prompts of the same padded length, and decoding steps pad
+rows and lengths to multiples for which the kernels' results do not depend on the shape. All methods must be called from
+one thread.
 
-The running requests are a table, one row each, and so are their keys and values. Rows 0 to n are in use, and the last
-row takes the place of a row that ends. A decoding step therefore attends to plain views ``[:rows, :, :kv_length]``,
-loops over no request and gathers nothing. Keys and values grow geometrically in rows and length, and never shrink
-until `release`.
+Running requests are rows of a table, and have the same row in the KV cache. The first n rows are in use; when a request
+ends, the last row moves into its place. A decoding step can therefore use plain views ``[:rows, :, :kv_length]`` of the
+cache, without gathering and without a loop over requests. The cache grows geometrically in rows and length, and shrinks
+only in `release`.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ from roll.engines.hf.weights import ModelEngine
 from roll.engines.options import HFInferConfig
 
 _ROW_MULTIPLE = 8
-"""A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
-safe."""
+"""Rows are padded to a multiple of this, and to at least this many per thread. A CPU's matrix products give a row the
+same bits if each thread gets at least 4 rows; this is twice that, to be safe."""
 _ADMISSION_INTERVAL = 4
-"""While requests run, new ones join only at every fourth step, so that their prompts share a forward pass."""
+"""While requests run, new ones are admitted only at every fourth step, so that their prompts share a prefill pass."""
 
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request, with its data that are not in the table."""
+    """A request in the engine, with the state that is not in the `RequestTable`."""
 
     request: GenerateRequest
     matcher: StopStringMatcher | None = None
     streaming: bool = False
-    """True if a chunk is reported after each step."""
+    """True to report a chunk after each step."""
     row: int = -1
-    """Row of the table; -1 while the request waits for a row."""
+    """Row in the table; -1 while the request is queued."""
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    """Reports to the caller, in the caller's event loop: chunks, then the completion or an error."""
+    """Results for the caller, in the caller's event loop: chunks, then the completion or an error."""
 
 
 class HFEngine(ModelEngine):
-    """Engine that runs many independent requests over one model."""
+    """Continuous-batching engine over one transformers model."""
 
     def __init__(
         self,
@@ -71,14 +72,14 @@ class HFEngine(ModelEngine):
         end_tokens: tuple[int, ...],
         adapter_rank: int | None = None,
     ) -> None:
-        """``max_length``: longest prompt plus response. ``adapter_rank``: rank of the adapters that weight updates
-        bring; None if they bring all weights."""
+        """``max_length``: maximum length of prompt plus response. ``end_tokens``: end-of-sequence tokens.
+        ``adapter_rank``: rank of the LoRA adapters in weight updates; None: updates contain all weights."""
         super().__init__(model, adapter_rank)
         self.clock = BusyClock()
         self.load = EngineLoad()
         self.generated_tokens = 0
         self.prefill_tokens = 0
-        """Number of prompt tokens computed; a prompt shared by several requests counts once."""
+        """Total number of prefilled tokens. A prompt shared by several requests counts once."""
         self._max_length = max_length
         self._options = options
         self._end_tokens = end_tokens
@@ -100,29 +101,29 @@ class HFEngine(ModelEngine):
 
     @property
     def running(self) -> int:
-        """Number of requests that have a row."""
+        """Number of running requests."""
         return len(self._table)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a row."""
+        """Number of queued requests."""
         return len(self._waiting)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the key-value cache."""
+        """Bytes allocated for the KV cache."""
         return self._cache.num_bytes
 
     def submit(self, active: ActiveRequest) -> None:
-        """Queue a checked request. No other request in the engine has its id."""
+        """Queue a validated request, whose id is unique in the engine."""
         self._waiting.append(active)
 
     def refuse(self, active: ActiveRequest, error: Exception) -> None:
-        """End a request with an error, instead of `submit`."""
+        """Report an error as the request's result."""
         self._events.append((active, error))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all) with the tokens they have. Unknown ids are ignored."""
+        """Abort these requests (None: all); their results are the tokens so far. Unknown ids are ignored."""
         names = None if request_ids is None else set(request_ids)
         everyone = (*self._table.requests, *self._waiting)
         chosen = [active for active in everyone if names is None or active.request.request_id in names]
@@ -134,12 +135,13 @@ class HFEngine(ModelEngine):
             self._events.append((active, no_tokens().completion(active.request.request_id, "abort")))
 
     def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
-        """Return completions and refusals since the last call, and chunks of streaming requests before their last."""
+        """Return the completions and errors since the last call, and the chunks of streaming requests (except their
+        last token, which comes with the completion)."""
         events, self._events = self._events, []
         return events
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[ActiveRequest, TokenChunk]]:
-        """Return the new tokens of the running requests that have any beyond the first ``known[id]`` (absent: 0)."""
+        """Return, for running requests, the tokens after the first ``known[id]`` ones (default 0), if there are any."""
         chunks = [
             (active, self._table.chunk(active.row, known.get(active.request.request_id, 0)))
             for active in self._table.requests
@@ -148,7 +150,7 @@ class HFEngine(ModelEngine):
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """See `InferStrategy.score`. Each sequence has its own forward pass, so only one sequence's logits need memory.
+        """See `InferStrategy.score`. Runs one forward pass per sequence, to limit the memory for logits.
 
         Raises ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep.
         """
@@ -158,7 +160,7 @@ class HFEngine(ModelEngine):
 
     @torch.inference_mode()
     def step(self, admit: bool = True) -> None:
-        """Let waiting requests join (if ``admit``) and give every running request one token."""
+        """Admit queued requests (if ``admit``), and generate one token for every running request."""
         self.clock.set(True)
         if self._caches_dropped:
             self._prefill(range(self.running))
@@ -178,12 +180,12 @@ class HFEngine(ModelEngine):
         self.load.cache_use += float(self._table.column("length").sum()) / room
 
     def drop_caches(self) -> None:
-        """Free all keys and values. The next step recomputes them from the tokens, with the weights of that moment."""
+        """Free the KV cache. The next step recomputes it from the tokens, with the then current weights."""
         self._cache.release()
         self._caches_dropped = True
 
     def sleep(self) -> None:
-        """Free the caches and move the weights to the host. Harmless to repeat."""
+        """Free the KV cache and move the weights to host memory. Idempotent."""
         if self.asleep:
             return
         self.drop_caches()
@@ -193,7 +195,7 @@ class HFEngine(ModelEngine):
         self.asleep = True
 
     def wake(self) -> None:
-        """Move the weights back. The next step rebuilds the caches."""
+        """Move the weights back to the device. The next step recomputes the KV cache."""
         self._model.to(self._device)
         self.asleep = False
 
@@ -210,7 +212,7 @@ class HFEngine(ModelEngine):
         return logprobs
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, first come first served, and prefill their prompts together."""
+        """Give free rows to queued requests, first come, first served, and prefill their prompts together."""
         self._steps_since_admission += 1
         free = self._options.max_running_requests - self.running
         if not self._waiting or not free:
@@ -231,7 +233,7 @@ class HFEngine(ModelEngine):
         self._prefill(range(first, self.running))
 
     def _prefill(self, rows: Iterable[int]) -> None:
-        """Compute keys and values of all tokens of these rows except the last. Equal token lists are computed once."""
+        """Compute the KV cache of all tokens of these rows except the last. Equal prompts are computed once."""
         buckets: dict[int, dict[bytes, list[int]]] = {}
         for row in rows:
             tokens = self._table.cached_tokens(row)
@@ -246,7 +248,7 @@ class HFEngine(ModelEngine):
                 self._prefill_pass(groups[start : start + per_pass], length)
 
     def _prefill_pass(self, groups: list[list[int]], length: int) -> None:
-        """Run one forward pass over one prompt per group and copy the result to all rows of the group."""
+        """Run one forward pass over one prompt per group of rows, and copy the result to all rows of the group."""
         prompts = max(len(groups), -(-self._min_rows // length))
         input_ids = np.zeros((prompts, length), dtype=np.int64)
         for index, rows in enumerate(groups):
@@ -271,7 +273,7 @@ class HFEngine(ModelEngine):
         return round_up(max(self.running, self._min_rows), _ROW_MULTIPLE)
 
     def _decode(self) -> None:
-        """Run one forward pass over the last token of every row, then sample and update the records."""
+        """Run one forward pass over the last token of every row, sample, and update the table."""
         count = self.running
         logits = self._next_logits()[:count]
         temperature, top_k, top_p = (self._table.column(name) for name in ("temperature", "top_k", "top_p"))
@@ -285,8 +287,8 @@ class HFEngine(ModelEngine):
             self._events.append((active, self._table.last_token(active.row)))
 
     def _next_logits(self) -> torch.Tensor:
-        """Return the logits after the last token of every row, ``[padded rows, vocabulary]``. Rows beyond the running
-        ones hold token 0 at position 0."""
+        """Return the logits after the last token of every row, ``[padded rows, vocabulary]``. Padding rows have token 0
+        at position 0."""
         count, rows = self.running, self._padded_rows()
         input_ids = np.zeros(rows, dtype=np.int64)
         positions = np.zeros(rows, dtype=np.int64)
@@ -317,7 +319,7 @@ class HFEngine(ModelEngine):
         self._finish(rows, ["stop" if stopped[row] else "length" for row in rows])
 
     def _finish(self, rows: np.ndarray, reasons: list[FinishReason]) -> None:
-        """Report the requests of these rows as ended and close the gaps."""
+        """Report the requests of these rows as ended, and remove the rows."""
         if not len(rows):
             return
         for row, reason in zip(rows, reasons, strict=True):
@@ -334,7 +336,7 @@ class HFEngine(ModelEngine):
 
 
 def prefill_length(tokens: int, max_length: int) -> int:
-    """Return the padded length of a prompt's forward pass: about eight values per doubling of its own length."""
+    """Return the padded length of a prefill pass. There are about eight different lengths per power of two."""
     step = max(LENGTH_MULTIPLE, 1 << max(tokens.bit_length() - 3, 0))
     return min(round_up(tokens, step), round_up(max_length, LENGTH_MULTIPLE))
 
@@ -356,7 +358,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class RequestTable:
-    """Tokens, log-probabilities, versions and parameters of the running requests."""
+    """Tokens, log-probabilities, versions and sampling parameters of the running requests, one row each."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length
@@ -375,7 +377,7 @@ class RequestTable:
         return self._parameters[name][: len(self)]
 
     def add(self, active: ActiveRequest, stop_token_ids: tuple[int, ...]) -> None:
-        """Append a row. ``stop_token_ids`` are all token ids that end this request."""
+        """Append a row for a request. ``stop_token_ids``: all token ids that end it."""
         prompt, sampling = active.request.prompt_token_ids, active.request.sampling
         row = len(self)
         if row == len(self._parameters):
@@ -400,19 +402,19 @@ class RequestTable:
         self.requests.append(active)
 
     def cached_tokens(self, row: int) -> np.ndarray:
-        """Return the tokens whose keys and values must be in the cache before the next step: all but the last."""
+        """Return the tokens that must be in the KV cache before the next step: all except the last."""
         return self._tokens[row, : self._parameters["length"][row] - 1]
 
     def last_tokens(self) -> np.ndarray:
-        """Return the input of the next step, int64 ``[rows]``."""
+        """Return the last token of every row, the input of the next step, int64 ``[rows]``."""
         return self._tokens[np.arange(len(self)), self.column("length") - 1]
 
     def token_indices(self) -> np.ndarray:
-        """Return the index of each row's next response token in its random stream, int64 ``[rows]``."""
+        """Return each row's position in its random stream for the next token, int64 ``[rows]``."""
         return self.column("length") - self.column("prompt_length") + self.column("first_token_index")
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Add one token to every row."""
+        """Append one token to every row."""
         lengths = self.column("length")
         rows = np.arange(len(self))
         self._tokens[rows, lengths] = tokens
@@ -421,16 +423,17 @@ class RequestTable:
         lengths += 1
 
     def ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows end with these last ``tokens``: at a stop token, and at the limit, each bool ``[rows]``."""
+        """Return which rows have ended with the last ``tokens``: by a stop token, and by the length limit. Both are
+        bool ``[rows]``."""
         stopped = (self._stop_ids[: len(self)] == tokens[:, None]).any(axis=1)
         return stopped, self.column("length") >= self.column("limit")
 
     def chunk(self, row: int, start: int) -> TokenChunk:
-        """Return the row's new tokens from number ``start`` on."""
+        """Return the row's response tokens from number ``start`` on."""
         return self._from(row, int(self._parameters["prompt_length"][row]) + start)
 
     def last_token(self, row: int) -> TokenChunk:
-        """Return the row's last token."""
+        """Return the row's last token, as a chunk."""
         return self._from(row, int(self._parameters["length"][row]) - 1)
 
     def _from(self, row: int, position: int) -> TokenChunk:
@@ -440,7 +443,7 @@ class RequestTable:
         )
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Remove rows and fill the gaps from the end. Return (sources, targets) of the rows that moved."""
+        """Remove rows, and fill the gaps with rows from the end. Return (sources, targets) of the moved rows."""
         remaining = len(self) - len(rows)
         leaving = np.zeros(len(self), dtype=bool)
         leaving[rows] = True
@@ -459,7 +462,7 @@ class RequestTable:
         return sources, targets
 
     def _add_rows(self) -> None:
-        """Double the number of rows, so that adding one is cheap however many there are."""
+        """Double the number of rows, for amortised constant cost."""
         rows = max(2 * len(self._parameters), _ROW_MULTIPLE)
         longest = int(self._parameters["length"].max(initial=0))
         self._parameters = _enlarged(self._parameters, rows)
@@ -470,7 +473,7 @@ class RequestTable:
 
 
 def _enlarged(array: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:
-    """Return the array with more rows, of zeros. Columns beyond the first ``columns`` (None: all) are not copied."""
+    """Return the array enlarged with rows of zeros. Only the first ``columns`` (None: all) are copied."""
     grown = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
     grown[: len(array)][..., :columns] = array[..., :columns]
     return grown

@@ -1,17 +1,17 @@
-"""A transformers causal language model as the engine drives it: loading, cache, attention of decoding steps, sampling.
+"""Model functions of `hf_infer`: loading, KV cache, attention of decoding steps, sampling.
 
-Models that the engine cannot drive correctly are refused by name before anything is generated: its promise needs a
-cache row that is a plain list of keys and values (no sliding windows, no state spaces, no position encodings that
-depend on the longest sequence).
+Models that the engine does not support are rejected before anything is generated. It requires that a cache row is a
+plain sequence of keys and values: no sliding windows, no state-space layers, no position encodings that depend on the
+longest sequence.
 
-Attention of a single query token per row shares the key heads of a group without copying them; everything else goes to
-transformers' own SDPA function. Promise: a row's output has the same bits for any other rows, any padded length (a
-multiple of 16) and any number of threads. The CPU kernel gives each thread a scratch buffer whose alignment depends on
-the thread, and its sums depend on the alignment, so attention of a decoding step runs on one thread.
+Decoding attention (one query token per row) uses grouped key-value heads without copying them; everything else is left
+to transformers' SDPA function. Guarantee: a row's output has the same bits for any other rows, any padded length (a
+multiple of 16) and any number of threads. For this, decoding attention runs on one thread: the CPU kernel's results
+depend on the alignment of a scratch buffer, which differs between threads.
 
-Sampling draws one random number per token, a hash of (seed, token index), so a request is sampled alike whatever runs
-beside it and wherever it is continued. The recorded log-probability belongs to the distribution that is really sampled
-from, after temperature, top-k and top-p. A token of probability zero is never chosen.
+Sampling uses one random number per token, a hash of (seed, token index), so a request is sampled identically whatever
+else is in the batch, and on whichever replica it is continued. The recorded log-probability is that of the distribution
+actually sampled from, after temperature, top-k and top-p. A token of probability zero is never chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from roll.runtime.process import keep_blocks_of
 from roll.weights.adapters import adapter_config, matrix_names
 
 SLOT_SDPA = "roll_slot_sdpa"
-"""Name under which the function is registered with transformers."""
+"""Name under which `slot_sdpa_forward` is registered with transformers."""
 
 
 def slot_sdpa_forward(
@@ -46,8 +46,10 @@ def slot_sdpa_forward(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with ``query [rows, heads, tokens, head_dim]`` over ``key, value [rows, kv_heads, length, head_dim]`` with
-    an additive mask. Return ``[rows, tokens, heads, head_dim]``."""
+    """Compute attention with an additive mask, as an attention function for transformers.
+
+    ``query`` is ``[rows, heads, tokens, head_dim]``, ``key`` and ``value`` are ``[rows, kv_heads, length, head_dim]``.
+    Returns ``[rows, tokens, heads, head_dim]`` and None."""
     if query.shape[2] != 1 or attention_mask is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -56,7 +58,7 @@ def slot_sdpa_forward(
     if threads > 1:
         torch.set_num_threads(1)
     try:
-        # The heads of a group are passed to the kernel as query tokens, so it reads their keys once for all of them.
+        # Query heads of a group are passed as query tokens of one head, so the kernel reads their keys only once.
         rows, heads, _, head_dim = query.shape
         output = scaled_dot_product_attention(
             query.reshape(rows, key.shape[1], heads // key.shape[1], head_dim),
@@ -73,14 +75,14 @@ def slot_sdpa_forward(
 
 
 _ADAPTER = "policy"
-"""peft's name of the only adapter."""
+"""Name of the only adapter in peft."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def load_model(spec: ModelSpec) -> PreTrainedModel:
-    """Return the model in evaluation mode on its device. Raises ``ConfigError`` for a model that the engine cannot
-    drive, and ``OSError`` if its files hold no safetensors."""
+    """Load the model on its device, in evaluation mode. Raises ``ConfigError`` for an unsupported model, ``OSError`` if
+    there are no safetensors files."""
     if spec.dtype not in _DTYPES:
         raise problem("model_args.dtype", f"{spec.dtype!r} is no known precision", f"one of {', '.join(_DTYPES)}")
     if spec.attn_implementation not in ("sdpa", "eager"):
@@ -106,16 +108,16 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
     check_supported(model, spec.max_length)
     model.to(spec.device).eval().requires_grad_(False)
     for parameter in model.parameters():
-        # Weights read from a file keep the file's alignment; those of a weight update lie in memory allocated by torch.
-        # Some kernels' sums depend on the alignment, and equal weights must give equal bits.
+        # Weights from a file have the file's alignment; those of a weight update have torch's. Some kernels' results
+        # depend on the alignment, and equal weights must give equal bits.
         parameter.data = parameter.data.clone()
     return model
 
 
 def add_adapter(model: PreTrainedModel, adapted: Sequence[str], rank: int) -> dict[str, torch.nn.Parameter]:
-    """Put peft's layers around these linear layers, and return their matrices by the names under which they travel.
+    """Add LoRA adapters to the linear layers ``adapted``. Return name in weight updates -> matrix.
 
-    They are random, and so is what the model computes until they have been filled.
+    The matrices are random; the model's outputs are meaningless until they have been loaded.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -133,8 +135,8 @@ def add_adapter(model: PreTrainedModel, adapted: Sequence[str], rank: int) -> di
 
 
 def check_supported(model: PreTrainedModel, max_length: int) -> None:
-    """Raise ``ConfigError`` unless every layer is full attention, positions mean the same at any length, and
-    ``max_length`` fits the model."""
+    """Raise ``ConfigError`` unless the engine supports the model: full attention in every layer, position encodings
+    that do not depend on the sequence length, and at least ``max_length`` positions."""
     config = model.config.get_text_config(decoder=True)
     path = "model_args.model_name_or_path"
     layers = DynamicCache(config=config).layers
@@ -162,41 +164,41 @@ def check_supported(model: PreTrainedModel, max_length: int) -> None:
 
 
 LENGTH_MULTIPLE = 16
-"""Multiple to which the lengths that a kernel sees are rounded up. Its vectorised loops then never end in a remainder,
-whose sums are ordered differently, so a row's result does not depend on the length of its neighbours."""
+"""Multiple to which KV lengths are rounded up. Vectorised kernels then have no remainder loop, whose sums are ordered
+differently, so a row's result does not depend on the length of other rows."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
+    """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple
 
 
 class SlotCache(Cache):
-    """A transformers cache in which every row has its own length.
+    """A KV cache for transformers in which every row has its own length.
 
-    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` names the rows and positions that the
-    next forward pass writes, one token per row. The model then calls `update` for each layer. New memory is zeroed:
-    masked positions have weight 0, and 0 times an old NaN would be NaN.
+    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` sets the rows and positions that the next
+    forward pass writes, one token per row. The model then calls `update` for each layer. New memory is zeroed, because
+    masked positions have weight 0, and 0 times NaN would be NaN.
     """
 
     def __init__(self, max_rows: int, max_length: int) -> None:
         super().__init__(layers=[])
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Layer -> keys and values."""
+        """Layer -> (keys, values)."""
         self._max_rows = max_rows
         self._max_length = round_up(max_length, LENGTH_MULTIPLE)
         self._rows_capacity = 0
         self._length_capacity = 0
         self._step = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 0
-        """Rows, positions and length of the forward pass that was announced."""
+        """(Rows, positions, KV length) of the forward pass set by `begin_step`."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated now."""
+        """Number of bytes currently allocated."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._held.values())
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for ``rows`` rows of ``length`` tokens, keeping stored values."""
+        """Ensure a capacity of ``rows`` rows of ``length`` tokens, keeping stored values."""
         if rows <= self._rows_capacity and length <= self._length_capacity:
             return
         if rows > self._rows_capacity:
@@ -204,17 +206,20 @@ class SlotCache(Cache):
         if length > self._length_capacity:
             grown = round_up(max(length, 2 * self._length_capacity), LENGTH_MULTIPLE)
             self._length_capacity = min(grown, self._max_length)
-        for layer, (keys, values) in self._held.items():  # one layer after the other, to need little more memory
+        for layer, (keys, values) in self._held.items():  # one layer at a time, to save memory
             self._held[layer] = self._grown(keys), self._grown(values)
 
     def begin_step(self, rows: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
-        """Announce a forward pass of one token per row, for rows ``0..n`` at ``positions`` (int64 ``[n]``)."""
+        """Set up a forward pass of one token per row: ``rows`` (0 to n - 1) at ``positions``, both int64 ``[n]``.
+
+        ``kv_length``: KV length that attention sees."""
         self._step = rows, positions, kv_length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's keys and values ``[n, kv_heads, 1, head_dim]`` and return the views. Called by the model."""
+        """Write the step's keys and values ``[n, kv_heads, 1, head_dim]``. Return views of those to attend to. Called
+        by the model."""
         rows, positions, kv_length = self._step
         keys, values = self._allocate(layer_idx, key_states, value_states)
         keys[rows, :, positions] = key_states[:, :, 0]
@@ -223,14 +228,16 @@ class SlotCache(Cache):
         return keys[:count, :, :kv_length], values[:count, :, :kv_length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the current step, as one number for all rows."""
+        """Return the KV length before the current step, as one number for all rows."""
         return max(self._step[2] - 1, 0)
 
     def store(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """Copy prefilled ``keys[sources]`` and ``values[sources]`` (``[prompts, kv_heads, length, head_dim]``) to the
-        start of ``rows``. One source may go to many rows."""
+        """Copy prefilled ``keys[sources]`` and ``values[sources]`` to the start of ``rows``.
+
+        ``keys`` and ``values`` are ``[prompts, kv_heads, length, head_dim]``. A source may be copied to several rows.
+        """
         held_keys, held_values = self._allocate(layer, keys, values)
         length = keys.shape[2]
         held_keys[rows, :, :length] = keys[sources]
@@ -249,7 +256,7 @@ class SlotCache(Cache):
         self._rows_capacity = self._length_capacity = 0
 
     def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's tensors, created at its first use, when the number and size of its heads are known."""
+        """Return a layer's tensors. They are created at the first use, when number and size of the heads are known."""
         if layer not in self._held:
             self._held[layer] = self._zeros_like(keys), self._zeros_like(values)
         return self._held[layer]
@@ -267,15 +274,15 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NonFiniteLogits(ArithmeticError):
-    """The model produced NaN or infinite logits: there is no distribution to sample from."""
+    """The model produced NaN or infinite logits, so there is no distribution to sample from."""
 
 
 def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return random numbers in [0, 1) with 53 bits, a pure function of (seed, index).
+    """Return uniform random numbers in [0, 1) with 53 bits, as a pure function of (seed, index).
 
-    ``seeds`` is uint64 ``[rows]``, ``indices`` int64 ``[rows]``; returns float64 ``[rows]``. Both go through the
-    SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The result is
-    output number ``index`` of the generator whose state is the mixed seed.
+    ``seeds`` is uint64 ``[rows]``, ``indices`` int64 ``[rows]``; returns float64 ``[rows]``. The result is output
+    number ``index`` of a SplitMix64 generator whose state is the hashed seed (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014).
     """
     with np.errstate(over="ignore"):
         states = _mix(seeds.astype(np.uint64) + _GOLDEN_GAMMA)
@@ -286,12 +293,12 @@ def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
 def sample(
     logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniforms: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose one token per row by inverting the cumulative distribution.
+    """Sample one token per row by inverting the cumulative distribution function at ``uniforms``.
 
-    ``logits`` is float ``[rows, vocabulary]``, all else ``[rows]``: ``temperature`` float32 (0 is greedy), ``top_k``
-    int64 (0 keeps all tokens), ``top_p`` float64 in (0, 1], ``uniforms`` float64 in [0, 1). Returns tokens int64
-    ``[rows]`` and their log-probabilities float32 ``[rows]``. Greedy rows take the largest logit (the lowest id among
-    equals) with log-probability 0. Raises ``NonFiniteLogits``.
+    ``logits`` is float ``[rows, vocabulary]``; the others are ``[rows]``: ``temperature`` float32 (0: greedy),
+    ``top_k`` int64 (0: no limit), ``top_p`` float64 in (0, 1], ``uniforms`` float64 in [0, 1). Returns token ids, int64
+    ``[rows]``, and their log-probabilities, float32 ``[rows]``. Greedy rows take the largest logit (the lowest id among
+    equals), with log-probability 0. Raises `NonFiniteLogits`.
     """
     greedy = temperature == 0
     if greedy.all():
@@ -314,12 +321,11 @@ def sample(
 def processed_logprobs(
     logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
 ) -> torch.Tensor:
-    """Return log-probabilities after temperature, then top-k, then top-p: float32 ``[rows, vocabulary]``, -inf for
-    removed tokens.
+    """Return log-probabilities after temperature, top-k and top-p (in this order), float32 ``[rows, vocabulary]``.
 
-    Top-p keeps the smallest set of most likely tokens whose probability reaches ``top_p`` (Holtzman et al., "The
-    curious case of neural text degeneration", 2020). Equal logits are ranked by token id. Greedy rows are treated as
-    temperature 1; the caller overrides them.
+    Removed tokens have -inf. Top-p keeps the smallest set of most likely tokens whose total probability reaches
+    ``top_p`` (Holtzman et al., "The curious case of neural text degeneration", 2020). Equal logits are ranked by token
+    id. Rows with temperature 0 are treated as temperature 1; the caller handles greedy decoding.
     """
     scaled = logits.float()
     if not (temperature == 1).all():
@@ -339,7 +345,7 @@ def processed_logprobs(
 
 
 def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set the logits outside top-k and then top-p to -inf. ``top_k`` and ``top_p`` are ``[rows]``."""
+    """Set logits outside top-k, then those outside top-p, to -inf. ``top_k`` and ``top_p`` are ``[rows]``."""
     vocabulary = scaled.shape[-1]
     ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=scaled.device)
@@ -354,11 +360,10 @@ def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
 
 
 def _invert_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the first token whose cumulative probability exceeds ``uniform * total``.
+    """Return the first token whose cumulative probability exceeds ``uniform * total``, int64 ``[rows]``.
 
-    The target stays strictly below the total, and "exceeds" skips tokens that add nothing, so the result always has a
-    positive probability. ``logprobs`` is ``[rows, vocabulary]``, ``uniforms`` float64 ``[rows]``, the result int64
-    ``[rows]``.
+    ``logprobs`` is ``[rows, vocabulary]``, ``uniforms`` float64 ``[rows]``. The target stays strictly below the total,
+    and tokens of probability zero never exceed it, so the result always has a positive probability.
     """
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1]

@@ -1,9 +1,8 @@
-"""`hf_infer`: the embedded generation engine, transformers in a thread behind the `InferStrategy` protocol.
+"""`hf_infer`: the embedded generation engine, transformers in a thread behind the `InferStrategy` interface.
 
-The thread owns the model, so the engine needs no locks; the event loop owns the requests. They meet in two places only:
-a queue of commands into the thread, and one report per step out of it, however many requests ended in that step. If the
-thread fails, every request and every later call fails with `EngineFailed` and its cause; nothing waits for a thread
-that has ended.
+The thread owns the model, so the engine needs no locks; the event loop owns the requests. They communicate only through
+a queue of commands to the thread, and one report per step from it, for all requests together. If the thread fails, all
+requests and later calls fail with `EngineFailed` and the cause; nothing waits for a thread that has ended.
 """
 
 from __future__ import annotations
@@ -27,27 +26,28 @@ from roll.engines.options import HFInferConfig
 from roll.weights.buckets import HeldWeights, WeightBucket
 
 _JOIN_TIMEOUT_SECONDS = 120.0
-"""Longest wait for the thread to end after its last step."""
+"""Maximum wait for the thread to end at shutdown."""
 
 
 Events = list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]
-"""Results of one turn of the thread, for the event loop."""
+"""Results of one iteration of the thread, reported to the event loop."""
 
 
 def engine_failed_from(cause: BaseException) -> EngineFailed:
-    """Return a new ``EngineFailed`` with the cause in its text and attached. Each waiting caller raises its own."""
+    """Return a new ``EngineFailed`` with this cause. Each waiting caller needs its own exception object."""
     failure = EngineFailed(f"the engine stopped: {cause!r}")
     failure.__cause__ = cause
     return failure
 
 
 class EngineThread:
-    """Runs an engine. Only the event loop that made it calls the methods without an underscore."""
+    """A thread that runs an engine. Its public methods may be called only in the event loop that created it."""
 
     def __init__(
         self, build_engine: Callable[[], HFEngine], receive: Callable[[Events, BaseException | None], None]
     ) -> None:
-        """``receive`` is called in the event loop with the results of each turn and the error that ended the thread."""
+        """``build_engine`` runs in the thread. ``receive`` is called in the event loop with the results of each
+        iteration, and with the error that ended the thread (None: it is running)."""
         self._build_engine = build_engine
         self._receive = receive
         self._loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ class EngineThread:
 
     @property
     def engine(self) -> HFEngine:
-        """The engine. Other threads may only read counters. Raises ``EngineFailed`` if its thread has ended."""
+        """The engine. Other threads may only read its counters. Raises ``EngineFailed`` if the thread has ended."""
         if self._failure is not None:
             raise engine_failed_from(self._failure)
         if self._engine is None:
@@ -70,7 +70,7 @@ class EngineThread:
         return self._engine
 
     async def start(self) -> None:
-        """Build the engine in the thread. Raises what building it raises."""
+        """Start the thread and build the engine in it. Raises the error if building fails."""
         self._thread.start()
         try:
             await self.call(lambda engine: None)
@@ -81,7 +81,7 @@ class EngineThread:
             raise
 
     def order(self, command: Callable[..., None], *args: Any) -> None:
-        """Run a command between two steps. No caller waits for its answer, so its errors end the engine."""
+        """Queue a command to run between two steps, without waiting for it. An error in it stops the engine."""
 
         def carry_out(_: HFEngine) -> None:
             try:
@@ -92,11 +92,12 @@ class EngineThread:
         self._post(carry_out)
 
     async def call(self, function: Callable[[HFEngine], Any]) -> Any:
-        """Run a function between two steps. Raises what it raises, or ``EngineFailed`` if the thread has ended."""
+        """Run a function between two steps and return its result. Raises its exception, or ``EngineFailed`` if the
+        thread has ended."""
         return await asyncio.wrap_future(self._post(function))
 
     async def call_while_still(self, function: Callable[[HFEngine], Any], name: str) -> Any:
-        """Run a function like `call`, but raise ``RuntimeError`` unless the engine is paused or idle."""
+        """Like `call`, but raise ``RuntimeError`` unless the engine is paused or idle. ``name`` is for the message."""
 
         def command(engine: HFEngine) -> Any:
             busy = engine.running + engine.waiting
@@ -120,7 +121,7 @@ class EngineThread:
         await self.call(self._resume)
 
     async def shutdown(self) -> None:
-        """End all requests as aborted and join the thread."""
+        """Abort all requests and join the thread. Raises ``EngineFailed`` if it does not end in time."""
         with suppress(EngineFailed):
             self._post(self._close)
         await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_SECONDS)
@@ -129,7 +130,7 @@ class EngineThread:
         self._engine = None
 
     def _post(self, command: Callable[[HFEngine], Any]) -> Future[Any]:
-        """Queue a command. Its answer comes after the report of what it ended."""
+        """Queue a command. Its answer arrives after the report of the requests that it ended."""
         answer = _uncancellable()
         with self._arrived:
             if self._failure is not None:
@@ -153,7 +154,7 @@ class EngineThread:
             answer.set_exception(engine_failed_from(failure))
 
     def _turn(self, engine: HFEngine) -> None:
-        """Run all commands so far, then one step. Wait for a command if there is nothing to compute."""
+        """Run one iteration: all queued commands, then one step. Block for a command if there is nothing to compute."""
         with self._arrived:
             while not self._commands and not self._can_step(engine):
                 self._arrived.wait()
@@ -168,7 +169,7 @@ class EngineThread:
         self._send_report()
 
     def _carry_out(self, engine: HFEngine, command: Callable[[HFEngine], Any], answer: Future[Any]) -> None:
-        """Run a command. Its own mistakes go to its caller; an ``EngineFailed`` ends the thread."""
+        """Run a command. Its exceptions are raised in the caller; an ``EngineFailed`` also ends the thread."""
         try:
             result = command(engine)
         except BaseException as error:
@@ -224,21 +225,23 @@ class EngineThread:
 
 
 def _uncancellable() -> Future[Any]:
-    """Return a future that a cancelled waiter leaves alone: what was ordered is done."""
+    """Return a future that cannot be cancelled: a queued command runs even if its caller is cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 class HFInferStrategy(InferStrategy):
-    """One engine replica. Call every method in the event loop that called `start`. Sleeping needs no preparation and
-    weights always come in buckets, so ``shares_devices`` and ``transport`` have no effect."""
+    """One replica of the embedded engine. Call all methods in the event loop that called `start`.
+
+    Every instance can sleep, and weights always arrive in buckets, so ``shares_devices`` and ``transport`` have no
+    effect."""
 
     _thread: EngineThread | None = None
 
     async def start(self) -> None:
-        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a wrong ``strategy_config``,
-        more than one GPU, or a model that the engine cannot drive."""
+        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for an invalid ``strategy_config``,
+        more than one GPU, or an unsupported model."""
         if self._thread is not None:
             raise RuntimeError("this engine was started before")
         if self._devices > 1:
@@ -283,7 +286,7 @@ class HFInferStrategy(InferStrategy):
         await self._live_thread().resume()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
-        """Take in a weight update (see `HFEngine.stage_weights`), in a thread of its own beside decoding."""
+        """Receive a weight update (see `HFEngine.stage_weights`) in a separate thread, while decoding continues."""
         engine = self._live_thread().engine
         self._prepared = None
         self._prepared = await asyncio.to_thread(engine.stage_weights, buckets, version)
@@ -306,7 +309,7 @@ class HFInferStrategy(InferStrategy):
         await self._live_thread().call(lambda engine: engine.wake())
 
     def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`; also returns `kv_bytes` and the total `prefill_tokens`."""
+        """See `InferStrategy.stats`. Also returns `kv_bytes` and the total `prefill_tokens`."""
         engine = self._live_thread().engine
         running = engine.running
         return {
@@ -339,7 +342,7 @@ class HFInferStrategy(InferStrategy):
 
     @contextmanager
     def _running(self, request: GenerateRequest, *, streaming: bool) -> Iterator[ActiveRequest]:
-        """Submit a request. Abort it if it has not ended by the end of the block."""
+        """Submit a request. Abort it at the end of the block, if it is still running."""
         thread, name = self._live_thread(), request.request_id
         engine = thread.engine
         if name in self._requests:
@@ -356,7 +359,7 @@ class HFInferStrategy(InferStrategy):
                     thread.order(engine.abort, [name])
 
     def _submit(self, engine: HFEngine, active: ActiveRequest) -> None:
-        """Queue a request. Runs in the engine's thread: the event loop must not wait for a tokenizer to load."""
+        """Submit a request. Runs in the engine's thread, because loading a tokenizer would block the event loop."""
         try:
             active.matcher = self._matcher_for(active.request)
         except Exception as error:
@@ -365,7 +368,7 @@ class HFInferStrategy(InferStrategy):
             engine.submit(active)
 
     def _ended(self, active: ActiveRequest) -> bool:
-        """Forget a request that has ended or whose caller has left. Return False if it was forgotten before."""
+        """Remove a request from the open ones. Return False if it was removed before."""
         if self._requests.get(active.request.request_id) is not active:
             return False
         del self._requests[active.request.request_id]
@@ -383,7 +386,7 @@ class HFInferStrategy(InferStrategy):
 
 
 async def _next_event(active: ActiveRequest) -> Any:
-    """Return the next event of a request; raise it if it is an error."""
+    """Wait for the next event of a request. Return it, or raise it if it is an exception."""
     event = await active.events.get()
     if isinstance(event, Exception):
         raise event

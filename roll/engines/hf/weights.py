@@ -1,7 +1,7 @@
-"""The weights of an engine that computes in its own process: taken in beside the steps, checked, and exchanged at once.
+"""Weight updates of an engine that computes in this process: staged and verified during decoding, then swapped in.
 
-The prepared tensors wait on the host until the engine pauses. On a CPU they then become the parameters themselves, so a
-weight update copies nothing that lies in lasting memory.
+The staged tensors stay in host memory until the engine pauses. On a CPU they then become the model's parameters
+themselves, so a weight update in persistent shared memory is loaded without copying.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class ModelEngine:
-    """A model whose weights are replaced while it is in use."""
+    """Base class of engines with a model whose weights can be updated while it generates."""
 
     def __init__(self, model: PreTrainedModel | ModelMixin, adapter_rank: int | None = None) -> None:
-        """``adapter_rank``: rank of the adapters that weight updates bring; None if they bring all weights."""
+        """``adapter_rank``: rank of the LoRA adapters in weight updates; None: updates contain all weights."""
         self.version = 0
         self._model = model
         self._device = model.device
@@ -35,16 +35,16 @@ class ModelEngine:
         self._adapter_rank = adapter_rank
         self._layers = {} if adapter_rank is None else linear_layers(model)
         self._adapter: dict[str, torch.nn.Parameter] = {}
-        """The matrices that the model computes with, by the names under which they are published."""
+        """Name in weight updates -> LoRA matrix in the model."""
 
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
-        """Prepare a weight update without touching the model. Any thread may call this while another runs `step`.
+        """Prepare a weight update without changing the model. May be called from any thread, also during a step.
 
-        The prepared tensors are on the host, by parameter, in the model's precision (buffers: in the precision that
-        came, which the model takes over). If the model computes on a CPU, a tensor that is a whole parameter, already
-        has this precision and lies in lasting memory is used in place, and any other is copied. Checksums are those of
-        the prepared tensors in the precision that came, so that a loss of digits shows. Raises ``WeightMismatch``
-        naming the tensor, or whatever ``buckets`` raises.
+        Returns tensors in host memory, by parameter name, in the model's dtype; buffers keep the received dtype, which
+        the model adopts. On a CPU, a tensor is used without a copy if it is a whole parameter, has the model's dtype
+        and is in persistent memory (`WeightBucket.lasting`). Checksums are computed from the prepared tensors, cast
+        back to the received dtype, so that a loss of precision is detected. Raises ``WeightMismatch`` naming the
+        tensor, or any error of ``buckets``.
         """
         if self._adapter_rank is not None:
             return self._stage_adapter(list(buckets), version, self._adapter_rank)
@@ -70,7 +70,7 @@ class ModelEngine:
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
 
     def _stage_adapter(self, buckets: list[WeightBucket], version: int, rank: int) -> PreparedWeights:
-        """Prepare an adapter as `stage_weights` does a whole model."""
+        """Prepare a LoRA adapter; see `stage_weights`."""
         adapted = adapted_layers((name for bucket in buckets for name, *_ in bucket.tensors), self._layers)
         shapes = adapter_shapes(adapted, self._layers, rank)
         tensors: dict[str, torch.Tensor] = {}
@@ -84,19 +84,19 @@ class ModelEngine:
         return PreparedWeights(HeldWeights(version, count, checksums, in_place), tensors, layout)
 
     def base_checksums(self) -> dict[str, int]:
-        """Return the checksums of the model in its precision; see `InferStrategy.base_checksums`."""
+        """Return the checksums of the model in its own dtype; see `InferStrategy.base_checksums`."""
         return base_checksums(self._names.of(self._held_tensors().items()), self._names, self._model.dtype)
 
     def _held_tensors(self) -> dict[str, torch.Tensor]:
-        """Return all that a weight update replaces, by its name in memory. A sleep makes new buffers."""
+        """Return name in the model -> tensor that updates replace. Not cached, because `sleep` replaces buffers."""
         buffers = {name: self._model.get_buffer(name) for name in self._names.buffers}
         return {**dict(self._model.named_parameters()), **buffers}
 
     def _take(
         self, name: str, dtype: torch.dtype, tensor: torch.Tensor, bucket: WeightBucket
     ) -> tuple[torch.Tensor, int]:
-        """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
-        if tensor.dtype != dtype:  # the model keeps some tensors in a precision of their own
+        """Return a received tensor in the form that will be loaded, and its checksum."""
+        if tensor.dtype != dtype:  # the model keeps some tensors in another dtype
             converted = tensor.to(dtype)
             return converted, tensor_checksum(converted.to(tensor.dtype))
         if self._device.type == "cpu" and not bucket.lasting:
@@ -106,10 +106,10 @@ class ModelEngine:
         return tensor, tensor_checksum(tensor)
 
     def load_weights(self, staged: PreparedWeights) -> HeldWeights:
-        """Replace all weights by staged ones; later tokens carry their version.
+        """Replace all weights by staged ones. Tokens sampled from now on carry the new version.
 
-        On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
-        checksums. Raises ``EngineFailed`` if loading fails halfway.
+        On a CPU the staged tensors become the parameters. On a GPU, they are copied into the parameters and read back
+        for the checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
         if self._adapter_rank is not None:
             return self._load_adapter(staged, self._adapter_rank)
@@ -133,7 +133,7 @@ class ModelEngine:
         )
 
     def _load_adapter(self, staged: PreparedWeights, rank: int) -> HeldWeights:
-        """Replace the adapter by a staged one, and put the first one into the model; see `load_weights`."""
+        """Load a staged adapter: inject the first one into the model, replace it by later ones; see `load_weights`."""
         held = staged.held
         try:
             if self._adapter.keys() != staged.content.keys():
@@ -151,7 +151,7 @@ class ModelEngine:
 def _arriving(
     buckets: Iterable[WeightBucket],
 ) -> Iterator[tuple[str, str, Sequence[int], tuple[torch.Tensor, WeightBucket]]]:
-    """Yield name, dtype and shape of the tensors of a weight update, each with the tensor and its bucket."""
+    """Yield (name, dtype, shape, (tensor, bucket)) of each tensor of a weight update."""
     for bucket in buckets:
         for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True):
             yield name, dtype, shape, (tensor, bucket)

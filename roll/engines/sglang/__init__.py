@@ -1,1 +1,1 @@
-"""`sglang`: an adapter to SGLang's server."""
+"""`sglang`: the engine strategy that runs SGLang's server."""

@@ -1,16 +1,17 @@
-"""What SGLang's loader does with a weight update, found out from SGLang's own checksums of its parameters.
+"""Verification of SGLang's weight loader, by SGLang's own checksums of its parameters.
 
-The loader skips names that it does not know, and leaves as it was what no tensor of the update goes into. Neither is
-reported. SGLang also fuses and renames tensors, differently for each model, so its parameters cannot be computed here.
-Its checksums still show what an update did:
+The loader silently skips unknown names, and silently leaves parameters unchanged for which an update has no tensor.
+SGLang also fuses and renames tensors, differently for each model, so the expected parameters cannot be computed here.
+But its checksums show what an update did:
 
-- If one tensor of an update is altered, a parameter must change; else the loader does not take the tensor.
-- If all parameters are overwritten with random numbers and the update is read again, each must be what it was; else the
-  update does not fill it.
+- If a tensor of the update is altered and the update loaded again, some parameter must change; otherwise the loader
+  ignores the tensor.
+- If all parameters are overwritten with random numbers and the update is loaded again, each must get its earlier value;
+  otherwise the update does not set it.
 
-A loader goes by names. It treats all layers alike, and all experts: tensors whose names differ only in numbers are of
-one *kind*. So one tensor per layer is altered at a time, a different kind in each layer, and a deep model needs few
-readings. From then on it is known which kinds of parameters each kind of tensor goes into, and after each update a
+Loaders match names, and treat all layers and all experts alike: tensors whose names differ only in numbers are of one
+*kind*. Therefore one tensor per layer can be altered at a time, a different kind in each layer, and a deep model needs
+few loads. This shows which kinds of parameters each kind of tensor goes into. From then on, after each update, a
 parameter must have changed if one of its tensors did.
 """
 
@@ -23,30 +24,31 @@ from collections.abc import Iterable, Mapping
 from roll.weights.buckets import WeightMismatch
 
 ParameterChecksums = Mapping[tuple[int, str], str]
-"""(Rank, name of a parameter) -> SGLang's checksum of it."""
+"""(Rank, parameter name) -> SGLang's checksum."""
 
 
 def place_of(name: str) -> tuple[str, str]:
-    """Return a name's layer, such as ``layers.3.`` (empty outside of layers), and its kind: numbers are left out."""
+    """Return a name's layer, such as ``layers.3.`` (empty outside of layers), and its kind: the name with numbers
+    replaced by ``#``."""
     layer = re.search(r"(?:^|\.)(\w+\.\d+\.)", name)
     return layer[1] if layer else "", re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
 
 class LoaderCheck:
-    """Knowledge of one engine's loader. It begins with an update that was read once."""
+    """Verifies the weight updates of one engine. Created after the first update was loaded once."""
 
     def __init__(self, sent: Mapping[str, int | None], held: ParameterChecksums) -> None:
-        """Take the checksums of the update's tensors, and those that SGLang then has of its parameters."""
+        """``sent``: checksums of the update's tensors. ``held``: SGLang's checksums of its parameters after it."""
         self._sent = dict(sent)
         self._held = dict(held)
         self._own_names = {name for _, name in held} & sent.keys()
-        """Tensors that are parameters of SGLang under the same name."""
+        """Tensors that SGLang has as parameters under the same name."""
         self._targets: dict[str, set[str]] = {}
-        """Kind of a tensor -> kinds of parameters that it goes into."""
+        """Kind of tensor -> kinds of parameters that it goes into."""
 
     def rounds(self) -> list[list[str]]:
-        """Return the tensors to alter in each reading: one of each kind; of those that SGLang calls differently, at
-        most one per layer at a time."""
+        """Return the tensors to alter in each load: first all with the same name in SGLang, then one tensor of each
+        other kind, at most one per layer at a time."""
         rounds = [[name for name in self._sent if name in self._own_names]]
         waiting: dict[str, list[str]] = defaultdict(list)
         for name in self._sent.keys() - self._own_names:
@@ -64,8 +66,8 @@ class LoaderCheck:
             rounds.append(chosen)
 
     def learn(self, version: int, altered: Iterable[str], held: ParameterChecksums) -> None:
-        """Take in the checksums after a reading with altered tensors. Raises `WeightMismatch` naming one that changed
-        no parameter."""
+        """Record which parameters changed in a load with altered tensors. Raises `WeightMismatch` naming a tensor that
+        changed no parameter."""
         changed = self._changed(held)
         for name in altered:
             layer, kind = place_of(name)
@@ -81,7 +83,8 @@ class LoaderCheck:
             self._targets.setdefault(kind, set()).update(targets)
 
     def require_filled(self, version: int, held: ParameterChecksums) -> None:
-        """Raise `WeightMismatch` naming a parameter that differs after a reading that followed random numbers."""
+        """Check the load that follows overwriting with random numbers. Raises `WeightMismatch` naming a parameter that
+        did not get its earlier value."""
         changed = sorted(self._changed(held))
         if changed:
             raise WeightMismatch(
@@ -89,7 +92,7 @@ class LoaderCheck:
             )
 
     def compare(self, version: int, sent: Mapping[str, int | None], held: ParameterChecksums) -> None:
-        """Take in a further update. Raises `WeightMismatch` naming a tensor that is new, but not in its parameter."""
+        """Verify a later update. Raises `WeightMismatch` naming a tensor that changed while its parameter did not."""
         changed = {place_of(name) for name in self._changed(held)}
         for name, checksum in sent.items():
             layer, kind = place_of(name)
@@ -102,6 +105,6 @@ class LoaderCheck:
         self._sent, self._held = dict(sent), dict(held)
 
     def _changed(self, held: ParameterChecksums) -> set[str]:
-        """Return the parameters whose checksums differ from the last update's on some rank."""
+        """Return the names of parameters whose checksums differ from the last update's on some rank."""
         everything = self._held.keys() | held.keys()
         return {name for rank, name in everything if self._held.get((rank, name)) != held.get((rank, name))}

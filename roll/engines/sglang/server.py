@@ -1,9 +1,9 @@
-"""SGLang's server as a child process: started, called over HTTP on the loopback address, stopped.
+"""SGLang's server as a child process: start, HTTP calls on the loopback address, stop.
 
 A call that cannot reach the server raises `EngineFailed`, with the exit status if the process has ended. A call that
-the server refuses raises `CallRefused`; no refusal passes silently. The child reads its arguments as JSON from standard
-input and serves until its owner has ended. It is started as ``python -m``, so that SGLang's own processes, which begin
-by importing this module, find it again.
+the server refuses raises `CallRefused`. The child process reads its arguments as JSON from standard input, and ends
+when its owner does. It is started with ``python -m``, so that SGLang's own processes, which import the main module
+first, can find it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 SERVER_COMMAND = (sys.executable, "-m", "roll.engines.sglang.server")
 _MESSAGE_BYTES = 16 * 1024**2
-"""Half the size of the longest message, which is a line. Sampling masks of wide distributions take megabytes."""
+"""Half the maximum size of a message, which is one line. Sampling masks of wide distributions take megabytes."""
 _POLL_SECONDS = 0.1
 _ENDING_SECONDS = 10.0
-"""Longest time that a server gets to end by itself."""
+"""Time for the server to end after SIGTERM, before it is killed."""
 
 
 class CallRefused(RuntimeError):
-    """The server answered that it did not carry out the call."""
+    """The server answered with an error."""
 
 
 class SGLangServer:
-    """One server process and the connection to it."""
+    """A running SGLang server process, and the HTTP connection to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, session: aiohttp.ClientSession) -> None:
         self._process = process
@@ -46,7 +46,7 @@ class SGLangServer:
 
     @classmethod
     async def start(cls, arguments: Mapping[str, Any]) -> SGLangServer:
-        """Start a process and wait until it serves. Raises `EngineFailed` if the process ends instead."""
+        """Start a server process and wait until it is ready. Raises `EngineFailed` if it ends instead."""
         import aiohttp
 
         process = await asyncio.create_subprocess_exec(
@@ -75,7 +75,9 @@ class SGLangServer:
         return server
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Call ``path`` and return the answer; with a body the call is a POST. Raises `CallRefused`, `EngineFailed`."""
+        """Call ``path`` (a POST if there is a ``body``, else a GET) and return the answer's JSON object.
+
+        Raises `CallRefused` if the server refuses, `EngineFailed` if it cannot be reached."""
         method = "GET" if body is None else "POST"
         async with self._reaching(path), self._session.request(method, path, json=body) as reply:
             text = await reply.text()
@@ -85,13 +87,15 @@ class SGLangServer:
         return content
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the messages of a streamed answer. Raises `CallRefused`, and `EngineFailed` if it breaks off."""
+        """POST ``body`` to ``path`` and yield the messages of the streamed answer.
+
+        Raises `CallRefused` if the server refuses, `EngineFailed` if the stream breaks off."""
         async with self._reaching(path), self._session.post(path, json=body) as reply:
             if reply.status != 200:
                 text = await reply.text()
                 raise CallRefused(_message(_parsed(text), text))
             done = False
-            async for line in reply.content:  # to its end, so that the connection can be used again
+            async for line in reply.content:  # read to the end, so that the connection can be reused
                 field, _, content = line.partition(b":")
                 if field != b"data" or not line.endswith(b"\n"):
                     continue
@@ -103,7 +107,7 @@ class SGLangServer:
             raise EngineFailed(f"SGLang's answer to {path} broke off")
 
     async def stop(self) -> None:
-        """End the server and all of its processes."""
+        """Stop the server and all its processes."""
         await self._session.close()
         if self._process.returncode is None:
             self._process.terminate()
@@ -114,7 +118,7 @@ class SGLangServer:
                 await self._process.wait()
 
     async def _ready(self) -> None:
-        """Wait until the server has generated something. Raises `EngineFailed` if its process ends first."""
+        """Wait until the health check succeeds. Raises `EngineFailed` if the process ends first."""
         import aiohttp
 
         while True:
@@ -128,8 +132,8 @@ class SGLangServer:
 
     @asynccontextmanager
     async def _reaching(self, path: str) -> AsyncIterator[None]:
-        """Raise `EngineFailed` if the server cannot be reached. A process that is ending gets a moment to report its
-        exit status."""
+        """Convert connection errors to `EngineFailed`. Waits a moment for the process to end, to report its exit
+        status."""
         import aiohttp
 
         if self._session.closed:
@@ -145,7 +149,8 @@ class SGLangServer:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment of the server: this process's, with this package importable and SGLang's own settings."""
+    """Return the environment variables of the server: this process's own, PYTHONPATH for this package, and settings for
+    SGLang."""
     paths = [str(Path(roll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -158,7 +163,7 @@ def server_environment() -> dict[str, str]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return the JSON object in the text; an empty dictionary if the answer is plain text."""
+    """Parse the answer as a JSON object (another JSON value under the key ``value``); {} if it is plain text."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -172,9 +177,9 @@ def _message(content: Mapping[str, Any], text: str) -> str:
 
 
 def main() -> None:
-    """Serve. Returns only when the server ends."""
+    """Run the server in this process, with arguments read from standard input. Returns when the server ends."""
     orders = json.load(sys.stdin)
-    # SGLang's processes end with this one by themselves.
+    # SGLang's own processes end with this one.
     end_with(orders["owner"])
     from sglang.srt.server_args import ServerArgs
 

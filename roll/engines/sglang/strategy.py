@@ -1,19 +1,18 @@
-"""`sglang`: SGLang's server behind the `InferStrategy` protocol.
+"""`sglang`: SGLang's server behind the `InferStrategy` interface.
 
-Uses the server, not SGLang's in-process ``Engine``. Pausing generation and aborting requests are offered over HTTP
-only, and the engine's own control calls run an event loop to its end, so they cannot be called from code that already
-runs on one. Only documented calls are used: token ids in and out, pause and resume, weights from a checkpoint, release
-and return of memory.
+Uses the server, not SGLang's in-process ``Engine``: pausing generation and aborting requests are available over HTTP
+only, and the engine's control calls run their own event loop, so they cannot be called from async code. Only documented
+calls are used: token ids in and out, pause and resume, weights from a checkpoint, release and restoration of memory.
 
-Written against the sources of SGLang 0.5.23, without a GPU at hand: this module has run only against a stand-in for the
-server (tests/engines/sglang_stand_in). Not promised: equal bits, or equal samples without
+Written against the source code of SGLang 0.5.23; tested only against a stand-in for the server
+(tests/engines/sglang_stand_in), without a GPU. Not guaranteed: bitwise reproducibility, or equal samples without
 ``enable_deterministic_inference`` in `strategy_config`.
 
-Weights arrive as a checkpoint in memory: the files are anonymous shared memory, and a folder of links gives them names.
-Of the ways that SGLang offers, this one needs no pickles (DESIGN §12) and splits tensors over GPUs by itself. Plain
-log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. A truncated
-distribution's come with the sampling mask, and only for a top-k within the server's limit. A request whose distribution
-SGLang would not report is refused.
+Weights are loaded as a checkpoint in memory: the files are anonymous shared memory, and a folder of symbolic links
+gives them names. This way of loading needs no pickles (DESIGN §12), and SGLang itself splits the tensors over GPUs.
+Plain log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. For a truncated
+distribution, SGLang reports log-probabilities with the sampling mask, and only for a top-k within the server's limit.
+Requests for which it would not report the log-probabilities of the sampled distribution are rejected.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ if TYPE_CHECKING:
 
 
 class SGLangInferStrategy(ProcessEngine[SGLangServer]):
-    """One engine replica. Weights are loaded from buckets for every transport."""
+    """One SGLang replica. Weights are loaded from buckets, whatever the transport."""
 
     _loader: LoaderCheck | None = None
-    """What the first weight update has shown of SGLang's loader."""
+    """Verifies weight updates; created at the first one."""
     _reads_back = True
     _known_load = ("prompt_tokens", "shared_tokens")
 
@@ -106,7 +105,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
                 self._in_background(_report_abort(server, response.engine_id))
 
     def _take(self, response: Response, message: dict[str, Any] | Exception, most: int) -> bool:
-        """Add a message to the response of at most ``most`` tokens. Return True if SGLang has ended the request."""
+        """Add a message to a response of at most ``most`` tokens. Return True if SGLang has ended the request."""
         name = response.request.request_id
         if isinstance(message, CallRefused):
             raise ValueError(f"request {name!r} cannot run: {message}") from message
@@ -129,20 +128,20 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         await self._order("/server_info")
 
     async def _halt(self, mode: PauseMode) -> None:
-        # With overlap a step may be under way when SGLang stops in place, so its caches are dropped in every mode.
+        # With overlap, a step may still be running after an in-place pause, so caches are dropped in every mode.
         keeps_caches = mode != "resume" and not self._overlaps
         await self._order("/pause_generation", {"mode": "in_place" if keeps_caches else "retract"})
-        # The server answers before its scheduler has received the order; the scheduler's own answer comes after it.
+        # The server answers before its scheduler has received the order; the next answer comes from the scheduler.
         await self._sign_of_life()
         if not keeps_caches:
-            # Without a time limit: with one, SGLang waits until no request is left, including those put back.
+            # Without a timeout: with one, SGLang would wait until no request is left, retracted ones included.
             await self._order("/flush_cache", {})
 
     async def _continue(self) -> None:
         await self._order("/continue_generation", {"torch_empty_cache": False})
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Make a call without which the engine cannot continue. Raises ``EngineFailed`` if it is refused."""
+        """Make a call that must succeed. Raises ``EngineFailed`` if the server refuses it."""
         try:
             return await self._live_engine().call(path, body)
         except CallRefused as error:
@@ -152,7 +151,8 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         return MemoryCheckpoint(buckets)
 
     async def _load(self, prepared: PreparedWeights) -> None:
-        """Let SGLang read the checkpoint. A failure leaves a mixture of weights: its way back reads the same files."""
+        """Let SGLang load the checkpoint. A failure leaves mixed weights, because SGLang's rollback reads the same
+        files."""
         checkpoint: MemoryCheckpoint = prepared.content
         with closing(checkpoint):
             await self._read_checkpoint(checkpoint, prepared.held.version)
@@ -169,10 +169,12 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         await self._live_engine().call("/update_weights_from_disk", order)
 
     async def _check_loader(self, checkpoint: MemoryCheckpoint, sent: HeldWeights) -> None:
-        """Compare SGLang's own checksums with those before. At the first update, find out what its loader does with
-        each kind of tensor, for which the update is read again some times; see `LoaderCheck`."""
+        """Verify the update by SGLang's own checksums of its parameters; see `LoaderCheck`.
+
+        At the first update, the checkpoint is loaded several times to find out which parameters each kind of tensor
+        goes into. Later ones are only compared with the update before."""
         version, held = sent.version, await self._parameter_checksums()
-        # Some of SGLang's models compute their buffers, and pass over those that come.
+        # Some of SGLang's models compute their buffers and ignore those in the update.
         checksums = {name: checksum for name, checksum in sent.checksums.items() if name not in self._buffers}
         if self._loader is not None:
             self._loader.compare(version, checksums, held)
@@ -188,7 +190,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         self._loader = loader
 
     async def _parameter_checksums(self) -> ParameterChecksums:
-        """Return SGLang's checksum of each of its parameters, in its own layout, on each of its GPUs."""
+        """Return SGLang's checksum of each of its parameters (in its own layout) on each GPU."""
         reply = await self._order("/weights_checker", {"action": "checksum", "selector": "target"})
         return {
             (rank, name): checksum
@@ -203,7 +205,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
             order = {"name": name, "truncate_size": shape[0]}
             try:
                 reply = await self._live_engine().call("/get_weights_by_name", order)
-            except CallRefused:  # most models cannot
+            except CallRefused:  # most models do not support it
                 self._reads_back = False
                 break
             checksums[name] = checksum_of_values(reply["value"], dtype, shape) or checksums[name]
@@ -241,18 +243,17 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
 async def _read(
     server: SGLangServer, body: dict[str, Any], messages: asyncio.Queue[dict[str, Any] | Exception | None]
 ) -> None:
-    """Put arriving messages, or the error, into the queue."""
+    """Put the messages of a streamed request, or its error, into a queue."""
     try:
         async with aclosing(server.stream("/generate", body)) as stream:
             async for message in stream:
                 messages.put_nowait(message)
-    except Exception as error:  # whatever it is, the request must not wait for ever
+    except Exception as error:  # any error must reach the waiting request
         messages.put_nowait(error)
 
 
 async def _report_abort(server: SGLangServer, engine_id: str) -> None:
-    """Ask SGLang to stop computing a request that no caller waits for. A server that has ended computes nothing, and
-    the next call reports it."""
+    """Abort a request in SGLang. Ignores failures: if the server has ended, the next call reports it."""
     try:
         await server.call("/abort_request", {"rid": engine_id})
     except (CallRefused, EngineFailed):
@@ -260,18 +261,18 @@ async def _report_abort(server: SGLangServer, engine_id: str) -> None:
 
 
 _READ_BACK_ELEMENTS = 8192
-"""Number of elements of the largest tensor that is read back: its elements travel as text."""
+"""Maximum number of elements of a tensor to read back, because elements are sent as text."""
 _READ_BACK_TENSORS = 8
-"""Most tensors that are read back after an update."""
+"""Maximum number of tensors that are read back after an update."""
 
 
 class MemoryCheckpoint:
-    """A folder of safetensors files whose bytes are in memory. It is removed with the object."""
+    """A folder of safetensors files whose contents are in shared memory. It is removed together with the object."""
 
     def __init__(self, buckets: list[WeightBucket]) -> None:
         self.path = mkdtemp(prefix="roll-weights-")
         self.close = weakref.finalize(self, shutil.rmtree, self.path)
-        """Removes the folder. Harmless to repeat."""
+        """Removes the folder. Idempotent."""
         self._bytes: dict[str, np.ndarray] = {}
         """Name -> uint8 view of the tensor in its file."""
         self._dtypes = {name: dtype for bucket in buckets for name, dtype, _, _ in bucket.tensors}
@@ -284,8 +285,8 @@ class MemoryCheckpoint:
 
     @contextmanager
     def altered(self, names: Iterable[str]) -> Iterator[None]:
-        """Within the block, the first element of each of these tensors differs in a low bit of its fraction."""
-        # A bit that is left if float32 is rounded to bfloat16. The bytes are little-endian.
+        """Within the block, flip a low mantissa bit in the first element of each of these tensors."""
+        # A bit that survives rounding float32 to bfloat16. The bytes are little-endian.
         places = [self._bytes[name][2 if self._dtypes[name] == "float32" else 0 :][:1] for name in names]
         for place in places:
             place ^= 1
@@ -297,13 +298,13 @@ class MemoryCheckpoint:
 
 
 def names_to_read(layout: Layout, version: int) -> list[str]:
-    """Return names of some small tensors. They differ from version to version."""
+    """Return the names of a pseudorandom sample of small tensors, determined by ``version``."""
     small = [name for name, (_, shape) in layout.items() if shape and math.prod(shape) <= _READ_BACK_ELEMENTS]
     return sorted(small, key=lambda name: derive_seed(version, name))[:_READ_BACK_TENSORS]
 
 
 def checksum_of_values(values: list[float] | list[list[float]], dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Return the checksum of a tensor given as numbers; None if they are only a part of the tensor (one GPU's)."""
+    """Return the checksum of a tensor given as numbers; None if they are only one GPU's part of the tensor."""
     tensor = torch.tensor(values, dtype=torch.float32).to(DTYPES[dtype])
     return tensor_checksum(tensor) if tuple(tensor.shape) == tuple(shape) else None
 
@@ -313,12 +314,15 @@ SMALLEST_TEMPERATURE = 1e-6
 
 
 def needs_mask(sampling: SamplingParams) -> bool:
-    """Return True if the sampling distribution is truncated."""
+    """Return True if the sampling distribution is truncated (top-k or top-p), so that log-probabilities need SGLang's
+    sampling mask."""
     return not is_greedy(sampling) and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
-    """Raise ``ValueError`` for parameters of which SGLang would not report the log-probabilities."""
+    """Raise ``ValueError`` for sampling parameters with which SGLang would not report the right log-probabilities.
+
+    ``mask_limit``: largest top-k for which it reports a sampling mask."""
     sampling, problem = request.sampling, None
     if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
         problem = f"SGLang samples at {SMALLEST_TEMPERATURE} or more, or greedily at 0; its temperature is lower"
@@ -334,8 +338,8 @@ def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
 def generate_body(
     request: GenerateRequest, engine_id: str, loads: int, eos_token_ids: Sequence[int], max_length: int
 ) -> dict[str, Any]:
-    """Return the body of a call to ``/generate``. Only requests that began with the same weights, those after
-    so many loads, share a prompt's cache."""
+    """Return the body of a call to ``/generate``. ``loads``: number of weight updates so far, used as cache salt, so
+    that only requests that began with the same weights share cached prefixes."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     mask = needs_mask(sampling)
     return {
@@ -350,7 +354,7 @@ def generate_body(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            # Random numbers are drawn by seed and position, so a continued response continues with the same ones.
+            # Random numbers are determined by seed and position, so a continued response uses the same ones.
             "sampling_seed": sampling.seed,
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": [] if sampling.ignore_eos else [*eos_token_ids, *sampling.stop_token_ids],
@@ -360,7 +364,7 @@ def generate_body(
 
 
 def score_body(tokens: np.ndarray, engine_id: str) -> dict[str, Any]:
-    """Return the body of a call to ``/generate`` for the log-probabilities of given tokens. It uses nothing cached."""
+    """Return the body of a call to ``/generate`` that scores given tokens. Uses no cached prefix."""
     return {
         "rid": engine_id,
         "input_ids": tokens.tolist(),
@@ -372,14 +376,14 @@ def score_body(tokens: np.ndarray, engine_id: str) -> dict[str, Any]:
 
 
 _NAN = "NaN happened"
-"""Text that SGLang reports as matched if the logits are NaN."""
+"""Matched stop string that SGLang reports if the logits are NaN."""
 
 
 def take_message(response: Response, message: Mapping[str, Any]) -> bool:
-    """Add a message of the stream to the response; see `Response.take`.
+    """Add a streamed message to the response, and return the result of `Response.take`.
 
-    Raises ``ValueError`` for a request that SGLang refuses or gives up, ``EngineFailed`` if tokens or log-probabilities
-    are missing.
+    Raises ``ValueError`` if SGLang rejects or aborts the request, ``EngineFailed`` if tokens or log-probabilities are
+    missing.
     """
     name = response.request.request_id
     if "error" in message:
@@ -402,8 +406,8 @@ def take_message(response: Response, message: Mapping[str, Any]) -> bool:
 
 
 def scores_of(reply: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """Return the log-probability of each of these tokens, float32 ``[length]``, 0 at the first. Raises `EngineFailed`
-    if the reply is about other tokens."""
+    """Read the log-probabilities of ``tokens`` from the reply, float32 ``[length]``, 0 for the first token. Raises
+    `EngineFailed` if the reply is for other tokens."""
     entries = reply["meta_info"]["input_token_logprobs"]
     if [entry[1] for entry in entries] != tokens.tolist():
         raise EngineFailed(f"SGLang scored {len(entries)} tokens, not the {len(tokens)} that it was sent")

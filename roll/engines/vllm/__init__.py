@@ -1,1 +1,1 @@
-"""`vllm`: an adapter to vLLM's asynchronous engine."""
+"""`vllm`: the engine strategy that runs vLLM's asynchronous engine."""

@@ -1,10 +1,10 @@
-"""`vllm`: vLLM's asynchronous engine behind the `InferStrategy` protocol, on CPUs and GPUs alike.
+"""`vllm`: vLLM's asynchronous engine behind the `InferStrategy` interface, on CPUs and GPUs.
 
-Only public interfaces are used: token ids in and out, pause and resume of generation, sleep and wake, weight updates in
-checkpoint names. vLLM computes in its own processes; this object belongs to one event loop.
+Only public interfaces of vLLM are used: token ids in and out, pause and resume of generation, sleep and wake, weight
+updates under checkpoint names. vLLM computes in its own processes; this object belongs to one event loop.
 
-Not promised: equal bits whatever runs beside a request (vLLM's kernels depend on the batch), and the same random stream
-for a response that is continued elsewhere (it gets a stream of its own).
+Not guaranteed: bitwise results independent of the batch (vLLM's kernels depend on it), and the same random stream for a
+response that is continued on another replica (it gets a new one).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _FAREWELL_SECONDS = 5.0
-"""Longest time that a shutdown waits for aborted requests to end."""
+"""Maximum wait of a shutdown for aborted requests to end."""
 _LOOK_SECONDS = 1.0
 """Interval at which a call that has no answer yet looks whether the engine is alive."""
 _MEMORY_SECONDS = 2.0
@@ -64,11 +64,14 @@ Result = TypeVar("Result")
 
 
 class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
-    """One engine replica. With the transports ``nccl`` and ``cuda_ipc`` weights are pushed (`transfer_step`); with all
-    others they are loaded from buckets. Adapters are vLLM's own (LoRA), one for all requests, replaced in place."""
+    """One vLLM replica.
+
+    With the transports ``nccl`` and ``cuda_ipc``, the trainer pushes weights (`transfer_step`); with all others, they
+    are loaded from buckets. Adapter updates use vLLM's LoRA support, with one adapter for all requests, replaced in
+    place."""
 
     _policy: LoRARequest | None = None
-    """vLLM's name for the adapter, whose folder it read once; None before the first one is loaded."""
+    """vLLM's handle of the adapter; None before the first one is loaded."""
 
     _memory: Mapping[str, float] = MappingProxyType({})
     """As last told."""
@@ -84,7 +87,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         return self._memory
 
     async def _launch(self, config: PretrainedConfig) -> tuple[AsyncLLM, int]:
-        """Start vLLM. Blocks the event loop meanwhile, because vLLM's start does."""
+        """Start vLLM. Blocks the event loop, because vLLM's start does."""
         self._sleeps = self._shares_devices and self._spec.device == "cuda"  # vLLM's CPU engine cannot sleep
         arguments = engine_arguments(
             self._strategy_config,
@@ -132,11 +135,11 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         from vllm.inputs.engine import tokens_input
 
-        # The cache of a prompt is shared only by requests that began with the same weights.
+        # Cached prefixes are shared only between requests that began with the same weights.
         prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"weights {self._loads}")
         params = sampling_params(response.request, self._end_tokens)
         engine = self._live_engine()
-        # Leaving the iteration is what aborts the request inside vLLM.
+        # Leaving the iterator aborts the request inside vLLM.
         with _failures_reported():
             updates = engine.generate(prompt, params, response.engine_id, lora_request=self._policy)
             async with aclosing(updates) as outputs:
@@ -146,7 +149,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                     (completion,) = output.outputs
                     self._generated_tokens += len(completion.token_ids)
                     stopped = take_output(response, completion, self._version)
-                    # vLLM ignores the abort of a name that it does not know yet; such a request ends here.
+                    # vLLM ignores an abort of an id that it does not know yet; such a request is ended here.
                     if response.aborted and response.finish_reason is None:
                         response.finish_reason, stopped = "abort", True
                     yield response
@@ -170,7 +173,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         return located(buckets) if self._adapter_rank is None else safetensors_file(buckets)[0]
 
     async def _load_adapter(self, prepared: PreparedWeights) -> None:
-        """Let vLLM read an adapter in the place of the one it has, with which running requests then go on."""
+        """Let vLLM load an adapter in place of its current one. Running requests continue with the new adapter."""
         from vllm.lora.request import LoRARequest
 
         engine, adapted = self._live_engine(), adapted_layers(prepared.layout, self._layers)
@@ -195,10 +198,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         await self._answer(engine.finish_weight_update(str(prepared.held.version)))
         if self._without_weights:
             await self._answer(engine.wake_up(["kv_cache"]))
-            await self._halt("keep")  # now that all memory is back, vLLM resumes decoding by itself
+            await self._halt("keep")  # vLLM resumes decoding by itself when all memory is back
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """Make one call of vLLM's weight transfer, for the trainer's end of it, while the engine is paused."""
+        """Make one call of vLLM's weight transfer, on behalf of the trainer. The engine must be paused."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         engine = self._live_engine()
@@ -215,8 +218,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             raise ValueError(f"step {step!r} of a weight transfer is unknown; one of init, start, update, finish")
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
-        """See `InferStrategy.weights_pushed`. Checksums are None but for a sample of tensors that could be read back.
-        Raises ``WeightMismatch`` naming the tensor if the model has different tensors."""
+        """See `InferStrategy.weights_pushed`. Checksums are None except for a sample of tensors that can be read back.
+        Raises ``WeightMismatch`` naming a tensor that the model lacks, or that is missing."""
         entries = checked(((name, dtype, shape, None) for name, (dtype, shape) in layout.items()), self._shapes)
         pushed = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in entries}
         await self._answer(self._live_engine().update_weight_version(str(version)))
@@ -226,8 +229,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         return await self._inspected(HeldWeights(version, count, dict.fromkeys(pushed)), pushed)
 
     async def base_checksums(self) -> Mapping[str, int]:
-        """See `InferStrategy.base_checksums`. Tensors that vLLM's workers hold in a checkpoint's layout are read there,
-        all others in the files."""
+        """See `InferStrategy.base_checksums`. Checksums are computed from vLLM's workers for tensors that these hold in
+        the checkpoint's layout, and from the files for all others."""
         layout = {name: (self._spec.dtype, shape) for name, shape in self._shapes.items() if name not in self._buffers}
         checksums = dict(await super().base_checksums())
         for held in await self._answer(self._live_engine().collective_rpc("roll_held_checksums", args=(layout,))):
@@ -235,7 +238,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         return checksums
 
     async def _inspected_adapter(self, sent: HeldWeights, layout: Layout) -> HeldWeights:
-        """Return what vLLM's workers hold of the adapter. A matrix of which each has a part counts as sent."""
+        """Return the checksums of the adapter that vLLM's workers hold. Matrices that are split over workers cannot be
+        read back, and get the checksums in ``sent``."""
         engine, found = self._live_engine(), dict[str, int | None]()
         for held in await self._answer(engine.collective_rpc("roll_held_adapter", args=(layout,))):
             found |= held
@@ -278,9 +282,9 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         return values
 
     async def _offload(self, discard: bool) -> bool:
-        """See `ProcessEngine`. vLLM's sleep of level 1 copies the weights to the host, level 2 drops everything but
-        buffers. An update brings neither a draft model's weights nor all that a quantisation has computed, nor the base
-        of an adapter."""
+        """See `ProcessEngine._offload`. vLLM's sleep level 1 moves the weights to host memory, level 2 drops all except
+        buffers. Level 2 is not used if a weight update cannot restore everything: with a draft model, quantisation or
+        adapter updates."""
         if not self._sleeps:
             await self._halt("resume")
             return False
@@ -293,7 +297,9 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     async def _reload(self) -> None:
         if self._without_weights:
-            await self._answer(self._live_engine().wake_up(["weights"]))  # vLLM decodes when the caches are back, too
+            await self._answer(
+                self._live_engine().wake_up(["weights"])
+            )  # the KV cache follows in `_load`: with it, vLLM would decode
         elif self._sleeps:
             await self._answer(self._live_engine().wake_up())
             if self._paused:  # waking resumes decoding
@@ -305,15 +311,14 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             deadline = asyncio.get_running_loop().time() + _FAREWELL_SECONDS
             while self._requests.inside and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.01)
-        # On the loop itself: vLLM ends its own tasks there before its processes end, and would otherwise report a
-        # death.
+        # Called on the event loop, where vLLM cancels its own tasks first; otherwise it would report dead processes.
         engine.shutdown()
 
     async def _answer(self, call: Awaitable[Result]) -> Result:
-        """Return vLLM's answer. Raise ``EngineFailed`` if its engine is dead, or dies before it answers."""
+        """Await a call to vLLM. Raise ``EngineFailed`` if its engine is dead, or dies before it answers."""
         answer, engine = asyncio.ensure_future(call), self._engine
         try:
-            # vLLM refuses calls of a dead engine, and leaves those waiting that the engine had when it died.
+            # vLLM rejects calls to a dead engine, but leaves calls hanging that were pending when it died.
             with _failures_reported():
                 while not (await asyncio.wait([answer], timeout=_LOOK_SECONDS))[0]:
                     if engine is not None and (engine.errored or self._engine is not engine):
@@ -324,7 +329,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes that the keys and values of one token take, over all layers."""
+    """Return the size of the KV cache per token in bytes, over all layers."""
     text = config.get_text_config(decoder=True)
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     head_size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
@@ -332,8 +337,8 @@ def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def _require_adapters(arguments: AsyncEngineArgs, cause: Exception) -> None:
-    """Raise ``ValueError`` if a start failed because vLLM has no adapters for the model. Its own error says only that
-    one of its processes ended."""
+    """Raise ``ValueError`` if vLLM failed to start because it does not support LoRA for the model. Its own error says
+    only that one of its processes ended."""
     from vllm.model_executor.model_loader import get_model_cls
     from vllm.model_executor.models import supports_lora
 
@@ -344,22 +349,22 @@ def _require_adapters(arguments: AsyncEngineArgs, cause: Exception) -> None:
 
 
 def _set_environment(arguments: dict[str, Any]) -> None:
-    """Set what vLLM reads from the environment. The process belongs to the engine alone."""
+    """Set environment variables for vLLM. The process is used by this engine only."""
     os.environ[VLLM_OWNER_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if arguments["weight_transfer_config"]["backend"] == "ipc":
-        # A handle of device memory has no plain form. It travels only to the engine's own process.
+        # CUDA IPC handles need pickle. They are sent only to the engine's own process.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if arguments.get("distributed_executor_backend") == "uni":
-        # Otherwise vLLM starts one more process on a CPU, which takes ten more seconds and binds to all cores.
+        # Otherwise vLLM starts another process on a CPU, which takes ten seconds more and binds to all cores.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 @contextmanager
 def _failures_reported() -> Iterator[None]:
-    """Raise `EngineFailed` for the exceptions after which vLLM serves no request any more."""
+    """Convert the exceptions after which vLLM cannot serve requests any more to `EngineFailed`."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:
@@ -370,8 +375,9 @@ def _failures_reported() -> Iterator[None]:
 
 
 def located(buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[MemoryFile]]:
-    """Return the location and the tensors of each bucket, for vLLM's processes. A bucket that is in no file is copied
-    into shared memory, which they can read as long as it is kept."""
+    """Return each bucket's location and tensors for vLLM's processes, and the shared-memory copies to keep alive.
+
+    Buckets that are not in a file yet are copied into shared memory."""
     entries, copies = [], []
     for bucket in buckets:
         location = bucket.location
@@ -385,17 +391,17 @@ def located(buckets: list[WeightBucket]) -> tuple[list[dict[str, Any]], list[Mem
 
 
 _SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises smaller temperatures to this one."""
+"""vLLM replaces smaller positive temperatures by this one."""
 
 
 def sampling_params(request: GenerateRequest, eos_token_ids: Sequence[int]) -> VLLMSamplingParams:
-    """Return vLLM's parameters of a request."""
+    """Return vLLM's sampling parameters for a request."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling, seed = request.sampling, request.sampling.seed
     if request.first_token_index:
-        # vLLM's random stream starts at the seed, so a continued response gets a stream of its own.
+        # vLLM's random stream starts anew with each request, so a continued response needs another seed.
         seed = derive_seed(seed, "continued", request.first_token_index)
     return VLLMSamplingParams(
         max_tokens=sampling.max_new_tokens,
@@ -414,13 +420,14 @@ def sampling_params(request: GenerateRequest, eos_token_ids: Sequence[int]) -> V
 
 
 def take_output(response: Response, output: CompletionOutput, version: int) -> bool:
-    """Add vLLM's message to the response (`Response.take`). Raises `EngineFailed` if vLLM gave the request up."""
+    """Add a message from vLLM to the response, and return the result of `Response.take`. Raises `EngineFailed` if vLLM
+    ended the request with an error."""
     reason = output.finish_reason
     if reason is not None and reason not in get_args(FinishReason):
         raise EngineFailed(f"vLLM ended request {response.request.request_id!r} with {reason!r}")
     return response.take(
         output.token_ids,
-        # Without alternatives, vLLM gives one number per position.
+        # With `logprobs=0`, vLLM returns one number per position.
         output.logprobs.logprobs if output.token_ids and output.logprobs is not None else [],
         version,
         [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],

@@ -1,8 +1,8 @@
-"""Code that runs inside vLLM's own worker processes: loads weight buckets and reports which weights are held.
+"""Code that runs inside vLLM's worker processes: loads weight buckets, and returns checksums of the loaded weights.
 
-Both use interfaces that vLLM offers for reinforcement learning: a weight transfer engine registered by name, and a
-worker extension whose methods can be called collectively. Weights are mapped from memory that the trainer (or the
-engine's owner) has filled, never unpickled. vLLM's layer-wise reload converts them to the layout that its kernels want.
+Both use vLLM's interfaces for reinforcement learning: a weight transfer engine registered by name, and a worker
+extension whose methods can be called on all workers. Weights are memory-mapped from shared memory that the trainer (or
+the engine's process) has filled, never unpickled. vLLM's layer-wise reload converts them to its kernels' layout.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checks
 
 Shape = tuple[int, ...]
 _INSPECTED_BYTES = 64 * 1024**2
-"""Most bytes of weights that are read back from the engine after an update."""
+"""Maximum number of bytes of weights that are read back after an update."""
 
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Empty setup: mapped memory needs no rendezvous."""
+    """Empty initialisation arguments: mapped memory needs no rendezvous."""
 
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """Location and contents of a bucket."""
+    """Location and contents of a weight bucket."""
 
     path: str
     offset: int
@@ -50,27 +50,27 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
-    """Loads buckets from mapped memory."""
+    """vLLM weight transfer engine that loads buckets from mapped memory."""
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # At every update it warns of every layer without weights of its own. Completeness is checked below instead.
+        # It warns at every update about layers without own weights. `roll_unloaded_parameters` checks completeness.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing: mapped memory needs no setup."""
 
     def start_weight_update(self) -> None:
-        """Prepare every layer to take checkpoint tensors again."""
+        """Prepare all layers for loading checkpoint tensors again."""
         self.loaded: set[str] = set()
         self.wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Load a bucket's tensors into the model. Incomplete layers keep views of the bucket's memory."""
+        """Load a bucket's tensors into the model. Layers whose tensors are incomplete keep views of its memory."""
         memory = map_file(update_info.path, update_info.offset, update_info.size)
         tensors = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.tensors]
         bucket = WeightBucket(tensors, memory)
@@ -78,7 +78,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
         self.loaded |= set(self.model.load_weights(weights) or ())
 
     def finish_weight_update(self) -> None:
-        """Convert the loaded tensors to the layout of the kernels."""
+        """Convert the loaded tensors to the kernels' layout."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.model_config.quantization is None:
             _repack_shared(self.model)
@@ -90,10 +90,10 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
 
 def _repack_shared(model: torch.nn.Module) -> None:
-    """Let layers that share a parameter process it again.
+    """Post-process shared parameters in all layers that use them.
 
-    The reload does so only for the layer whose name arrived. On a CPU a tied output head would otherwise go on
-    computing with what it had packed from the first weights.
+    vLLM's reload does so only in the layer under whose name the weight was sent. On a CPU, a tied output head would
+    otherwise keep using its packed copy of the first weights.
     """
     owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
     for module in model.modules():
@@ -107,16 +107,16 @@ def _repack_shared(model: torch.nn.Module) -> None:
 
 
 def _repack_experts(model: torch.nn.Module) -> None:
-    """Pack experts for a CPU's kernels. vLLM does so at the first load only; later it computed with plain weights as if
-    they were packed."""
+    """Pack MoE experts for CPU kernels. vLLM does so at the first load only, and would use the unpacked weights of
+    later updates as if they were packed."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
-# Otherwise a worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's
-# engine process waits for its owner and ends by itself after some minutes.)
+# Otherwise a worker whose owner was killed would hold its memory and devices forever. (Before workers exist, vLLM's
+# engine process waits for its owner, and ends by itself after some minutes.)
 if VLLM_OWNER_VARIABLE in os.environ and os.environ[VLLM_OWNER_VARIABLE] != str(os.getpid()):
     end_with(int(os.environ[VLLM_OWNER_VARIABLE]))
 
@@ -124,7 +124,7 @@ WeightTransferEngineFactory.register_engine(VLLM_BUCKET_BACKEND, BucketTransferE
 
 
 class WorkerCalls:
-    """Calls that the strategy makes on every worker. vLLM's worker has these attributes and inherits from it."""
+    """vLLM worker extension: methods that the strategy calls on all workers. vLLM's worker class inherits from it."""
 
     weight_transfer_engine: Any
     model_config: Any
@@ -135,15 +135,18 @@ class WorkerCalls:
         return memory_in_use()
 
     def roll_unloaded_parameters(self) -> list[str]:
-        """Return the parameters that the last update did not touch; none if quantised: scales are computed."""
+        """Return the parameters that the last update did not load. [] for a quantised model, whose scales are
+        computed."""
         engine = self.weight_transfer_engine
         if not isinstance(engine, BucketTransferEngine) or self.model_config.quantization is not None:
             return []
         return sorted(engine.wanted - engine.loaded)
 
     def roll_held_checksums(self, layout: Layout, version: int | None = None) -> dict[str, int]:
-        """Return checksums of the tensors that this worker holds in the layout of a checkpoint; with a ``version`` of
-        some of them, others at each version. Tensors that kernels have repacked cannot be read back."""
+        """Return name -> checksum of the tensors that this worker holds in the checkpoint's layout.
+
+        With a ``version``, only of a sample, which differs from version to version. Tensors that were repacked for
+        kernels are left out."""
         shapes = {name: tuple(shape) for name, (_, shape) in layout.items()}
         readable = {
             name: tensor
@@ -154,8 +157,8 @@ class WorkerCalls:
         return {name: tensor_checksum(readable[name]) for name in chosen}
 
     def roll_held_adapter(self, layout: Layout) -> dict[str, int | None]:
-        """Return the checksums of the adapter's tensors in the layers that compute with them; None for one of which
-        this worker has only a part. Tensors that no layer has are left out."""
+        """Return name -> checksum of the adapter's tensors in this worker's layers. None: the worker has only a part of
+        the tensor. Tensors that are in no layer are left out."""
         model = self.model_runner.get_model()
         fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         found: dict[str, int | None] = {}
@@ -174,7 +177,8 @@ class WorkerCalls:
 
 
 def sample_of(tensors: dict[str, torch.Tensor], version: int) -> list[str]:
-    """Return names of some tensors, others at each version, together at most `_INSPECTED_BYTES` (or one tensor)."""
+    """Return the names of a pseudorandom sample of tensors, determined by ``version``, of at most `_INSPECTED_BYTES` in
+    total (but at least one tensor)."""
     sample: list[str] = []
     size = 0
     for name in sorted(tensors, key=lambda name: derive_seed(version, name)):
@@ -186,11 +190,12 @@ def sample_of(tensors: dict[str, torch.Tensor], version: int) -> list[str]:
 
 
 def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors that can be read from the model's parameters: unchanged, as the leading rows of a
-    padded vocabulary, or as row blocks of fused projections (named by ``packed_modules_mapping``)."""
+    """Yield (name, tensor) of checkpoint tensors that can be read from vLLM's parameters: unchanged ones, the first
+    rows of a padded vocabulary, and row blocks of fused projections (``packed_modules_mapping``). ``shapes``: those of
+    the checkpoint."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for own_name, parameter in model.named_parameters():
-        name = own_name.replace(".base_layer.", ".")  # below an adapter
+        name = own_name.replace(".base_layer.", ".")  # layers wrapped for LoRA
         choices = [[name]]
         for fused_name, parts in fused.items():
             if f".{fused_name}." in name:

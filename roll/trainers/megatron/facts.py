@@ -1,7 +1,7 @@
-"""What megatron-core needs to know of a Hugging Face model, and the models and layouts that are accepted.
+"""Facts about a Hugging Face model that megatron-core needs, and checks of supported models and parallel layouts.
 
-Everything is judged from the configuration alone, before any weight is read. A family, a position encoding or a layout
-that would train a different model than the one in the file is refused with a sentence.
+Only the model's configuration is read, never its weights. A model family, position encoding or layout with which
+megatron-core would compute a different model than the checkpoint's is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen3_moe": {"qk_layernorm": True},
     "llama": {},
 }
-"""`model_type` -> its own among the settings of megatron-core's layers."""
+"""Supported `model_type` -> the settings of megatron-core's layers that are specific to it."""
 LLAMA3_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only parameters of Llama 3's position encoding that megatron-core can compute with."""
+"""The only parameters of Llama 3's RoPE scaling that megatron-core supports."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model. Sizes are in elements, not in bytes."""
+    """Architecture of a model, as megatron-core needs it. Sizes are numbers of elements."""
 
     kind: ModelKind
     family: str
     layers: dict[str, Any]
-    """Settings of the layers in megatron-core's `TransformerConfig`."""
+    """Settings for megatron-core's `TransformerConfig`."""
     vocabulary: int
     tied: bool
-    """True if the output layer is the embedding; never for a value model."""
+    """True if the output layer shares the embedding's weights; never for a value model."""
     rope_base: float
     llama3_rope_factor: float | None
     max_positions: int
     padding_token: int | None
-    """The token whose embedding transformers does not train where it is read."""
+    """The embedding's padding token: as in transformers, reading it yields no gradient for its embedding."""
 
     @property
     def experts(self) -> int:
-        """Number of experts; 0 if the model has none."""
+        """Number of MoE experts; 0 for a dense model."""
         return self.layers.get("num_moe_experts", 0)
 
 
 def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "policy") -> ModelFacts:
-    """Return facts about the model at ``model_path`` (folder or hub name), used as this kind of model.
+    """Read the facts about the model at ``model_path`` (folder or hub name), to be used as this kind of model.
 
-    Raises ``ValueError`` for a model that cannot be trained here.
+    Raises ``ValueError`` if `megatron_train` does not support the model.
     """
-    from transformers import AutoConfig  # checking the options must not wait for it
+    from transformers import AutoConfig  # slow to import, and not needed to check options
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if config.model_type not in FAMILIES:
@@ -77,7 +77,7 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
         rope_base=base,
         llama3_rope_factor=factor,
         max_positions=config.max_position_embeddings,
-        # Negative ids count from the end.
+        # Negative ids count from the end of the vocabulary.
         padding_token=None if config.pad_token_id is None else config.pad_token_id % config.vocab_size,
     )
 
@@ -85,9 +85,9 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
 def layout_problems(
     role: WorkerConfig, model_path: str, path: str, *, kind: ModelKind, forward_only: bool
 ) -> list[ConfigProblem]:
-    """Return what is wrong with a role's model, or with how it is split over the role's devices. Loads no weights.
+    """Return the problems of a role's model and of its parallel layout on the role's devices. Loads no weights.
 
-    ``path`` is that of the role's ``strategy_config``.
+    ``path`` is the configuration path of the role's ``strategy_config``.
     """
     ranks = len(parse_device_mapping(role.device_mapping))
     try:
@@ -95,14 +95,14 @@ def layout_problems(
         facts = read_facts(model_path, role.model_args.trust_remote_code, kind)
         check_layout(facts, options, ranks, forward_only=forward_only)
     except ConfigError:
-        return []  # They are reported by the check of the options.
+        return []  # The check of the options reports these.
     except ValueError as error:
         return [ConfigProblem(path, str(error), "change the sizes or the devices, or use `fsdp2_train`")]
     return []
 
 
 def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *, forward_only: bool) -> None:
-    """Raise ``ValueError`` with every reason why this layout cannot split the model over ``world_size`` ranks."""
+    """Raise ``ValueError`` listing every reason why the model cannot be split over ``world_size`` ranks like this."""
     layers, tensor, stages = facts.layers, options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     chunks = stages * options.model_chunks
     multiples = [
@@ -151,7 +151,7 @@ def _refuse_variants(config: PretrainedConfig) -> None:
 
 
 def _rope(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the base, and the factor of Llama 3's scaling."""
+    """Return the RoPE base, and the factor of Llama 3's RoPE scaling (None: no scaling)."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         return float(rope["rope_theta"]), None
@@ -164,7 +164,7 @@ def _rope(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def _layers(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings of a model's layers under the names of megatron-core."""
+    """Return the model's settings under the names of megatron-core's `TransformerConfig`."""
     settings = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,

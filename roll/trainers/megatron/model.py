@@ -1,12 +1,12 @@
-"""One rank's part of a model in megatron-core: its configuration, its layers, and a vocabulary that ranks split.
+"""One rank's part of a megatron-core model: configuration, layers, and log-probabilities over a split vocabulary.
 
-Parameters are allocated without values; the checkpoint fills them. Some layers exist in megatron-core only for GPUs
-with extra libraries: the norm here works with sequence parallelism and rounds like transformers', and attention uses
-PyTorch's kernels, which hold no matrix of scores. If Transformer Engine is used, its own layers replace these.
+Parameters are allocated uninitialised; the checkpoint fills them. megatron-core has some layers only for GPUs with
+extra libraries, so this module has its own: a norm that supports sequence parallelism and rounds as transformers does,
+and attention with PyTorch's fused kernels. If Transformer Engine is used, its layers replace these.
 
-Log-probabilities and entropies are computed from logits whose vocabulary is split: only maxima, sums and chosen logits
-travel between ranks. Rows that pad the vocabulary to a multiple of the ranks take no part in the distribution. Results
-are exact in float32, whatever the precision of the logits.
+Log-probabilities and entropies are computed from vocabulary-parallel logits: ranks exchange only maxima, sums and the
+logits of the targets. Padding rows of the vocabulary have no probability. Results are computed in float32, whatever the
+precision of the logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from roll.trainers.options import MegatronOptions
 
 
 class RmsNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467) over the last dimension, in float32."""
+    """RMSNorm (arXiv 1910.07467) over the last dimension, computed in float32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class RmsNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention of each position to itself and the positions before it."""
+    """Causal scaled dot-product attention, as core attention of megatron-core's ``SelfAttention``."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class CausalAttention(nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-        """Return ``[positions, rows, heads x size]`` for a query ``[positions, rows, heads, size]``.
+        """Return ``[positions, rows, heads x size]`` for ``query`` of shape ``[positions, rows, heads, size]``.
 
-        The number of heads of ``key`` and ``value`` divides the query's.
+        ``key`` and ``value`` may have fewer heads (grouped-query attention), a divisor of the query's.
         """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = functional.scaled_dot_product_attention(
@@ -88,16 +88,16 @@ class CausalAttention(nn.Module):
 
 
 class Router(TopKRouter):
-    """megatron-core's router without its own matrix product, which needs Transformer Engine."""
+    """megatron-core's top-k router with PyTorch's matrix product: its own one needs Transformer Engine."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits of the experts, ``[..., experts]``, in the configured precision."""
+        """Return the router logits, ``[..., experts]``, in the configured precision."""
         dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
         return functional.linear(input.to(dtype), self.weight.to(dtype))
 
 
 class ValueHead(nn.Module):
-    """Output layer of a value model: one number for each position, the same on all tensor-parallel ranks."""
+    """Output layer of a value model: one value per position, replicated on all tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -112,13 +112,13 @@ class ValueHead(nn.Module):
         """Return ``[positions, rows, 1]`` for all positions, and None for the bias that megatron-core expects."""
         values = functional.linear(hidden, self.weight, self.bias)
         if self.shares_positions:
-            # Every rank computes the same from here on, so each takes back the gradient of its own positions.
+            # From here on all ranks compute the same, so each keeps only the gradient of its own positions.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
-    """Return the layers of one model chunk of a pipeline stage. ``chunk`` is None if it is the only one."""
+    """Return the layer specifications of one model chunk of a pipeline stage. ``chunk``: None if it is the only one."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
@@ -158,7 +158,9 @@ def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> bool:
-    """Return True if layers come from Transformer Engine. Raises ``ValueError`` if it is needed but not used."""
+    """Return True if the layers are those of Transformer Engine.
+
+    Raises ``ValueError`` if it is requested but not installed, or if an option needs it and it is not used."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if options.transformer_impl == "transformer_engine" and not installed:
         raise ValueError("transformer_impl is 'transformer_engine', which is not installed; use 'auto' or 'local'")
@@ -176,13 +178,13 @@ _USED_ELSEWHERE = {
     "transformer_impl",
     "process_group_timeout_seconds",
 }
-"""Options that are not settings of `TransformerConfig` as they stand."""
+"""Options that are not passed to `TransformerConfig`."""
 
 
 def transformer_config(
     facts: ModelFacts, options: MegatronOptions, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Return megatron-core's description of the model and of how it is split. Most options are its settings."""
+    """Return megatron-core's configuration of the model and its parallelism. Most options are passed on unchanged."""
     return TransformerConfig(
         **facts.layers,
         **{name: value for name, value in vars(options).items() if name not in _USED_ELSEWHERE},
@@ -203,7 +205,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
-        # Losses arrive normalised over the whole batch, so gradients are summed and never averaged.
+        # Losses are already normalised over the whole batch, so gradients are summed, not averaged.
         calculate_per_token_loss=True,
         # Micro-batches differ in width.
         variable_seq_lengths=True,
@@ -212,7 +214,7 @@ def transformer_config(
 
 
 def build_chunks(facts: ModelFacts, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
-    """Return this rank's model chunks, with parameters that have no values yet. Collective."""
+    """Return this rank's model chunks, with uninitialised parameters. Collective."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     return [_chunk(facts, config, chunk if chunks > 1 else None).to(device) for chunk in range(chunks)]
 
@@ -241,7 +243,7 @@ def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> G
 
 
 def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """Return the output without a gradient where ``token`` was read, like PyTorch's embedding at its padding.
+    """Forward hook that stops gradients at embeddings of ``token``, like ``padding_idx`` of PyTorch's embedding.
 
     ``output`` is ``[rows, positions, size]``, or this rank's share of the positions as ``[positions, rows, size]``.
     """
@@ -253,7 +255,7 @@ def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tu
 
 
 CHUNK_ELEMENTS = 2**26
-"""Number of this rank's logits that have a float32 copy at a time."""
+"""Number of this rank's logits that are converted to float32 at a time."""
 
 
 def parallel_logprobs_and_entropy(
@@ -267,11 +269,11 @@ def parallel_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) at the targets, and the entropy (nats) of each distribution. Collective.
 
-    ``logits`` ``[..., share]`` is this rank's part of a vocabulary that was padded from ``vocabulary`` tokens to equal
-    shares for all ranks of ``group``. ``targets`` is int ``[...]``, equal on all ranks. Returns float32 ``[...]``
-    twice, equal on all ranks. The entropy carries a gradient only if asked for. Each rank must receive the same
-    gradients of the shared results; each computes those of its own logits. Raises ``ValueError`` for a temperature that
-    is not positive.
+    ``logits`` ``[..., share]`` are this rank's part of the vocabulary, which was padded from ``vocabulary`` tokens to
+    equal shares for the ranks of ``group``. ``targets`` is int ``[...]``, equal on all ranks. Returns two float32
+    tensors ``[...]``, equal on all ranks. The entropy carries a gradient only with ``entropy_gradient``. In the
+    backward pass all ranks must receive the same gradients of the results; each computes the gradients of its own
+    logits. Raises ``ValueError`` for a temperature that is not positive.
     """
     if temperature <= 0:
         raise ValueError(f"log-probabilities need a temperature above 0, not {temperature}")
@@ -289,7 +291,7 @@ def parallel_logprobs_and_entropy(
 
 
 class _ParallelLogprobs(torch.autograd.Function):
-    """Autograd function for ``logits`` ``[rows, share]`` and ``targets`` ``[rows]``, counted from the share's start."""
+    """Autograd function for ``logits`` ``[rows, share]`` and ``targets`` ``[rows]``, relative to the share's start."""
 
     @staticmethod
     def forward(
@@ -313,7 +315,7 @@ class _ParallelLogprobs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         normalizer, chosen, weighted = sums
         entropy = normalizer.log() - weighted / normalizer
-        # The backward pass computes the float32 copy again. The logits themselves stay in memory anyway.
+        # The backward pass recomputes the float32 copy from the logits, which stay in memory anyway.
         ctx.save_for_backward(logits, largest + normalizer.log(), entropy, here, index)
         ctx.temperature = temperature
         ctx.entropy_gradient = entropy_gradient
@@ -324,9 +326,9 @@ class _ParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the logits.
+        """Return the gradient with respect to the logits, and None for the other arguments.
 
-        d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H) for the scaled logits x.
+        For the scaled logits x: d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H).
         """
         logits, log_normalizer, entropy, here, index = ctx.saved_tensors
         log_probabilities = (logits.float() / ctx.temperature).sub_(log_normalizer[:, None])

@@ -1,14 +1,14 @@
-"""`megatron_train`: one rank of a trainer whose model is split over tensor-, pipeline- and expert-parallel ranks.
+"""`megatron_train`: one rank of a megatron-core trainer with tensor, pipeline, expert and data parallelism.
 
-Data-parallel ranks split the samples; their number is that of all ranks divided by the tensor- times the
-pipeline-parallel size. Gradients are float32. With bfloat16 the optimizer holds float32 weights, which the distributed
-optimizer splits over data-parallel ranks. megatron-core keeps its process groups per process, so a process holds one
-trainer at a time. Only the last pipeline stage has logits, so only that stage has results. All ranks must run equally
-many micro-batches, because pipelines and experts exchange tensors in each.
+The data-parallel size is the number of ranks divided by tensor- times pipeline-parallel size; data-parallel ranks split
+the samples. Gradients are float32. With bfloat16, the optimizer holds float32 master weights, which the distributed
+optimizer shards over data-parallel ranks. megatron-core's process groups are global to the process, so a process can
+hold only one trainer at a time. Only the last pipeline stage has logits and thus results. All ranks must run equally
+many micro-batches, because pipeline stages and experts exchange tensors in each.
 
-The training state does not depend on the layout in which it was saved: float32 weights and moments as parts of tensors
-of the Hugging Face model, of which each rank of another layout, or of any other trainer, finds its share by name. One
-parameter is gathered at a time, over the ranks that split its optimizer state.
+Saved training states are independent of the parallel layout: float32 weights and moments are stored as slices of the
+Hugging Face model's tensors, so a rank of any layout, or of another trainer, finds its share by name. Saving gathers
+one parameter at a time, over the ranks that shard its optimizer state.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNUSED_WIDTH = 1
-"""Placeholder for the size of a micro-batch. The schedule asks for it, and does not read it if sizes vary."""
+"""Placeholder for micro-batch sizes: required arguments of the schedule, unused with variable sequence lengths."""
 
 
 def wrap_for_gradients(
     chunks: Sequence[GPTModel], config: TransformerConfig, options: MegatronOptions
 ) -> list[DistributedDataParallel]:
-    """Wrap model chunks so that data-parallel ranks sum float32 gradients once for all micro-batches of a step."""
+    """Wrap model chunks in megatron-core's DDP, which sums float32 gradients over ranks once per optimizer step."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -83,7 +83,7 @@ def wrap_for_gradients(
     ]
 
     def sum_gradients(chunks: list[DistributedDataParallel], _: Tensor | None = None, **settings: object) -> None:
-        # Without a number of tokens to divide by: losses are already normalised.
+        # No token count to divide by: losses are already normalised.
         finalize_model_grads(chunks, None, **settings)
 
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
@@ -93,7 +93,7 @@ def wrap_for_gradients(
 
 @contextmanager
 def unsynchronised(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Let gradients add up on each rank, without the sum over ranks that ends a step."""
+    """Within the block, accumulate gradients on each rank without the final reduction over ranks."""
     config = wrapped[0].config
     no_sync, finalize = config.no_sync_func, config.finalize_model_grads_func
     config.no_sync_func = nullcontext if len(wrapped) == 1 else [nullcontext for _ in wrapped]
@@ -109,11 +109,11 @@ def unsynchronised(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 @dataclass(frozen=True)
 class Master:
-    """The float32 weight that the optimizer updates for a parameter, or this rank's part of it."""
+    """The float32 master weight of a parameter (this rank's shard of it, with a distributed optimizer)."""
 
     tensor: Tensor
     start: int
-    """Offset in the flattened parameter."""
+    """Offset of the shard in the flattened parameter."""
     optimizer: torch.optim.Optimizer
 
 
@@ -123,7 +123,7 @@ def build_optimizer(
     options: MegatronOptions,
     dtype: torch.dtype,
 ) -> MegatronOptimizer:
-    """Return one optimizer over the model chunks of a rank. Collective."""
+    """Return megatron-core's optimizer for the model chunks of this rank. Collective."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=arguments.learning_rate,
@@ -140,7 +140,7 @@ def build_optimizer(
 
 
 class Masters:
-    """The float32 weights that this rank updates, or updates a part of, with their moments."""
+    """The float32 master weights and moments of this rank, whole or sharded."""
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class Masters:
         are_parameters: bool,
         split: bool,
     ) -> None:
-        """``are_parameters``: the model's own parameters are float32. ``split``: by a distributed optimizer."""
+        """``are_parameters``: the model's own parameters are the masters, because they are float32. ``split``: a
+        distributed optimizer shards the masters."""
         parts = optimizer.chained_optimizers
         self._split = split
         if split:
@@ -168,9 +169,9 @@ class Masters:
         self._masters = {parameter: Master(tensor, 0, owners[id(tensor)]) for parameter, tensor in tensors.items()}
 
     def full_state(self, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
-        """Return a parameter's float32 weight, or a moment of it, in the parameter's shape.
+        """Return a parameter's full float32 weight or moment (``kind``), in the parameter's shape.
 
-        Moments exist after the first update. Collective over ``group``, the ranks that split the parameter's state.
+        Moments exist after the first update. Collective over ``group``, the ranks that shard the parameter's state.
         """
         full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         master = self._masters.get(parameter)
@@ -183,7 +184,7 @@ class Masters:
 
     @torch.no_grad()
     def set_state(self, parameter: nn.Parameter, kind: str, full: Tensor) -> None:
-        """Store a tensor from `full_state` in this rank's part of the state; a weight also in the model."""
+        """Write a full tensor, as `full_state` returns it, into this rank's state; a weight also into the model."""
         if kind == "weight":
             parameter.copy_(full)
         master = self._masters.get(parameter)
@@ -196,17 +197,17 @@ class Masters:
             master.optimizer.state[master.tensor][kind] = part.to(master.tensor.device, torch.float32, copy=True)
 
     def set_updates(self, updates: int) -> None:
-        """Declare that the moments are those after this number of updates."""
+        """Set the optimizer's step count, on which Adam's bias correction depends."""
         for master in self._masters.values():
             if isinstance(master.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 master.optimizer.state[master.tensor]["step"] = torch.tensor(float(updates))
                 continue
-            for group in master.optimizer.param_groups:  # Adam of Transformer Engine counts for a whole group.
+            for group in master.optimizer.param_groups:  # Transformer Engine's Adam: one count per group.
                 group["step"] = updates
 
 
 def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Master]]:
-    """Yield the parameters that this rank has a part of, with their masters."""
+    """Yield the parameters of which this rank has a shard, with their masters."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -217,7 +218,7 @@ def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Pa
 
 
 class MegatronTrainStrategy(TrainStrategy):
-    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+    """One rank of the Megatron trainer; see `TrainStrategy` for the contract of each method."""
 
     optimizer: MegatronOptimizer
 
@@ -226,9 +227,9 @@ class MegatronTrainStrategy(TrainStrategy):
         self.options = made("megatron_train", MegatronOptions, setup.strategy_config, "strategy_config")
 
     def initialize(self) -> None:
-        """Check the layout, then load this rank's share; see `TrainStrategy`.
+        """Check the parallel layout, then load this rank's share of the model; see `TrainStrategy`.
 
-        Raises ``ValueError`` for an impossible model or layout before any weight is read.
+        Raises ``ValueError`` for an unsupported model or layout, before any weight is read.
         """
         setup = self.setup
         self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code, setup.kind)
@@ -264,7 +265,7 @@ class MegatronTrainStrategy(TrainStrategy):
         return self._for_each_token(batch, lambda parts: self._run(list(parts), _values, forward_only=True))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors; with bfloat16 they are the weights that the model computes with. See `TrainStrategy`."""
+        """Yield full weights: with bfloat16, the model's weights rather than the masters. See `TrainStrategy`."""
         return self.weights.stream()
 
     def _plain_model(self) -> PreTrainedModel:
@@ -331,9 +332,9 @@ class MegatronTrainStrategy(TrainStrategy):
         )
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        """Return this rank's micro-batches, which all ranks that hold the same copy of the model share.
+        """Return this rank's micro-batches. All ranks that hold parts of the same copy of the model get the same ones.
 
-        The interleaved schedule takes them in groups of the number of stages, so they are padded to whole groups.
+        The interleaved schedule needs a multiple of the number of stages, so empty micro-batches are added.
         """
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         rows = plan_micro_batches(batch.lengths, ranks, limits)[rank]
@@ -359,7 +360,7 @@ class MegatronTrainStrategy(TrainStrategy):
     def _joined(
         self, join: Callable[[dist.ProcessGroup | None], tuple[dict[str, float], float]]
     ) -> tuple[dict[str, float], float]:
-        """Only the last pipeline stage has results."""
+        """Join on the last pipeline stage, which alone has results, and broadcast to the others."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         joined: list[tuple[dict[str, float], float]] = [({}, 1.0)]
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -369,7 +370,7 @@ class MegatronTrainStrategy(TrainStrategy):
         return joined[0]
 
     def _shared(self, values: np.ndarray) -> np.ndarray:
-        # All tensor-parallel ranks have the same results, and each token may come from one rank only.
+        # Tensor-parallel ranks have the same results; the sum over ranks must include only one of them.
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         return super()._shared(values if is_first else np.zeros_like(values))
 
@@ -378,7 +379,7 @@ class MegatronTrainStrategy(TrainStrategy):
             chunk.scale_gradients(1 / divisor)
 
     def _run(self, micro_batches: list[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Return each micro-batch's result on the last pipeline stage, nothing on the others. Collective."""
+        """Run all micro-batches. Return their results on the last pipeline stage, [] elsewhere. Collective."""
         chunks = self.chunks if self.setup.forward_only else self.wrapped
         several = len(chunks) > 1
         iterators = [iter(micro_batches) for _ in chunks]
@@ -398,7 +399,7 @@ class MegatronTrainStrategy(TrainStrategy):
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         ids = micro_batch.input_ids
-        # Sequence parallelism splits the positions into equal shares.
+        # Sequence parallelism needs a number of positions that splits into equal shares.
         shares = self.options.tensor_model_parallel_size if self.options.sequence_parallel else 1
         padded = functional.pad(ids, (0, -ids.shape[1] % shares))
         # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
@@ -426,15 +427,15 @@ class MegatronTrainStrategy(TrainStrategy):
         return norm, updates
 
     def _move_states(self, device: torch.device) -> None:
-        """Move weights and optimizer state; gradients are dropped."""
+        """Move weights and optimizer state. Gradients are discarded."""
         trains = not self.setup.forward_only
         if trains:
-            move_states((state for _, state in self.optimizer.state.items()), device)  # it has no other method
+            move_states((state for _, state in self.optimizer.state.items()), device)  # it has no method for this
             for group in self.optimizer.param_groups if self.keeps_masters else ():
                 for master in group["params"]:
                     master.data = master.data.to(device)
             for chunk in self.wrapped:
-                # They hold the gradients, and the weights of the distributed optimizer.
+                # These buffers hold the gradients and, with a distributed optimizer, the weights.
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     buffer.offload_to_cpu() if device.type == "cpu" else buffer.reload_from_cpu()
         if not (trains and self.options.use_distributed_optimizer):
@@ -443,10 +444,10 @@ class MegatronTrainStrategy(TrainStrategy):
 
 
 def _kinds(updates: int) -> tuple[str, ...]:
-    """Return the kinds of tensors in a state. There are moments from the first update on."""
+    """Return the kinds of tensors in a training state. Moments exist from the first update on."""
     return ("weight", *MOMENTS) if updates else ("weight",)
 
 
 def _values(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
-    """Return float32 ``[rows, kept]``: the value of the state before each target."""
+    """Return the value of the state before each target, float32 ``[rows, kept]``."""
     return output[:, micro_batch.positions, 0].float()

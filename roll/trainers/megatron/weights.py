@@ -1,11 +1,12 @@
-"""The weights of a model in megatron-core's layout: loaded from a checkpoint, and streamed back under its names.
+"""Conversion between megatron-core's weight layout and Hugging Face checkpoints, in both directions.
 
-One table maps both ways. A rule names the tensors as they are in a checkpoint, the dimension that tensor-parallel ranks
-split, and how the shares of several tensors are fused into one. Each tensor is cut before it is fused, so a rank reads
-only its share, and splitting a share gives contiguous pieces of the tensors.
+One table of rules serves both. A rule maps a megatron-core parameter to its tensors in a checkpoint, with the dimension
+that tensor-parallel ranks split, and how several tensors are fused into one (query, key and value, for example).
+Tensors are split over ranks before they are fused, so a rank reads only its share, and undoing the fusion of a share
+yields contiguous slices of the tensors.
 
-Streaming gathers one tensor at a time over tensor- and expert-parallel ranks and sends it to the other pipeline stages.
-(The experts of one layer are one tensor in a Hugging Face model.) Memory never holds more beside the model.
+The export gathers one tensor at a time over tensor- and expert-parallel ranks and broadcasts it to the other pipeline
+stages. (The experts of one layer are one tensor in a Hugging Face model.) No more memory is needed besides the model.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A way to fuse the rows of several tensors into one: in each group, some blocks of every tensor in turn."""
+    """How the rows of several tensors are interleaved in one: each group holds some blocks of every tensor, in turn.
+
+    For grouped-query attention, a group is one key-value head: its queries, its key, its value."""
 
     shares: tuple[int, ...] = (1,)
-    """Number of blocks of each tensor in a group."""
+    """Number of blocks of each tensor per group."""
     block: int | None = None
-    """Rows of a block. None: all rows are one group, so the tensors stand one above the other."""
+    """Rows per block. None: there is only one group, so the tensors are concatenated."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Fuse the parts into one tensor; a single one is returned as it is."""
+        """Fuse the tensors into one. A single tensor is returned unchanged."""
         if len(parts) == 1:
             return parts[0]
         groups = 1 if self.block is None else len(parts[-1]) // (self.shares[-1] * self.block)
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """Return the parts; copies if they are not contiguous."""
+        """Split a fused tensor into its parts. Non-contiguous parts are copies."""
         block = len(joined) // sum(self.shares) if self.block is None else self.block
         groups = joined.reshape(-1, block * sum(self.shares), *joined.shape[1:])
         return [part.flatten(0, 1) for part in groups.split([share * block for share in self.shares], dim=1)]
@@ -62,21 +65,23 @@ ALONE, ONE_ABOVE_THE_OTHER = Fusion(), Fusion((1, 1))
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of megatron-core. ``{layer}`` and ``{expert}`` stand for numbers counted over the whole model."""
+    """How one megatron-core parameter maps to checkpoint tensors.
+
+    In names, ``{layer}`` and ``{expert}`` stand for numbers counted over the whole model."""
 
     megatron: str
     hugging_face: tuple[str, ...]
     shared_dim: int | None
-    """Dimension that tensor-parallel ranks split; None: each rank has the whole tensor."""
+    """Dimension that tensor-parallel ranks split. None: replicated on all of them."""
     fusion: Fusion = ALONE
     is_vocabulary: bool = False
-    """True if rows are padded to equal shares."""
+    """True if rows are tokens of the vocabulary, padded to equal shares for the tensor-parallel ranks."""
     may_be_new: bool = False
-    """True if a checkpoint of another kind of model may lack the parameter, which then begins with zeros."""
+    """True if the parameter may be missing in a checkpoint (the head of a new value model). It is then set to 0."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern that matches the parameter's name."""
+        """Regular expression that matches the parameter's name in megatron-core."""
         text = re.escape(self.megatron)
         for word in ("layer", "expert"):
             text = text.replace(rf"\{{{word}\}}", rf"(?P<{word}>\d+)")
@@ -84,17 +89,17 @@ class Rule:
 
     @property
     def is_expert(self) -> bool:
-        """True if there is one such parameter per expert."""
+        """True if there is one such parameter per MoE expert."""
         return "{expert}" in self.megatron
 
 
 def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
-    """Return the table for a model: every parameter that megatron-core may have for it, in the order of a checkpoint.
+    """Return the rules for every parameter that megatron-core may have for this model, in the order of a checkpoint.
 
-    Transformer Engine stores a norm with the linear layer after it and numbers experts differently, so some tensors
-    have two names in megatron-core.
+    Transformer Engine fuses a norm with the linear layer after it and names experts differently, so some tensors have
+    two possible names in megatron-core, and two rules.
     """
-    # For each group its queries, its key, its value.
+    # Grouped-query attention: each group holds its query heads, its key head, its value head.
     heads_per_group = facts.layers["num_attention_heads"] // facts.layers["num_query_groups"]
     groups = Fusion((heads_per_group, 1, 1), facts.layers["kv_channels"])
     here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -145,7 +150,7 @@ def _head_rules(facts: ModelFacts) -> list[Rule]:
 
 
 def hugging_face_model(setup: TrainerSetup) -> PreTrainedModel:
-    """Return a model like the one that the trainer began with, but of the trainer's kind and without weights."""
+    """Return the trainer's model as a transformers model of the same kind, on the meta device (without weights)."""
     trusted, kind = setup.model_args.trust_remote_code, setup.kind
     labels = {} if kind == "policy" else {"num_labels": 1}
     config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=trusted, **labels)
@@ -163,89 +168,89 @@ MODEL_EXPERTS = {
     "gate_proj": "model.layers.{layer}.mlp.experts.gate_up_proj",
     "down_proj": "model.layers.{layer}.mlp.experts.down_proj",
 }
-"""Word in an expert's names on disk -> the Hugging Face model's parameter that holds all experts of a layer."""
+"""Part of an expert tensor's checkpoint name -> the transformers parameter that holds all experts of a layer."""
 
 
 @dataclass(frozen=True)
 class OwnParameter:
-    """A parameter of this rank."""
+    """A megatron-core parameter on this rank, and the rule that maps it to a checkpoint."""
 
     parameter: nn.Parameter
     number: int
-    """Number of the parameter's rule in the table."""
+    """Index of the rule in the table."""
     rule: Rule
     layer: int | None
     expert: int | None
 
     @property
     def names(self) -> list[str]:
-        """Names in a checkpoint of the tensors that the parameter is fused from."""
+        """Checkpoint names of the tensors that are fused in the parameter."""
         return [name.format(layer=self.layer, expert=self.expert) for name in self.rule.hugging_face]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one Hugging Face tensor that a parameter of this rank holds."""
+    """The slice of one Hugging Face tensor that a parameter of this rank holds."""
 
     name: str
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Offset in the whole tensor, per dimension."""
+    """Offset in the full tensor, per dimension."""
     shape: tuple[int, ...]
-    """Shape without the rows that pad the vocabulary."""
+    """Shape of the slice, without padding rows of the vocabulary."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The ranks that hold the same parameter with the same values."""
+    """The ranks that hold a replica of a parameter."""
 
     group: dist.ProcessGroup
-    """The ranks among them that split the parameter's optimizer state."""
+    """The subset of the ranks that shards the parameter's optimizer state."""
     number: int
-    """Number of this rank among all of them."""
+    """Index of this rank among the replicas."""
     count: int
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """One step of the stream: the tensors that one rule gives in one layer. Known to all ranks."""
+    """One unit of the weight export: the tensors that one rule yields for one layer. Identical on all ranks."""
 
     stage: int
-    """Pipeline stage that has the tensors."""
+    """Pipeline stage that holds the tensors."""
     rule: int
-    """Number of the rule in the table."""
+    """Index of the rule in the table."""
     layer: int | None
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """Names and whole shapes."""
+    """(name, full shape) of each tensor."""
 
     @property
     def order(self) -> tuple[float, int]:
-        """Place in a checkpoint: first the embedding, then the layers, then what follows them."""
+        """Sort key, in the order of a checkpoint: the embedding, the layers, then final norm and head."""
         if self.layer is not None:
             return self.layer, self.rule
         return -1 if self.rule == 0 else math.inf, self.rule
 
 
 class ModelWeights:
-    """This rank's parameters and their counterparts in the checkpoint."""
+    """This rank's megatron-core parameters, and their conversion from and to Hugging Face tensors."""
 
     def __init__(self, chunks: Sequence[GPTModel], facts: ModelFacts) -> None:
-        """Find this rank's parameters and plan the stream. Collective."""
+        """Match this rank's parameters with their rules, and plan the export. Collective."""
         self.facts = facts
         self._rules = weight_rules(facts)
         self.parameters_and_copies = [own for chunk in chunks for own in self._parameters_of(chunk)]
-        """All parameters of this rank."""
+        """All parameters of this rank, including a tied output layer."""
         copied = "output_layer.weight" if facts.tied else None
         self.parameters = [own for own in self.parameters_and_copies if own.rule.megatron != copied]
-        """This rank's parameters without a tied output layer, which is listed as the first stage's embedding."""
+        """This rank's parameters except a tied output layer, which counts as the embedding of the first stage."""
         self._mark_shares()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self._plan = self._make_plan()
         self.names = [name for step in self._plan for name, _ in step.tensors]
-        """Names of all tensors of the Hugging Face model, on whichever stage they are."""
+        """Names of all tensors of the Hugging Face model, over all pipeline stages."""
 
     def fill(self, files: CheckpointFiles) -> None:
-        """Copy the values from a checkpoint. Raises ``ValueError`` naming a tensor that is missing or does not fit."""
+        """Load the values from a checkpoint. Raises ``ValueError`` naming a tensor that is missing or does not fit."""
         needed = (own for own in self.parameters_and_copies if not own.rule.may_be_new)
         lacking = files.missing(name for own in needed for name in own.names)
         if lacking:
@@ -258,7 +263,7 @@ class ModelWeights:
                     own.parameter.copy_(self._joined(own, [_read(files, part) for part in self._parts(own)]))
 
     def copies(self, own: OwnParameter) -> Copies:
-        """Return which ranks have this parameter."""
+        """Return which ranks hold a replica of this parameter."""
         if own.expert is not None:
             group, shift = parallel_state.get_expert_data_parallel_group(), own.expert
         else:
@@ -267,15 +272,15 @@ class ModelWeights:
         if own.rule.shared_dim is None:
             equal = self._tensor_group(own.rule)
             number, count = number * equal.size() + equal.rank(), count * equal.size()
-        # Shift the numbering by the expert, so that not every expert's first part falls to the first rank.
+        # Rotate by the expert, so that rank 0 does not save the first rows of every expert.
         return Copies(group, (number + shift) % count, count)
 
     def pieces(self, own: OwnParameter) -> list[Piece]:
-        """Return the pieces of Hugging Face tensors that a parameter holds, in the order of `split`."""
+        """Return the slices of Hugging Face tensors that a parameter holds, in the order of `split`."""
         parts = self._parts(own)
         if own.expert is None:
             return parts
-        # The Hugging Face model has the experts of a layer in one tensor, the parts of each one above the other.
+        # transformers holds all experts of a layer in one tensor, and concatenates each expert's gate and up matrices.
         name = next(fused for word, fused in MODEL_EXPERTS.items() if word in parts[0].name).format(layer=own.layer)
         rows = sum(part.whole_shape[0] for part in parts)
         pieces, rows_before = [], 0
@@ -287,18 +292,18 @@ class ModelWeights:
         return pieces
 
     def split(self, own: OwnParameter, tensor: Tensor) -> list[Tensor]:
-        """Split a tensor of the parameter's shape into its pieces."""
+        """Split a tensor of the parameter's shape into the slices that `pieces` describes."""
         parts = zip(own.rule.fusion.split(tensor), self.pieces(own), strict=True)
         return [part[: piece.shape[0]] if own.expert is None else part[None] for part, piece in parts]
 
     def join(self, own: OwnParameter, pieces: Sequence[Tensor]) -> Tensor:
-        """Undo `split`; rows that pad the vocabulary are zeros."""
+        """Undo `split`. Padding rows of the vocabulary are set to 0."""
         return self._joined(own, [piece if own.expert is None else piece[0] for piece in pieces])
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight as a whole float32 tensor under its Hugging Face name, on every rank. Collective.
+        """Yield each full weight in float32 under its Hugging Face name, on every rank. Collective.
 
-        Tied weights come once. A tensor is valid until the next one is drawn.
+        Tied weights are yielded once. A tensor is valid until the next one is requested.
         """
         groups: dict[tuple[int, int | None], list[Tensor]] = {}
         for own in self.parameters_and_copies:
@@ -307,12 +312,13 @@ class ModelWeights:
             here = step.stage == self._stages.rank()
             tensors = self._gather(self._rules[step.rule], groups[step.rule, step.layer]) if here else None
             for number, (name, shape) in enumerate(step.tensors):
-                # Without the rows that pad the vocabulary.
+                # Cut off padding rows of the vocabulary.
                 own_tensor = None if tensors is None else tensors[number][: shape[0]]
                 yield name, self._from_stage(step.stage, own_tensor, shape).float()
 
     def _parameters_of(self, chunk: GPTModel) -> Iterator[OwnParameter]:
-        """Yield the parameters of a chunk, whose layers and experts megatron-core counts from its own first ones."""
+        """Yield the parameters of a chunk, with layer and expert numbers of the whole model (megatron-core's names
+        count them from the chunk's first layer and the rank's first expert)."""
         layers, ranks = chunk.decoder.layers, parallel_state.get_expert_model_parallel_world_size()
         first = {
             "layer": layers[0].layer_number - 1 if len(layers) else 0,
@@ -327,9 +333,9 @@ class ModelWeights:
             yield OwnParameter(parameter, number, self._rules[number], found.get("layer"), found.get("expert"))
 
     def _mark_shares(self) -> None:
-        """Mark parameters that differ between tensor-parallel ranks: the norm of the gradient counts all others once.
+        """Mark parameters that are split over tensor-parallel ranks; the gradient norm counts all others only once.
 
-        megatron-core marks them itself only when it initialises the values.
+        megatron-core sets these marks only when it initialises the values itself.
         """
         for own in self.parameters_and_copies:
             dim = own.rule.shared_dim
@@ -337,10 +343,10 @@ class ModelWeights:
                 set_tensor_model_parallel_attributes(own.parameter, is_parallel=True, dim=dim, stride=1)
 
     def _make_plan(self) -> list[Streamed]:
-        """Return the steps of all stages, in the order of a checkpoint."""
+        """Return the export's units over all pipeline stages, in the order of a checkpoint. Collective."""
         steps: dict[Streamed, None] = {}
         for own in self.parameters:
-            # All experts of a layer are parts of the same tensors.
+            # All experts of a layer are slices of the same tensors.
             tensors = {piece.name: piece.whole_shape for piece in self.pieces(own)}
             steps[Streamed(self._stages.rank(), own.number, own.layer, tuple(tensors.items()))] = None
         by_stage: list[list[Streamed]] = [[] for _ in range(self._stages.size())]
@@ -353,7 +359,7 @@ class ModelWeights:
         return parallel_state.get_tensor_model_parallel_group()
 
     def _parts(self, own: OwnParameter) -> list[Piece]:
-        """Return this rank's share of each tensor of a checkpoint that a parameter is fused from."""
+        """Return this rank's slice of each checkpoint tensor that is fused in a parameter."""
         rule, group = own.rule, self._tensor_group(own.rule)
         parts = []
         for name, part in zip(
@@ -376,7 +382,7 @@ class ModelWeights:
         return own.rule.fusion.join(parts)
 
     def _gather(self, rule: Rule, shares: list[Tensor]) -> list[Tensor]:
-        """Return whole tensors from this rank's shares of one parameter, or of all its experts."""
+        """Gather full tensors from the ranks' shares of one parameter, or of all experts of a layer. Collective."""
         if not rule.is_expert:
             return self._gather_shares(rule, shares[0])
         stacked = torch.stack([torch.cat(self._gather_shares(rule, share)) for share in shares])
@@ -389,7 +395,7 @@ class ModelWeights:
         return [torch.cat(parts, dim=rule.shared_dim) for parts in zip(*by_rank, strict=True)]
 
     def _from_stage(self, stage: int, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor of a stage, which that stage alone passes."""
+        """Broadcast a tensor from pipeline stage ``stage``; the other stages pass None. Collective."""
         if tensor is None:
             like = self.parameters_and_copies[0].parameter
             tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -407,7 +413,7 @@ def _read(files: CheckpointFiles, part: Piece) -> Tensor:
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all ranks of the group."""
+    """Gather a tensor from all ranks of the group. Collective."""
     if group.size() == 1:
         return [tensor]
     tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
