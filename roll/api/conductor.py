@@ -1,4 +1,4 @@
-"""The process that conducts a run for `roll.train`: it is told what to run, and says how that ended."""
+"""Main program of the process that `roll.train` starts: reads an `Order`, runs it, and writes its `Result`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STANDARD_INPUT = 0
 
 
 def main() -> int:
-    """Conduct the run that standard input describes; return the exit code."""
+    """Execute the `Order` on standard input and return the exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
     try:
@@ -37,7 +37,8 @@ def main() -> int:
 
 
 def conduct(order: Order, write: Callable[[str], None]) -> int:
-    """Run to the end, with the folders and the objects of the caller; return the exit code. ``write``: a line."""
+    """Run to the end in the caller's folders and with its objects; return the exit code. ``write`` gets lines of
+    JSON."""
 
     def tell(exit_code: int | None, run: RunDirectory | None, problems: Sequence[ConfigProblem] = ()) -> None:
         folder = None if run is None else str(run.root.resolve())
@@ -51,7 +52,10 @@ def conduct(order: Order, write: Callable[[str], None]) -> int:
 
 
 def _end_with_the_caller() -> None:
-    """Interrupt the run once standard input ends. Not read through `sys.stdin`, whose lock would hang the exit."""
+    """Interrupt the run at the end of standard input, which means that the caller has died.
+
+    Reads the file descriptor, because a thread that blocks in `sys.stdin` holds a lock that would hang the exit.
+    """
     while os.read(STANDARD_INPUT, 1):
         pass
     os.kill(os.getpid(), signal.SIGINT)
