@@ -238,8 +238,7 @@ def _sample_weights(batch: TrainingBatch, name: str) -> np.ndarray:
 
 
 def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
-    """Return each episode's reward components and their weights, ``[episodes, names]``. `ValueError` for a
-    missing one."""
+    """Return each episode's reward components and weights, ``[episodes, names]``. `ValueError` if one is missing."""
     names = sorted({name for own in weights.values() for name in own})
     parts, part_weights = [], []
     for group in batch.groups:

@@ -42,8 +42,7 @@ def with_prompts(data: SampleBatch, prompts: Sequence[np.ndarray]) -> SampleBatc
 
 
 def on_samples(data: SampleBatch, values: np.ndarray, seen: SampleBatch) -> np.ndarray:
-    """Map token values of the teacher's batch ``seen`` to the batch ``data``: ``[total_tokens]``, 0 for prompt
-    tokens."""
+    """Map token values of the teacher's batch ``seen`` to ``data``: ``[total_tokens]``, 0 for prompt tokens."""
     if seen is data:
         return values
     found = np.zeros(int(data.lengths.sum()), dtype=values.dtype)

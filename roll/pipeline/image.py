@@ -49,8 +49,7 @@ class PictureFunction(RolloutFunction):
     pictures: PictureSampling
 
     def window_of(self, group_id: int) -> range | None:
-        """Return a group's stochastic denoising steps (SDE steps); None in validation, where all steps are
-        deterministic."""
+        """Return a group's stochastic denoising steps (SDE steps). None in validation: all steps are deterministic."""
         if self.purpose != "train":
             return None
         sampling = self.pictures
