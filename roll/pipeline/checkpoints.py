@@ -38,7 +38,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class DamagedCheckpoint(ValueError):
-    """The checkpoint is incomplete or cannot be read."""
+    """The checkpoint is incomplete or unreadable."""
 
 
 @dataclass(frozen=True)
