@@ -218,8 +218,7 @@ class TrajectoryManager(BuiltInManager):
         return GrowingContext(self.template, self.settings.sequence_length)
 
     def samples(self, played: PlayedEpisode) -> list[Sample]:
-        """Return the whole episode as one sample. Its text is everything after the first prompt, with special
-        tokens."""
+        """Return the episode as one sample. Its text is everything after the first prompt, with special tokens."""
         last = played.turns[-1]
         after_prompt = np.concatenate([last.prompt, last.sampled.token_ids])[len(played.turns[0].prompt) :]
         text = self.decoder.decode(after_prompt.tolist(), skip_special_tokens=False)

@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 TRACEBACK_FRAMES = 6
 GATHER_SECONDS = 0.005
-"""Time for which a report waits for more answers. Short compared to a policy's turn, but it saves most of the
-reports."""
+"""Time for which a report waits for more answers. Short compared to a turn, but it saves most reports."""
 
 EnvFactory = Callable[[str, Mapping[str, Any]], gymnasium.Env]
 """Factory of environments: (env_type, env_config) -> a new environment."""
@@ -66,8 +65,7 @@ class EndsCallsWhenClosed(Protocol):
 
 
 FailureKind = Literal["raised", "hung", "nonsense", "lost"]
-"""``raised``, ``hung`` and ``nonsense`` (an invalid value) are failures of the environment; ``lost``: its process or
-session is gone."""
+"""How an environment failed; ``nonsense``: an invalid value; ``lost``: its process or session is gone."""
 
 
 @dataclass(frozen=True)
@@ -201,11 +199,9 @@ _Inbox = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
 
 
 class CallThreads:
-    """Thread pool without an upper bound: as many threads as calls have ever run concurrently. Use it in one event loop
-    only.
+    """Thread pool that grows with the number of concurrent calls. Use it in one event loop only.
 
-    Unlike those of `ThreadPoolExecutor`, the threads are daemons, so a call that never returns does not keep the
-    process alive.
+    Its threads are daemons, unlike those of `ThreadPoolExecutor`, so a call that never returns keeps no process alive.
     """
 
     def __init__(self, stack_bytes: int) -> None:
