@@ -103,7 +103,7 @@ class RecordedSession(EpisodeSession):
     """A session that records why the endpoint refused requests."""
 
     refused: RequestRefused | None = None
-    """The last refusal."""
+    """The last refused request's error."""
     limit: EpisodeEnd | None = None
     """The limit for which a request was first refused; None: no limit was reached."""
 

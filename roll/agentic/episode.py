@@ -94,8 +94,8 @@ class EnvironmentFailed(Exception):
 class EnvSession(Protocol):
     """One episode's use of an environment, local or remote. Each call has its own deadline.
 
-    The exception are steps of environments whose calls end when they are closed (`roll.agentic.worker`): these have no
-    deadline, and the caller ends them with `give_up`.
+    Steps of environments whose calls end when they are closed (`roll.agentic.worker`) have none; the caller ends them
+    with `give_up`.
     """
 
     async def reset(self, seed: int) -> Observation:

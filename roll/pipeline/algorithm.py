@@ -52,7 +52,7 @@ MOST_LAGS_REPORTED = 8
 SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty")
 """Configuration keys that shape the reward of a response or an episode."""
 FAR = 0.01
-"""Ratios of mean per-step log-probabilities of images are closer to 1 than this; usually by 1e-5 to 1e-3."""
+"""Ratios of mean per-step log-probabilities of images differ from 1 by less than this, usually by 1e-5 to 1e-3."""
 _FROM_ONE = ("clip_low", "clip_high", "epsilon_low", "epsilon_high", "threshold", "second_moment")
 """Bounds given as the distance of a ratio from 1, or of its logarithm from 0."""
 _AROUND_ONE = ("lower", "upper", "dual_clip", "behaviour_weight_cap")

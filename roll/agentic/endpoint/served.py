@@ -69,7 +69,7 @@ class ServedModel:
         """The first error of the policy."""
 
     async def respond(self, request: ModelRequest, tell: Callable[[ModelAnswer], None] | None = None) -> ModelAnswer:
-        """Return the answer. ``tell`` is called with its final parts while it is sampled.
+        """Return the answer. While it is sampled, ``tell`` is called with the part that is certain so far.
 
         Raises `RequestRefused`.
         """

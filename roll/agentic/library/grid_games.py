@@ -327,7 +327,7 @@ class Level:
         return None
 
     def pulls(self) -> list[Level]:
-        """Return all levels that become this one by a single push."""
+        """Return all levels from which one push leads to these boxes, with the player next to the pushed box."""
         places = reachable(self.player, self.is_free)
         found = []
         for box in sorted(self.boxes):
