@@ -5,8 +5,8 @@ the trainer has gathered it, independently of the engines, and computes only sam
 equal those that the trainer would compute, but for rounding. This saves time: the trainer updates on some rows of a
 batch while the role computes the next ones, and groups that finish early are computed before the batch is complete.
 
-The code only keeps books over two process groups. It waits for nothing but the trainer's weights, so it cannot be part
-of a deadlock.
+The code is pure bookkeeping over two process groups. It waits for nothing but the trainer's weights, so it cannot be
+part of a deadlock.
 """
 
 from __future__ import annotations

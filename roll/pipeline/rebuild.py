@@ -74,7 +74,7 @@ class TrainerRestarts:
                 self._engines.exception()  # marks the exception as retrieved; `engines` has raised it
 
     async def engines(self) -> None:
-        """Wait until the engine supervision fails, and raise its error. Cancelling this call does not cancel it."""
+        """Wait until the engine supervision fails, and raise its error. Cancelling this call leaves it running."""
         await asyncio.shield(self._engines)
 
     async def after(self, failure: Exception, stages: Sequence[Stage]) -> ResumePoint:

@@ -55,7 +55,7 @@ class Roles:
         checkpoint: Checkpoint | None = None,
         corrupted_versions: frozenset[int] = frozenset(),
     ) -> None:
-        """Build the engine pool and lock the folder for published weights. Starts no process.
+        """Build the engine pool and choose the folder for published weights. Starts no process.
 
         Trained roles resume from ``checkpoint``. ``corrupted_versions``: see `TransportSpec`.
         """
@@ -87,7 +87,7 @@ class Roles:
             await self._start_trainers()
 
     def trainer_roles(self) -> list[str]:
-        """Return all roles with models except the engines: trained and forward-only roles."""
+        """Return the trained and the forward-only roles: all except the engines and reward models."""
         return [role for role in derived.present_roles(self._config) if role != "actor_infer"]
 
     async def end_trainers(self) -> None:

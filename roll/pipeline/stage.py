@@ -42,7 +42,7 @@ class Channel:
         return len(self._items)
 
     async def put(self, item: Any) -> None:
-        """Append an item, and wait until there is room. Raises `ChannelClosed` after `close`."""
+        """Wait for room and append an item. Raises `ChannelClosed` after `close`."""
         async with self._changed:
             with waiting(f"room/{self.name}", "room for an item"):
                 await self._changed.wait_for(lambda: self._closed or len(self) < self.capacity)

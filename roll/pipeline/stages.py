@@ -261,7 +261,7 @@ async def _learn_in_pieces(run: RunContext, batch: TrainingBatch, logp: LogProbR
 
 
 async def _correct(run: RunContext, batch: TrainingBatch) -> None:
-    """Apply the off-policy correction, the ratio of proximal to behaviour policy, and record its metrics."""
+    """Apply the off-policy correction (ratio of proximal to behaviour policy), and record its metrics."""
     metrics = await _weigh(run, batch)
     batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
 
@@ -278,7 +278,7 @@ async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     if batch.gathered:
         batch.metrics.update(await publish(run, version, batch.canaries))
     else:
-        run.pool.buffers.published(version)  # even if a custom stage in place of `train` gathered nothing
+        run.pool.buffers.published(version)  # frees the buffer, if a custom stage replaced `train` and gathered nothing
     run.published.advance(version)
     if batch.gathered:
         batch.metrics.update(await announce(run, version))
