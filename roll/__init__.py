@@ -1,6 +1,6 @@
-"""Reinforcement learning for language models, from Python: what `docs/python.md` describes, and the rooms behind it.
+"""The Python interface, described in `docs/python.md`.
 
-Everything is imported when it is first used, so ``import roll`` takes milliseconds and needs neither torch nor Ray.
+Every name is imported on first use. So ``import roll`` takes milliseconds and needs neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLACES = {
     "train": "roll.api.training",
 }
 _ROOMS = ("algorithms", "check")
-"""Packages that are part of the public face: `roll.check` is called like a function."""
+"""Packages that are public. `roll.check` can also be called as a function."""
 
 __all__ = [
     "AgenticConfig",

@@ -1,7 +1,8 @@
-"""The name of this package where packages are installed from, and how its optional parts are installed.
+"""Name of the distribution, and the commands that install its optional dependencies.
 
-That name is not the name of the import: on the package index, `roll` is a package of somebody else's. Every remedy
-that tells a user to install something comes from here, so it is right from a checkout and from an installed package.
+The distribution is not called `roll`: on the package index that name belongs to another project. Every message that
+tells a user to install something takes its command from here, so the command is right both in a checkout and for an
+installed package.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ EXTRAS = {
     "wandb": "wandb",
     "websockets": "openenv",
 }
-"""Module that is not installed with `roll` -> the extra that brings it."""
+"""Optional module -> the extra that installs it."""
 PACKAGES = {"reasoning_gym": "reasoning-gym"}
-"""Module of a package that is installed with `roll`, but may have been taken away -> the package."""
+"""Module of a required dependency that may have been uninstalled -> its package."""
 
 
 def version() -> str:
-    """Return the version of the installed distribution; ``0+unknown`` if the package runs without being installed."""
+    """Return the version of the installed distribution, or ``0+unknown`` if it is not installed."""
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -46,10 +47,10 @@ def version() -> str:
 
 
 def install_command(module: str, extra: str | None = None, checkout: Path = Path(__file__).parents[1]) -> str:
-    """Return the command that installs a module: with the list of the checkout, else with the extra of the package.
+    """Return the pip command that installs ``module``.
 
-    ``extra`` is the one to name, if more than one brings the module. pip takes it from the package that is installed.
-    Raises `KeyError` for a module that is not known.
+    In a checkout, the command uses the file in ``requirements/``; otherwise it uses the distribution's extra. ``extra``
+    chooses among several extras that install the module. Raises `KeyError` for an unknown module.
     """
     if module in PACKAGES:
         return f"pip install {PACKAGES[module]}"

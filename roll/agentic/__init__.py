@@ -1,1 +1,1 @@
-"""Environments, tools and episodes."""
+"""Environments, tools and episodes of the agentic pipeline."""

@@ -1,10 +1,12 @@
-"""The manager of episodes in which an agent, unchanged, asks for the policy's turns by HTTP.
+"""The environment manager for unmodified agents, which call the policy over HTTP.
 
-While the environment (`roll.agentic.library.agent`) runs the agent in its worker process, the endpoint answers the
-agent's requests with turns of the policy. The agent decides what the policy reads and when the episode ends; what was
-sampled becomes the samples. An agent that a limit stopped (`max_steps`, or no room in the context) has an end and
-counts with the reward 0, if it does not return one; otherwise long episodes would be left out. For the same reason an
-agent's time limit counts its silence: the time in which no turn is sampled for it.
+The environment (`roll.agentic.library.agent`) runs the agent in its worker process. Meanwhile the endpoint answers the
+agent's requests with turns of the policy. The agent decides what the policy reads and when the episode ends; the
+sampled tokens become training samples.
+
+If a limit stops an agent (`max_steps`, or no room in the context), the episode counts, with reward 0 unless the agent
+returns one; otherwise long episodes would be left out. For the same reason an agent's time limit applies to its
+silence, the time during which no turn is being sampled for it.
 """
 
 from __future__ import annotations
@@ -40,42 +42,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG_EPISODE = 20_000
-"""Tokens. Samples of a longer one are made in a thread, since the run goes on meanwhile."""
+"""Number of tokens above which samples are built in a thread, so that the event loop is not blocked."""
 LIMITS: dict[str | None, EpisodeEnd] = {
     "max_steps_exceeded": "max_steps",
     "context_length_exceeded": "sequence_length",
     "control_token": "control_token",
 }
-"""Ends of episodes by the code with which the endpoint refuses a request."""
+"""Error code of a refused request -> the end of the episode."""
 
 
 DIALECTS: tuple[type[Dialect], ...] = (Chat, Completions, Responses, Messages)
 
 
 def agent_endpoint(tokenizer: PreTrainedTokenizerBase, host: str, **settings: Any) -> Endpoint:
-    """Return an endpoint of all languages, which has not been started. ``host``: the address to listen at;
-    ``settings``: more of `Endpoint`."""
+    """Build an endpoint for all supported APIs, not yet started. ``settings``: further arguments of `Endpoint`."""
     return Endpoint([dialect(tokenizer.decode) for dialect in DIALECTS], host=host, **settings)
 
 
 @dataclass(frozen=True)
 class AgentManager:
-    """The course of an episode that an agent plays."""
+    """Runs episodes in which an agent calls the policy."""
 
     settings: SessionSettings
     template: TurnTemplate
     decoder: PreTrainedTokenizerBase
     endpoint: Endpoint
     silence_seconds: float
-    """Longest time that an agent may take without a running call of the policy."""
+    """Longest time that an agent may spend without a running request to the policy."""
     make_session: Callable[..., RecordedSession] = lambda *parts: RecordedSession(*parts)
-    """Maker of the record of an episode, from template, tokenizer, policy and settings."""
+    """Factory of an episode's session, called with template, tokenizer, policy and settings."""
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """Run an agent to its end and close the session, whatever happens.
+        """Run an agent to its end. Always closes the session.
 
-        Raises `EnvironmentFailed`, also for an agent that sampled nothing, `EpisodeRefused`, and what the policy
-        raises.
+        Raises `EpisodeRefused`, the errors of the policy, and `EnvironmentFailed`, also if the agent sampled nothing.
         """
         calls = _PolicyCalls(policy)
         recorded = self.make_session(self.template, self.decoder, calls, self.settings)
@@ -101,12 +101,12 @@ class AgentManager:
 
 
 class RecordedSession(EpisodeSession):
-    """A session that remembers why the endpoint refused a request."""
+    """A session that records why the endpoint refused requests."""
 
     refused: RequestRefused | None = None
-    """The last refusal."""
+    """The last refused request's error."""
     limit: EpisodeEnd | None = None
-    """The limit that refused the agent a turn."""
+    """The limit for which a request was first refused; None: no limit was reached."""
 
     async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
         try:
@@ -118,7 +118,7 @@ class RecordedSession(EpisodeSession):
 
 
 class _PolicyCalls:
-    """The policy of one episode, which the endpoint calls at any time. No call outlives the episode."""
+    """Wraps the policy for one episode: counts tokens, reports failures, and cancels the calls left at the end."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -127,7 +127,7 @@ class _PolicyCalls:
         self._ended = asyncio.Event()
         self._quiet_since = 0.0
         self.sampled_tokens = 0
-        """Of the calls that came to their end."""
+        """Number of tokens sampled by completed calls."""
 
     async def __call__(
         self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
@@ -158,14 +158,14 @@ class _PolicyCalls:
         return sampled
 
     async def silence(self, seconds: float) -> None:
-        """Return when no call has run for so long, counted from now."""
+        """Return once no call has been running for ``seconds``, counted from now at the earliest."""
         now = asyncio.get_running_loop().time
         self._quiet_since = now()
         while (left := seconds if self._running else self._quiet_since + seconds - now()) > 0:
             await asyncio.sleep(left)
 
     async def until_failure(self, playing: Coroutine[Any, Any, Observation]) -> Observation:
-        """Return the result of ``playing``; cancel it if the policy fails before, and raise what the policy raised."""
+        """Return the result of ``playing``; if the policy fails first, cancel it and raise the policy's error."""
         played = asyncio.create_task(playing)
         try:
             await asyncio.wait([played, self._failure], return_when=asyncio.FIRST_COMPLETED)
@@ -174,12 +174,12 @@ class _PolicyCalls:
             if not played.done():
                 played.cancel()
                 await asyncio.wait([played])
-            for outcome in (played, self._failure):  # one of them may be lost to the other, or to a cancellation
+            for outcome in (played, self._failure):  # marks exceptions that are not raised here as retrieved
                 if outcome.done() and not outcome.cancelled():
                     outcome.exception()
 
     async def end(self) -> None:
-        """Cancel the running calls and wait until they have ended: a repeated episode names its calls the same."""
+        """Cancel the running calls and wait for their end, because a repeated episode reuses their request ids."""
         self._ended.set()
         self._failure.cancel()
         running = list(self._running)
@@ -195,10 +195,7 @@ def _aborted() -> SampledTurn:
 
 
 async def _played(session: EnvSession, address: str, recorded: RecordedSession) -> Observation:
-    """Return what the environment says of the agent's result.
-
-    An agent that fails because it was refused a turn has come to the end of its episode.
-    """
+    """Run the agent and return the final observation, truncated if a limit that refused a turn made the agent fail."""
     try:
         return await session.step(address)
     except SessionFailed as failed:
@@ -213,7 +210,7 @@ def _episode_of(
     recorded: RecordedSession, sampled: int, task: Observation, last: Observation, tag: str, seed: int
 ) -> Episode:
     samples, metrics = recorded.samples(last.reward, last.reward), recorded.metrics()
-    # What had been sampled when the end of the episode came in between, and no turn was made of it.
+    # Tokens sampled just before the end of the episode, from which no turn was made.
     known = metrics["tokens"] + metrics["untrained/aborted"] + metrics["untrained/too_late"]
     metrics["untrained/too_late"] += sampled - known
     if not samples:

@@ -1,9 +1,9 @@
-"""Text environments: their interface, and the reading of actions.
+"""Text environments: their interface, and the parsing of actions.
 
-An environment is a `gymnasium.Env` that speaks text: `reset(seed=, options=) -> (text, info)` and `step(text) -> (text,
-reward, terminated, truncated, info)`; `render()` returns a frame of text for people. An environment's answers are not
-trusted: `observation_from` reports values of a wrong type. `INFO_KEYS` lists the keys of `info` that have a meaning;
-all others are ignored. A text without an action is data, not an error: reading it returns None, in time linear in the
+An environment is a `gymnasium.Env` that exchanges text: `reset(seed=, options=) -> (text, info)` and `step(text) ->
+(text, reward, terminated, truncated, info)`; `render()` returns a frame as text, for people. An environment's answers
+are not trusted: `observation_from` checks the types of all values. `INFO_KEYS` lists the keys of `info` that have a
+meaning; others are ignored. A text without an action is not an error: parsing it returns None, in time linear in the
 length of the text.
 """
 
@@ -26,15 +26,15 @@ ActionFormat = Literal["answer_tag", "plain"]
 """``answer_tag``: the text between the last ``<answer>`` and ``</answer>``; ``plain``: the whole text, stripped."""
 
 Count = Annotated[int, Field(ge=1)]
-"""An option that counts something."""
+"""Type of options that are counts, at least 1."""
 
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
 def answer_in(text: str, action_format: ActionFormat) -> str | None:
-    """Return the part of the text that is the answer; None if there is no pair of tags.
+    """Extract the answer from a text; None if there is no pair of tags.
 
-    The last pair counts, because models think aloud and correct themselves.
+    The last pair counts, because models reason first and correct themselves.
     """
     if action_format == "plain":
         return text.strip()
@@ -44,7 +44,7 @@ def answer_in(text: str, action_format: ActionFormat) -> str | None:
 
 
 def as_answer(answer: str, action_format: ActionFormat) -> str:
-    """Return the text with which a policy gives this answer."""
+    """Format an answer as the policy has to write it."""
     return answer if action_format == "plain" else f"{OPENING}{answer}{CLOSING}"
 
 
@@ -57,34 +57,34 @@ def how_to_answer(what: str, action_format: ActionFormat) -> str:
 
 @dataclass(frozen=True)
 class ActionReader:
-    """Action names in the environment's order, compared without regard to case."""
+    """Parses action names, ignoring case. ``names`` are in the order of the environment's actions."""
 
     names: tuple[str, ...]
     action_format: ActionFormat
 
     def read(self, text: str) -> int | None:
-        """Return the action's index among the names; None if the text names none."""
+        """Return the index of the action that the text names; None if it names none."""
         answer = answer_in(text, self.action_format)
         folded = [name.casefold() for name in self.names]
         return folded.index(answer.casefold()) if answer is not None and answer.casefold() in folded else None
 
     def examples(self) -> tuple[str, ...]:
-        """Return a text for each action."""
+        """Return a well-formed answer for each action."""
         return tuple(as_answer(name, self.action_format) for name in self.names)
 
     def instructions(self) -> str:
-        """Return one or two sentences of instructions for the policy."""
+        """Return a short instruction to the policy: the actions and the format."""
         return f"Actions: {', '.join(self.names)}. {how_to_answer('one action', self.action_format)}"
 
     def complaint(self) -> str:
-        """Return the message for a policy whose text named no action."""
+        """Return the message to a policy whose answer contained no action."""
         return f"That was no action. {self.instructions()}"
 
 
 def action_reader(
     default_names: Sequence[str], action_names: Sequence[str] | None, action_format: ActionFormat
 ) -> ActionReader:
-    """Return a reader of the default names, or of those a user chose. Raises `BadOption`."""
+    """Return a reader for the default action names, or for the user's own. Raises `BadOption`."""
     formats = get_args(ActionFormat)
     if action_format not in formats:
         listed = ", ".join(f"`{each}`" for each in formats)
@@ -102,18 +102,18 @@ def action_reader(
 
 
 INFO_KEYS: Final = ("action_is_valid", "success", "state", "metrics", "messages", "system", "tools")
-"""Keys of `info` that have a meaning; docs/environments.md explains them."""
+"""Keys of `info` that have a meaning; see docs/environments.md."""
 RESET_KEYS: Final = ("system", "tools")
 
 _A_RESET: Final = object()
 
 
 class BadAnswer(ValueError):
-    """An environment's answer has a wrong type. The message names the part, its value and what is right."""
+    """An environment returned a value of a wrong type. The message names the value and the right type."""
 
 
 class BadOption(ValueError):
-    """An environment's option has a value that cannot work. The registry makes it a `ConfigError` with the path."""
+    """An option of an environment has an invalid value. The registry converts this to a `ConfigError` with the path."""
 
     def __init__(self, option: str, message: str, remedy: str) -> None:
         super().__init__(f"`{option}`: {message}; {remedy}")
@@ -123,18 +123,18 @@ class BadOption(ValueError):
 
 
 class Unavailable(RuntimeError):
-    """A program or a service that an environment needs beside it cannot be started or reached. The message says why."""
+    """A program or service that an environment needs cannot be started or reached. The message says why."""
 
 
 class AnyText(spaces.Space[str]):
-    """The space of all texts. (`gymnasium.spaces.Text` has a closed set of characters and a length limit.)"""
+    """The space of all strings. (`gymnasium.spaces.Text` has a fixed character set and a length limit.)"""
 
     def __init__(self) -> None:
         super().__init__(shape=None, dtype=str)
 
     @property
     def is_np_flattenable(self) -> bool:
-        """False: texts have no fixed size."""
+        """Always False, because strings have no fixed size."""
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
@@ -142,7 +142,7 @@ class AnyText(spaces.Space[str]):
         return "".join(chr(code) for code in self.np_random.integers(32, 127, size=self.np_random.integers(0, 21)))
 
     def contains(self, x: Any) -> bool:
-        """Return True if ``x`` is a text."""
+        """Return True if ``x`` is a string."""
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:
@@ -154,9 +154,9 @@ StepAnswer = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class TextGame(gymnasium.Env[str, str]):
-    """A text environment without its rules: spaces, render mode, and the refusal of a step after the end.
+    """Base class of text environments: spaces, render mode, and an error for steps after the end of the episode.
 
-    A game implements `_begin` and `_act`, which answer as `reset` and `step` do, and `render`.
+    Subclasses implement `render`, and `_begin` and `_act`, which return what `reset` and `step` return.
     """
 
     metadata = {"render_modes": ["ansi"]}
@@ -169,7 +169,7 @@ class TextGame(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetAnswer:
         super().reset(seed=seed)
-        self._is_over = True  # as long as there is no new game
+        self._is_over = True  # stays so if `_begin` raises
         answer = self._begin(seed)
         self._is_over = False
         return answer
@@ -188,7 +188,7 @@ class TextGame(gymnasium.Env[str, str]):
         raise NotImplementedError
 
     def _state(self) -> str:
-        """Return the key of the current state: by default the frame."""
+        """Return the key of the current state; by default the frame."""
         return str(self.render())
 
     def _info(self, *, action_is_valid: bool = True, success: bool = False, **metrics: float) -> dict[str, Any]:
@@ -204,10 +204,10 @@ def observation_from(
     truncated: Any = False,
     frame: Any = None,
 ) -> Observation:
-    """Convert an environment's answer to a record.
+    """Convert an environment's return values to an `Observation`.
 
-    The answer is that of a reset if ``reward`` is left out, else that of a step. ``frame`` is the result of `render`.
-    Raises `BadAnswer`.
+    Without ``reward`` they are those of a reset, otherwise those of a step. ``frame`` is the result of `render`. Raises
+    `BadAnswer`.
     """
     is_reset = reward is _A_RESET
     text = _text("the observation", text)

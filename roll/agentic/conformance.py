@@ -1,8 +1,8 @@
-"""Check that an environment keeps the interface: resets, seeds, odd actions, threads, leaks, deadlines.
+"""Checks that an environment conforms to the interface: resets, seeds, odd actions, threads, leaks, deadlines.
 
-The checks run in separate processes. Whatever the environment does (hang, end its process, leave children) is reported
-and cleaned up afterwards. Each call of the environment is announced through a pipe first, so that the other side knows
-which call hangs or ends the process. A check raises `_Defect` or `_Doubt`, or returns what it observed.
+The checks run in separate processes. Whatever the environment does (hang, end its process, leave child processes) is
+reported and cleaned up afterwards. Each call of the environment is announced through a pipe first, so that the parent
+knows which call hangs or ends the process. A check raises `_Defect` or `_Doubt`, or returns what it observed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from roll.configs.errors import ConfigError
 Level = Literal["passed", "warning", "failed"]
 
 START_SECONDS = 120.0
-"""Limit for starting Python and importing, and for our own work between two calls of the environment."""
+"""Time limit for starting Python and importing, and for the checks' own work between two calls of the environment."""
 MAX_LOST_PROCESSES = 3
 EXIT_SECONDS = 10.0
 MARKS: Mapping[Level, str] = {"passed": "ok", "warning": "warning", "failed": "FAILED"}
@@ -45,15 +45,15 @@ STEPS_TO_AN_END = 250
 LEAK_CYCLES = 16
 LEAKED_BYTES_TRACED = 64 * 1024
 LEAKED_BYTES_RESIDENT = 512 * 1024
-"""Allowed growth per environment made and closed: Python's own memory counted exactly, and the resident size."""
+"""Allowed growth in bytes per environment made and closed: of Python's traced memory, and of the resident set size."""
 SETTLE_SECONDS = 1.0
 
 IDLE = ""
-"""Name of no call: the process starts, or does our own work."""
+"""Marks that no call is running: the process is starting or doing the checks' own work."""
 MAKING = "making the environment"
-"""Name of the call that has a separate time limit, since it may import much."""
+"""Name of the call that creates the environment. It has its own time limit, because it may import much."""
 GUESSES = ("left", "1", "yes", "[1]", "<answer>left</answer>", "<answer>1</answer>")
-"""Actions for environments that give no `example_actions`."""
+"""Actions to try in environments without `example_actions`."""
 _ODD_ANSWERS = (
     "", " ", "\n\n", "\x00", "".join(chr(code) for code in range(32)) + "\x7f", "\u202eright\u200b\ufeff",
     "e\u0301\U0001f9ca\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u0663", "-1", "1e999", "NaN", "9" * 5000, "null",
@@ -76,11 +76,11 @@ class Finding:
     name: str
     level: Level
     message: str
-    """Observation of the check; for a warning or a failure, also what is wrong and what would be right."""
+    """What the check observed. For a warning or a failure, also what is wrong and how to fix it."""
 
     @property
     def passed(self) -> bool:
-        """True if an environment with this finding may be used."""
+        """True if the environment is usable despite this finding."""
         return self.level != "failed"
 
 
@@ -93,7 +93,7 @@ class ConformanceReport:
 
     @property
     def passed(self) -> bool:
-        """True if nothing failed; there may be warnings."""
+        """True if no check failed. There may be warnings."""
         return all(finding.passed for finding in self.findings)
 
 
@@ -106,11 +106,11 @@ def check_env(
     deadline_seconds: float = 10.0,
     make_deadline_seconds: float = 120.0,
 ) -> ConformanceReport:
-    """Test an environment the way training uses it, and more harshly. Takes some seconds.
+    """Test an environment as training uses it, and more harshly. Takes some seconds.
 
-    Most checks play ``episodes`` episodes, with seeds from ``seed`` on. A call of the environment that takes longer
-    than ``deadline_seconds`` counts as hanging; creating it may take ``make_deadline_seconds``, because it may import
-    much. Faults of the environment never raise.
+    Most checks run ``episodes`` episodes, with consecutive seeds from ``seed``. A call of the environment that takes
+    longer than ``deadline_seconds`` counts as hanging; creating the environment may take ``make_deadline_seconds``,
+    because that may import much. Faults of the environment are reported, never raised.
     """
     try:
         pickle.dumps((env_type, dict(env_config)))
@@ -138,7 +138,7 @@ def check_env(
 
 
 def render_report(report: ConformanceReport) -> str:
-    """Format the report for a terminal: one line per finding, and a verdict."""
+    """Format the report for a terminal: one line per finding, then a verdict."""
     width = max(len(finding.name) for finding in report.findings)
     lines = [f"{finding.name:<{width}}  {MARKS[finding.level]:<7}  {finding.message}" for finding in report.findings]
     failed = sum(not finding.passed for finding in report.findings)
@@ -151,7 +151,7 @@ def render_report(report: ConformanceReport) -> str:
 def _in_a_process(
     arguments: tuple[str, Mapping[str, Any], int, int], names: Sequence[str], limit: Callable[[str], float]
 ) -> tuple[list[Finding], bool]:
-    """Run checks in a new process. Return the findings, and True if the process was lost during the last one."""
+    """Run checks in a new process. Return the findings, and True if the last check hung or ended the process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_checks, args=(theirs, *arguments, names))
@@ -188,7 +188,7 @@ def _prevents_all_others(finding: Finding) -> bool:
 
 
 def _end(process: SpawnProcess) -> None:
-    """Kill the process and everything it started."""
+    """Kill the process and all its descendants."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -199,7 +199,7 @@ def _end(process: SpawnProcess) -> None:
 
 
 class _Defect(Exception):
-    """The environment breaks the interface. The message says what is wrong and what would be right."""
+    """The environment violates the interface. The message says what is wrong and how to fix it."""
 
 
 class _Doubt(Exception):
@@ -207,7 +207,7 @@ class _Doubt(Exception):
 
 
 class _Turn(NamedTuple):
-    """The comparable parts of an answer."""
+    """The parts of an observation that are compared between episodes."""
 
     text: str
     reward: float
@@ -217,7 +217,7 @@ class _Turn(NamedTuple):
 
 
 class _CheckedEnv:
-    """An environment each of whose calls is announced, and raises `_Defect` if it fails or gives an invalid answer."""
+    """Wraps an environment: announces each call, and raises `_Defect` if it fails or returns an invalid value."""
 
     def __init__(self, subject: _Subject) -> None:
         self._subject = subject
@@ -231,7 +231,7 @@ class _CheckedEnv:
         return self._observed(f"step({_short(action)})", lambda: self.env.step(action), *parts)
 
     def render(self) -> Any:
-        """Return a frame, or None if the environment has none."""
+        """Return a frame, or None if the environment does not render."""
         return None if self.env.render_mode is None else self._subject.call("render()", self.env.render)
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class _CheckedEnv:
     def play(
         self, seed: int, actions: Sequence[str] | None = None, steps: int = STEPS
     ) -> tuple[list[_Turn], list[str]]:
-        """Play an episode with these actions, or with actions drawn by the seed; return its answers and actions."""
+        """Run an episode with the given actions, or with random ones. Returns its turns and actions."""
         turns = [_turn(self.reset(seed))]
         taken: list[str] = []
         draw = random.Random(seed)
@@ -252,13 +252,13 @@ class _CheckedEnv:
         return turns, taken
 
     def examples(self) -> tuple[str, ...]:
-        """Return actions that the environment may understand."""
+        """Return actions that the environment may accept."""
         if not self.env.has_wrapper_attr("example_actions"):
             return GUESSES
         return tuple(str(each) for each in self.env.get_wrapper_attr("example_actions")) or GUESSES
 
     def _observed(self, what: str, act: Callable[[], Any], *parts: str) -> Observation:
-        """Call the environment. Raises `_Defect` if it does not answer with a tuple of these parts."""
+        """Call the environment. Raises `_Defect` unless it returns a tuple of these parts."""
         answer = self._subject.call(what, act)
         if not isinstance(answer, tuple) or len(answer) != len(parts):
             raise _Defect(f"{what} answered {_short(answer)}; it has to be ({', '.join(parts)})")
@@ -270,7 +270,7 @@ class _CheckedEnv:
 
 @dataclass
 class _Subject:
-    """The environment under test."""
+    """The environment under test, and the settings of the checks."""
 
     connection: Connection
     env_type: str
@@ -290,9 +290,9 @@ class _Subject:
 
     @contextmanager
     def environment(self) -> Iterator[_CheckedEnv]:
-        """Make an environment and close it after a check without a defect.
+        """Make an environment, and close it if the check finds no defect.
 
-        A failing close is ignored: `_closes_in_any_state` reports it once.
+        An error in `close` is ignored here: `_closes_in_any_state` reports it once.
         """
         env = _CheckedEnv(self)
         yield env
@@ -302,7 +302,7 @@ class _Subject:
             return
 
     def seeds(self) -> range:
-        """Return a seed for each episode of a check."""
+        """Return the seeds of a check, one per episode."""
         return range(self.seed, self.seed + self.episodes)
 
 
@@ -330,7 +330,7 @@ def _resets_at_any_time(subject: _Subject) -> str:
 
 
 def _answers_are_well_formed(subject: _Subject) -> str:
-    """Check that all answers of some episodes have the right types."""
+    """Check the types of all returned values in several episodes."""
     with subject.environment() as env:
         count = sum(len(env.play(seed)[0]) for seed in subject.seeds())
     return f"{count} answers had the right types"
@@ -412,7 +412,7 @@ def _frames_are_text(subject: _Subject) -> str:
 
 
 def _environments_share_no_state(subject: _Subject) -> str:
-    """Check that two environments stepped in turn behave as each does alone."""
+    """Check that two interleaved environments behave as each does alone."""
     with subject.environment() as env, subject.environment() as other:
         for seed in subject.seeds()[:5]:
             plays = [(env, seed, *env.play(seed)), (other, seed + 1, *other.play(seed + 1))]
@@ -427,7 +427,7 @@ def _environments_share_no_state(subject: _Subject) -> str:
 
 
 def _works_in_another_thread(subject: _Subject) -> str:
-    """Check that an environment works in a thread that did not make it: environment workers call it that way."""
+    """Check that the environment works in a thread that did not create it, as environment workers use it."""
     with subject.environment() as env, ThreadPoolExecutor(1) as thread:
         turns, actions = env.play(subject.seed)
         try:
@@ -481,7 +481,7 @@ def _usage() -> Counter[str]:
 
 
 def _leaks(grown: Counter[str]) -> list[str]:
-    """Return leaks: resources left by at least every second environment. One held once for all does not count."""
+    """Return resources that at least every second environment leaked. A resource held once for all does not count."""
     counted = ("open files", "threads", "child processes")
     leaks = [f"{grown[name]} {name}" for name in counted if 2 * grown[name] >= LEAK_CYCLES]
     traced, resident = grown["traced bytes"], grown["resident bytes"]
@@ -491,7 +491,7 @@ def _leaks(grown: Counter[str]) -> list[str]:
 
 
 def _children() -> int:
-    """Return the number of this process's children."""
+    """Return the number of child processes of this process."""
     count = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -524,7 +524,7 @@ def _difference(one: _Turn, other: _Turn) -> str | None:
 
 
 def _described(cause: BaseException) -> str:
-    """Describe the error and the line of code that raised it."""
+    """Describe an error and the line of code that raised it."""
     frames = traceback.extract_tb(cause.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{_cut(described(cause), 200)}{place}"
@@ -553,13 +553,13 @@ CHECKS: Mapping[str, Callable[[_Subject], str]] = {
     "close": _closes_in_any_state,
     "leaks": _closed_environments_leave_nothing,
 }
-"""Checks by the name of their finding, in the order in which they run. If the first fails, no other makes sense."""
+"""Checks by the name of their finding, in order. If the first one fails, the others are skipped."""
 
 
 def run_checks(
     connection: Connection, env_type: str, env_config: Mapping[str, Any], episodes: int, seed: int, names: Sequence[str]
 ) -> None:
-    """Run the checks of these names in this process. Send each finding, and the name of each call when it begins."""
+    """Run the named checks in this process. Sends each finding, and the name of each call before it runs."""
     os.setsid()  # so that everything the environment starts can be killed with it
     subject = _Subject(connection, env_type, env_config, episodes, seed)
     for name in names:

@@ -1,7 +1,7 @@
-"""One episode: its limits (in tokens), its records, and the errors that leave no data.
+"""Records of an episode: its token limits, observations, turns and result, and the errors that leave no data.
 
-The records cross process boundaries, and are all that environments, their managers and the pipeline share. An
-environment never sees tokens, and a policy never sees rewards; the manager between them keeps both.
+The records cross process boundaries, and are all that environments, environment managers and the pipeline share.
+Environments never see tokens, and policies never see rewards; the manager between them handles both.
 """
 
 from __future__ import annotations
@@ -15,105 +15,105 @@ from roll.data.records import Sample
 
 
 class EpisodeRefused(ValueError):
-    """The first prompt leaves the policy no room, so the episode cannot begin.
+    """The first prompt leaves no room for a response, so the episode cannot begin.
 
-    The message names tag, seed, lengths and key.
+    The message names tag, seed, lengths and configuration key.
     """
 
 
 class PolicyAborted(RuntimeError):
-    """The policy was stopped inside a turn, so the episode has no end. The message names tag, seed and turn."""
+    """Generation was aborted within a turn, so the episode is incomplete. The message names tag, seed and turn."""
 
 
 @dataclass(frozen=True)
 class ManagerSettings:
-    """Settings of a manager; the configuration has checked their ranges."""
+    """Settings of an environment manager; their ranges are already checked."""
 
     max_steps: int
-    """Largest number of turns of an episode."""
+    """Maximum number of turns per episode."""
     prompt_length: int
-    """Longest first prompt; for the step-wise manager, longest prompt of any turn."""
+    """Maximum tokens of the first prompt; for the manager `step`, of every prompt."""
     sequence_length: int
-    """Longest prompt together with everything after it."""
+    """Maximum tokens of a prompt together with everything that follows it."""
     max_tokens_per_step: int | None = None
-    """Longest response of one turn; None: as long as there is room."""
+    """Maximum tokens of one turn's response; None: only `sequence_length` limits it."""
     format_penalty: float = 0.0
     """Added to the reward of a turn with an invalid action; at most 0."""
     history_length: int = 10
-    """Number of earlier turns that a prompt repeats. Step-wise only."""
+    """Number of earlier turns in a prompt. Only for the manager `step`."""
     keep_first_observation: bool = True
-    """True if a prompt keeps the first observation after the history window has passed it. Step-wise only."""
+    """True to keep the first observation even after it has left the history. Only for the manager `step`."""
 
     @property
     def prompt_limit(self) -> int:
-        """Longest prompt that leaves room for a token."""
+        """Maximum prompt length that leaves room for one sampled token."""
         return min(self.prompt_length, self.sequence_length - 1)
 
     def response_limit(self, prompt_tokens: int) -> int:
-        """Return the length of the longest response to a prompt of this many tokens."""
+        """Return the maximum response length for a prompt of ``prompt_tokens`` tokens."""
         room = self.sequence_length - prompt_tokens
         return room if self.max_tokens_per_step is None else min(room, self.max_tokens_per_step)
 
 
 Message = dict[str, Any]
-"""One entry of a chat: ``role`` and ``content``, and other keys that a chat template understands."""
+"""A chat message: ``role``, ``content``, and other keys that chat templates support."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """An environment's answer to a reset or to an action."""
+    """Result of an environment's reset or step."""
 
     messages: tuple[Message, ...]
-    """Messages that the policy reads next; after a reset they include the system message, if there is one."""
+    """New messages for the policy. After a reset they may begin with a system message."""
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
-    """True if the environment itself ended the episode early."""
+    """True if the environment itself cut the episode short."""
     action_is_valid: bool = True
-    """False if the environment found no valid action in the policy's text."""
+    """False if the policy's text contained no valid action."""
     success: bool | None = None
-    """True if the episode's goal is reached; None: the environment does not say."""
+    """True if the goal of the episode is reached; None: not reported."""
     state: str | None = None
-    """Key of the state that the *next* turn acts in, equal for equal states; None: unknown."""
+    """Key of the state in which the *next* turn acts; equal states have equal keys. None: unknown."""
     metrics: dict[str, float] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the available tools, for the chat template; at a reset only."""
+    """JSON schemas of the available tools, for the chat template. Only set at a reset."""
     frame: str | None = None
-    """The environment as text, for people to look at."""
+    """Rendered text of the environment, for people."""
 
     @property
     def done(self) -> bool:
-        """True if the episode is over, however it ended."""
+        """True if the episode has ended for any reason."""
         return self.terminated or self.truncated
 
 
 class EnvironmentFailed(Exception):
-    """An environment raised, hung, died or gave an invalid answer. The message names tag, seed, turn and cause."""
+    """An environment raised, hung, died or returned an invalid value. The message names tag, seed, turn and cause."""
 
 
 class EnvSession(Protocol):
-    """One environment used by one episode, wherever it runs. Each call has its own deadline.
+    """One episode's use of an environment, local or remote. Each call has its own deadline.
 
-    Only a step of an environment that ends its calls when it is closed (`roll.agentic.worker`) has none; its caller
-    gives it up.
+    Steps of environments whose calls end when they are closed (`roll.agentic.worker`) have none; the caller ends them
+    with `give_up`.
     """
 
     async def reset(self, seed: int) -> Observation:
-        """Begin an episode. Raises `EnvironmentFailed`."""
+        """Start an episode. Raises `EnvironmentFailed`."""
 
     async def step(self, text: str) -> Observation:
-        """Act with the policy's text. Raises `EnvironmentFailed`."""
+        """Execute the policy's text as an action. Raises `EnvironmentFailed`."""
 
     def give_up(self, cause: str) -> None:
-        """Let the running call, if there is one, raise `EnvironmentFailed` with this cause."""
+        """Abort the running call, if any: it raises `EnvironmentFailed` with this cause."""
 
     async def close(self) -> None:
-        """Give back the environment, whatever its state. Never raises; calling it twice is harmless."""
+        """Release the environment in any state. Never raises, and may be called twice."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """The policy's response in one turn: int32, float32 and int32 arrays with an entry for each sampled token."""
+    """The policy's response in one turn. The arrays (int32, float32, int32) have one entry per sampled token."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -122,15 +122,15 @@ class SampledTurn:
 
 
 class Policy(Protocol):
-    """Sampler of the turns of one episode."""
+    """Samples the turns of one episode."""
 
     async def __call__(
         self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
     ) -> SampledTurn:
-        """Continue ``prompt_token_ids`` (int32) as turn number ``turn`` of the episode.
+        """Sample a response to ``prompt_token_ids`` (int32) as turn number ``turn`` of the episode.
 
-        ``stop_strings`` end the turn, besides those that the run configures; the tokens of the one found are sampled
-        ones.
+        ``stop_strings`` end the turn, in addition to the configured ones. The tokens of a matched stop string are part
+        of the response.
         """
 
 
@@ -143,29 +143,29 @@ class TurnRecord:
     """One turn in readable form."""
 
     observation: str
-    """Text that the policy read, without what it had read before."""
+    """Text that was new to the policy in this turn."""
     response: str
     reward: float
     """The environment's reward, without penalties."""
     action_is_valid: bool
     frame: str | None
-    """The environment's frame before the action."""
+    """Rendered frame before the action."""
 
 
 @dataclass
 class Episode:
-    """One episode, for training and for readers."""
+    """A completed episode, for training and for reports."""
 
     tag: str
     seed: int
     samples: list[Sample]
-    """One sample for the whole trajectory, or one per turn. `Sample` has optional fields for turns and rewards."""
+    """One sample for the whole trajectory, or one per turn. See `Sample` for its fields on turns and rewards."""
     end: EpisodeEnd
     success: bool | None
-    """True if the goal was reached; None: the environment does not say."""
+    """True if the goal was reached; None: not reported."""
     score: float
     """Sum of the environment's rewards, without penalties."""
     turns: list[TurnRecord]
     last_frame: str | None
     metrics: dict[str, float]
-    """``turns``, ``invalid_actions`` and ``capped_turns`` (shares), ``tokens``, and the environment's last values."""
+    """``turns``, ``tokens``, shares of ``invalid_actions`` and ``capped_turns``, and the environment's last metrics."""

@@ -1,7 +1,7 @@
-"""Frames of text as pictures: PNG, animated GIF, or an array for TensorBoard.
+"""Renders text frames as images: PNG, animated GIF, or an array for TensorBoard.
 
-Each character has its own cell, so grids stay aligned in any font. A frame that is too large is cut and marked with an
-ellipsis. If there are too many frames, some between the first and the last are left out.
+Each character has its own cell, so grids stay aligned in any font. Frames that are too large are cropped, marked with
+an ellipsis. If there are too many frames, some between the first and the last are omitted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CUT = "…"
 
 
 def text_to_png(text: str, path: str | Path) -> None:
-    """Write a frame as PNG."""
+    """Write a text frame as PNG."""
     _images([text])[0].save(path, format="PNG")
 
 
 def frames_to_gif(frames: Sequence[str], path: str | Path, *, seconds_per_frame: float = 0.6) -> None:
-    """Write frames as an animated GIF that loops and shows the last frame longer.
+    """Write frames as a looping GIF that shows the last frame longer.
 
-    Raises `ValueError` if there is no frame.
+    Raises `ValueError` if there are no frames.
     """
     images = _images(frames)
     milliseconds = [max(20, round(1000 * seconds_per_frame))] * len(images)
@@ -36,15 +36,15 @@ def frames_to_gif(frames: Sequence[str], path: str | Path, *, seconds_per_frame:
 
 
 def frames_to_array(frames: Sequence[str]) -> np.ndarray:
-    """Return frames as uint8 [frames, height, width, 3]. Raises `ValueError` if there is none."""
+    """Return frames as uint8 ``[frames, height, width, 3]``. Raises `ValueError` if there are none."""
     return np.stack([np.asarray(image) for image in _images(frames)])
 
 
 def _images(frames: Sequence[str]) -> list[Image.Image]:
-    """Return images that all have the size of the largest."""
+    """Render frames as images that all have the size of the largest."""
     if not frames:
         raise ValueError("there are no frames: an episode has at least the one after its reset")
-    evenly_spaced = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))  # with the first and the last
+    evenly_spaced = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))  # includes both ends
     chosen = [_cells(frames[index]) for index in sorted({round(each) for each in evenly_spaced})]
     columns = max((len(line) for cells in chosen for line in cells), default=0)
     rows = max(len(cells) for cells in chosen)
@@ -53,7 +53,7 @@ def _images(frames: Sequence[str]) -> list[Image.Image]:
 
 
 def _cells(text: str) -> list[str]:
-    """Return lines of printable characters, cut to the limits."""
+    """Split a text into lines of printable characters, cropped to the maximum size."""
     lines = [
         "".join(each if each.isprintable() else " " for each in line.expandtabs(TAB)) for line in text.splitlines()
     ]

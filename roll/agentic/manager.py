@@ -1,12 +1,12 @@
-"""Managers, which run one episode each between an environment and the policy, and make training samples of it.
+"""Environment managers: run an episode between an environment and the policy, and build training samples from it.
 
-The policy is trained on exactly what it sampled: its tokens are never encoded again, and the response mask is true at
-them and nowhere else. Managers are pure asyncio and keep no state between episodes. The session is closed whatever
-happens.
+The policy is trained on exactly the tokens it sampled: they are never re-encoded, and the response mask is true at
+these tokens only. Managers are pure asyncio and keep no state between episodes. They always close the session.
 
-`trajectory`: the policy reads its whole episode as one growing context, which becomes one sample. `step`: each turn's
-prompt is rendered from a window of the episode, and each turn becomes a sample. That suits episodes that are longer
-than a context, and chat templates that rewrite earlier turns. Any other manager is a user's class, by its import path.
+`trajectory`: the policy reads the whole episode as one growing context, which becomes one sample. `step`: the prompt of
+each turn is rendered from a window of the episode, and each turn becomes a sample. This suits episodes that are longer
+than the context, and chat templates that rewrite earlier turns. `agent`: see `roll.agentic.agents`. A user's own
+manager is given by import path.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ ENVIRONMENT_MANAGERS = Kind(
 
 
 class EnvManager(Protocol):
-    """A manager that runs episodes; it may run many at once."""
+    """Runs episodes, many of them concurrently."""
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """Run one episode with the session, and close the session."""
+        """Run one episode in the session, and close the session."""
 
 
 EnvManagerFactory = Callable[[ManagerSettings, TurnTemplate, "PreTrainedTokenizerBase"], EnvManager]
-"""The class or function behind a name."""
+"""Class or function that creates an environment manager."""
 
 
 @dataclass(frozen=True)
 class PlayedTurn:
-    """One turn as it happened."""
+    """One completed turn."""
 
     number: int
-    """Number of the turn, from 0."""
+    """Index of the turn, from 0."""
     observation: Observation
-    """The observation that the turn acted on."""
+    """The observation before the action."""
     prompt: np.ndarray
-    """int32: the tokens that the policy read."""
+    """Prompt of this turn, int32 ``[prompt]``."""
     sampled: SampledTurn
     text: str
-    """The text sent to the environment."""
+    """The decoded response, as sent to the environment."""
     answer: Observation
-    """The environment's answer."""
+    """The observation after the action."""
     penalty: float
 
     @property
@@ -92,7 +92,7 @@ class PlayedTurn:
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """All turns of an episode, at least one, and the reason for its end."""
+    """The turns of an episode (at least one), and why it ended."""
 
     tag: str
     seed: int
@@ -106,10 +106,10 @@ class PlayedEpisode:
 
     @cached_property
     def credited_rewards(self) -> dict[int, float]:
-        """Reward by turn number.
+        """Turn number -> reward credited to the turn's tokens.
 
-        A turn without a token adds its reward to the last turn before it that has one. Rewards before the first token
-        are credited to no turn.
+        The reward of a turn without tokens is added to the last turn before it that has some. Rewards before the first
+        token are not credited.
         """
         rewards: dict[int, float] = {}
         for turn in self.turns:
@@ -121,27 +121,27 @@ class PlayedEpisode:
 
 
 class Prompter(Protocol):
-    """Source of the prompts of one episode."""
+    """Builds the prompts of one episode."""
 
     def first(self, observation: Observation) -> np.ndarray:
-        """Return the first prompt, int32, however long it is."""
+        """Return the first prompt, int32, of any length."""
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """Return the prompt after these turns, int32; None if none fits that leaves room for a token."""
+        """Return the prompt after these turns, int32; None if no prompt leaves room for a response."""
 
 
 @dataclass(frozen=True)
 class BuiltInManager:
-    """The course of an episode. The managers differ in its prompts and in its samples."""
+    """Base class of managers: the loop of an episode. Subclasses build prompts and samples."""
 
     settings: ManagerSettings
     template: TurnTemplate
     decoder: PreTrainedTokenizerBase
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """Run one episode and close the session, whatever happens.
+        """Run one episode. Always closes the session.
 
-        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
+        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and the errors of the policy.
         """
         try:
             played = await self._play(session, policy, tag, seed)
@@ -153,11 +153,11 @@ class BuiltInManager:
         return episode
 
     def prompter(self) -> Prompter:
-        """Return the source of the prompts of one episode."""
+        """Return the prompt builder of one episode."""
         raise NotImplementedError
 
     def samples(self, played: PlayedEpisode) -> list[Sample]:
-        """Return an episode's training samples."""
+        """Return the training samples of an episode."""
         raise NotImplementedError
 
     async def _play(self, session: EnvSession, policy: Policy, tag: str, seed: int) -> PlayedEpisode:
@@ -171,7 +171,7 @@ class BuiltInManager:
         turns: list[PlayedTurn] = []
         while True:
             where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
-            prompt.flags.writeable = False  # it is part of the record and of later prompts
+            prompt.flags.writeable = False  # recorded, and shared with later prompts
             sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
             text = self.decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
             answer = await session.step(text)
@@ -221,14 +221,14 @@ def _too_long(tag: str, seed: int, tokens: int, settings: ManagerSettings) -> st
 
 
 class TrajectoryManager(BuiltInManager):
-    """A manager for episodes whose context only grows. Needs an append-only template."""
+    """Manager for episodes with a growing context. Needs an append-only chat template."""
 
     def prompter(self) -> Prompter:
-        """Return a growing context."""
+        """Return a `GrowingContext`."""
         return GrowingContext(self.template, self.settings.sequence_length)
 
     def samples(self, played: PlayedEpisode) -> list[Sample]:
-        """Return the whole episode as one sample. Its text is everything after the first prompt, special tokens too."""
+        """Return the episode as one sample. Its text is everything after the first prompt, with special tokens."""
         last = played.turns[-1]
         after_prompt = np.concatenate([last.prompt, last.sampled.token_ids])[len(played.turns[0].prompt) :]
         text = self.decoder.decode(after_prompt.tolist(), skip_special_tokens=False)
@@ -236,9 +236,9 @@ class TrajectoryManager(BuiltInManager):
 
 
 class GrowingContext:
-    """The prompts of one episode. Each one is the beginning of the next.
+    """Builds the prompts of one episode, each of which is a prefix of the next.
 
-    They are views of one buffer, so an episode costs the memory of its longest prompt, not of all prompts.
+    They are views of one buffer, so the memory of an episode is that of its longest prompt.
     """
 
     def __init__(self, template: TurnTemplate, sequence_length: int) -> None:
@@ -248,12 +248,12 @@ class GrowingContext:
         self._tokens = np.zeros(0, dtype=np.int32)
 
     def first(self, observation: Observation) -> np.ndarray:
-        """Return the observation as the template renders it."""
+        """Return the rendered first observation."""
         self._conversation = self._template.begin(observation.messages, observation.tools)
         return self._conversation.prompt_token_ids
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """Return the last prompt, the sampled tokens and the glue before the policy's next turn; None if too long."""
+        """Append the sampled tokens and the new messages to the last prompt; None if that is too long."""
         last = turns[-1]
         glue = self._conversation.glue(last.sampled.token_ids, last.answer.messages)
         pieces = (last.sampled.token_ids, glue)
@@ -270,26 +270,26 @@ class GrowingContext:
 
 
 class StepManager(BuiltInManager):
-    """A manager for episodes whose turns are read and trained on separately.
+    """Manager for episodes in which each turn has a prompt and a sample of its own.
 
-    A prompt has the system messages, the first observation, the last turns and the current observation.
+    A prompt contains the system messages, the first observation, the latest turns and the current observation.
     """
 
     def prompter(self) -> Prompter:
-        """Return this manager, since its prompts depend on nothing but the turns."""
+        """Return this manager, because its prompts depend on the turns only."""
         return self
 
     def samples(self, played: PlayedEpisode) -> list[Sample]:
-        """Return one sample per turn in which the policy wrote anything; the first turn's if it never did."""
+        """Return one sample per turn with sampled tokens. If there is none, return that of the first turn."""
         written = [turn for turn in played.turns if len(turn.sampled.token_ids)] or played.turns[:1]
         return [_sample_of(played, [turn], turn.text) for turn in written]
 
     def first(self, observation: Observation) -> np.ndarray:
-        """Return the observation as the template renders it."""
+        """Return the rendered first observation."""
         return self.template.prompt(observation.messages, observation.tools)
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """Return the prompt of the longest window that fits; None if none does."""
+        """Return the prompt with the longest history that fits; None if none fits."""
         tools = turns[0].observation.tools
         for messages in self._windows(turns):
             prompt = self.template.prompt(messages, tools)
@@ -298,7 +298,7 @@ class StepManager(BuiltInManager):
         return None
 
     def _windows(self, turns: Sequence[PlayedTurn]) -> Iterator[list[Message]]:
-        """Yield the messages of each window, from the longest one to the current observation alone."""
+        """Yield the messages for each history length, from the longest to the current observation alone."""
         system, first = _without_system(turns[0].observation.messages)
         present = turns[-1].answer.messages
         for length in range(min(self.settings.history_length, len(turns)), -1, -1):
@@ -317,15 +317,15 @@ def _history(turns: Sequence[PlayedTurn]) -> Iterator[Message]:
 
 
 def _without_system(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the leading system messages, and the others."""
+    """Split messages into leading system messages and the rest."""
     count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return list(messages[:count]), list(messages[count:])
 
 
 def _joined(first: list[Message], rest: list[Message]) -> list[Message]:
-    """Return both lists in order, merging a user message with a user message that follows it.
+    """Concatenate messages, merging a user message at the end of ``first`` with one at the beginning of ``rest``.
 
-    Many chat templates require that user and assistant alternate.
+    Many chat templates require user and assistant messages to alternate.
     """
     if not first or not (_is_user_text(first[-1]) and _is_user_text(rest[0])):
         return [*first, *rest]
@@ -338,7 +338,7 @@ def _is_user_text(message: Message) -> bool:
 
 
 def _sample_of(played: PlayedEpisode, turns: Sequence[PlayedTurn], text: str) -> Sample:
-    """Return one row for some turns of an episode. Each turn's prompt must begin with the row up to it."""
+    """Build one sample from turns. The prompt of each turn must begin with all tokens of the turns before it."""
     token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
     length = len(token_ids)
     numbers = np.full(length, -1, dtype=np.int32)
@@ -349,7 +349,7 @@ def _sample_of(played: PlayedEpisode, turns: Sequence[PlayedTurn], text: str) ->
         response_mask=np.zeros(length, dtype=bool),
         behaviour_logprobs=np.zeros(length, dtype=np.float32),
         versions=np.full(length, -1, dtype=np.int32),
-        # A turn cut at its own limit does not count: only an episode that ran out of room has its length as its end.
+        # Not "length" for a turn that hit its own limit: the episode continued after it.
         finish_reason="length" if played.end == "sequence_length" else "stop",
         response_text=text,
         score=played.score,
@@ -371,7 +371,7 @@ def _sample_of(played: PlayedEpisode, turns: Sequence[PlayedTurn], text: str) ->
 
 
 def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
-    """Return the episode with these samples. Its success is the last value that the environment reported."""
+    """Build the `Episode` with these samples. Its success is the last one that the environment reported."""
     answers = [turn.answer for turn in played.turns]
     reported = [answer.success for answer in answers if answer.success is not None]
     return Episode(
@@ -397,7 +397,7 @@ def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
 
 
 def _metrics(played: PlayedEpisode) -> dict[str, float]:
-    """Return the environment's last values. Our own metrics replace those of the same name."""
+    """Return the last value of each environment metric, and the manager's own metrics, which take precedence."""
     metrics = dict(played.turns[0].observation.metrics)
     for turn in played.turns:
         metrics |= turn.answer.metrics
@@ -411,7 +411,7 @@ def _metrics(played: PlayedEpisode) -> dict[str, float]:
 
 
 def state_id(state: str | None) -> int:
-    """Return a signed 64-bit number for a state, equal on every machine. None, and only None, gives -1."""
+    """Return a signed 64-bit hash of a state, equal on every machine. Only None gives -1."""
     if state is None:
         return -1
     digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()

@@ -1,15 +1,16 @@
-"""The driver's part of environment workers: thousands of concurrent episodes in a few processes, replaced as needed.
+"""Driver-side pool of environment workers: thousands of concurrent episodes in a few processes, replaced as needed.
 
 An episode holds one of `max_sessions` slots from its first reset until it is closed, fails or is cancelled. Slots are
-given first come, first served. When a process dies or stops answering, its sessions fail with the cause and the process
-is replaced. A process that should retire is replaced at once and ends with its last session. Nothing is left after
-`shutdown`.
+granted first come, first served. When a process dies or stops answering, its sessions fail with the cause, and the
+process is replaced. A process that should retire is replaced at once, and ends with its last session. `shutdown` leaves
+nothing behind.
 
-A process holds many environments and cannot say which one ended it. Being in a call when a process dies raises
-suspicion. After two such deaths an episode runs alone, in quarantine; a death there is proof, and proof is permanent.
+A process runs many environments, and its death does not show which one caused it. An episode with a call in flight at
+the time becomes a suspect. After two such deaths it runs alone, in quarantine; a death there is proof, which is
+permanent.
 
-All commands of one turn of the event loop leave in one call. The next call leaves when that one has arrived. So batches
-grow under load, and commands never overtake each other. The long poll for answers is the process's sign of life.
+All commands of one turn of the event loop are sent in one call, and the next call is sent when that one has arrived. So
+batches grow under load, and commands stay in order. The long poll for answers doubles as the heartbeat of the process.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ from roll.tracking.waits import WORKER, waiting
 logger = logging.getLogger(__name__)
 
 SessionEnd = Literal["whole", "failed", "interrupted"]
-"""``whole``: between two calls; ``failed``: the environment raised, hung or gave an invalid answer; ``interrupted``:
-the session ended during a call."""
+"""State in which a session ends: ``whole``: between two calls; ``failed``: the environment raised, hung or returned an
+invalid value; ``interrupted``: during a call."""
 DEATHS_TO_CONFINE = 2
 
 
 class EpisodeKey(NamedTuple):
-    """Tag and seed, which identify an episode and its repetitions."""
+    """Tag and seed, which identify an episode across retries."""
 
     tag: str
     seed: int
@@ -65,49 +66,49 @@ class EpisodeKey(NamedTuple):
 
 
 class Suspects:
-    """Record of the episodes that were in a call when a process died."""
+    """Records which episodes had a call in flight when a process died."""
 
     def __init__(self) -> None:
         self._deaths: Counter[EpisodeKey] = Counter()
         self._proven: set[EpisodeKey] = set()
 
     def must_be_alone(self, key: EpisodeKey) -> bool:
-        """Return True if the episode must not share its process."""
+        """Return True if the episode must have a process to itself."""
         return key in self._proven or self._deaths[key] >= DEATHS_TO_CONFINE
 
     def process_died(self, in_a_call: Iterable[EpisodeKey]) -> None:
-        """Record a death. Each of these may have caused it; repetitions of an episode count once."""
+        """Record a death. Each of these episodes may have caused it; retries of an episode count once."""
         self._deaths.update(set(in_a_call))
 
     def prove(self, key: EpisodeKey) -> None:
-        """Record that the episode was alone in a process that died."""
+        """Record that a process died in which the episode was alone."""
         self._proven.add(key)
 
     def acquit(self, key: EpisodeKey) -> None:
-        """Clear the suspicion: the episode has ended alone in a process that did not die. Proof stays."""
+        """Clear the suspicion, because the episode ended without killing its quarantine process. Proof remains."""
         del self._deaths[key]
 
 
 class EnvPool:
-    """The environment workers of a run."""
+    """The pool of environment workers of a run."""
 
     def __init__(self, envs: Mapping[str, CustomEnvConfig], settings: PoolSettings) -> None:
-        """Prepare the pool without starting anything."""
+        """Prepare the pool; `start` starts the processes."""
         self._envs = dict(envs)
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.workers.max_sessions)  # first come, first served
         self._leases = 0
         self._waits: set[asyncio.Timeout] = set()
-        """Time limits of the callers that wait for a slot or a process; closing the pool lets them expire."""
+        """Timeouts of callers that wait for a slot or a process; closing the pool expires them."""
         self._numbers = itertools.count()
         self._processes: set[EnvProcess] = set()
-        """All processes that are not known to be dead."""
+        """All processes not known to be dead."""
         self._live: list[EnvProcess] = []
-        """Processes that take new sessions."""
+        """Processes that accept new sessions."""
         self._any_live = asyncio.Event()
         self._suspects = Suspects()
         self._turn = asyncio.Lock()
-        """The turn of the quarantine: one episode at a time has its process."""
+        """Mutex of the quarantine process: one episode at a time."""
         self._quarantine: EnvProcess | None = None
         self._quarantine_start: asyncio.Task[None] | None = None
         self._tasks = Tasks(on_failure=self._broke_down)
@@ -117,7 +118,7 @@ class EnvPool:
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start all worker processes. If one does not start, stop the others and raise `EnvPoolClosed`."""
+        """Start all worker processes. If one fails to start, stop the others and raise `EnvPoolClosed`."""
         try:
             for process in await all_or_none(self._started() for _ in range(self._settings.workers.num_workers)):
                 self._admit(process)
@@ -128,41 +129,40 @@ class EnvPool:
             raise
 
     def session(self, tag: str, *, frames: bool = False) -> EnvPoolSession:
-        """Return an episode's environment, which takes a slot at its first reset.
+        """Return a session for an episode; it takes a slot at its first reset.
 
-        With ``frames`` its observations have frames. Raises `ValueError` for an unknown tag.
+        ``frames``: include rendered frames in observations. Raises `ValueError` for an unknown tag.
         """
         if tag not in self._envs:
             raise ValueError(f"no environment has the tag `{tag}`; {nearest_name_hint(tag, self._envs)}")
         return EnvPoolSession(self, tag, frames)
 
     def counts(self) -> dict[str, int]:
-        """Return totals of the run, and current numbers.
+        """Return totals over the run, and current numbers.
 
         Totals: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes), ``quarantined``
-        (sessions opened there), ``failures/<tag>/<kind>`` (`FailureKind`),
-        ``environments/{made,reused,closed,close_failures}``. Current: ``sessions``, ``waiting`` (callers of `take`),
-        ``workers`` (without that of the quarantine).
+        (sessions), ``failures/<tag>/<kind>`` (`FailureKind`), ``environments/{made,reused,closed,close_failures}``.
+        Current: ``sessions``, ``waiting`` (callers of `take`), ``workers`` (without the quarantine process).
         """
         now = {"sessions": self._leases, "waiting": len(self._waits), "workers": len(self._live)}
         always = ("steps", "resets", "restarts", "retired", "quarantined")
         return now | dict.fromkeys(always, 0) | self._counts
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """Return the spans in which at least one environment was acting; see `BusySpans`."""
+        """Return the spans in which at least one environment was busy; see `BusySpans`."""
         return {"environments": self.busy.recent()}
 
     async def shutdown(self) -> None:
         """Close all environments and end all worker processes. May be called twice.
 
-        Running calls, and callers that wait for slots, raise `EnvPoolClosed`.
+        Running calls, and callers that wait for a slot, raise `EnvPoolClosed`.
         """
         self._close("the environment workers have been shut down")
         await self._tasks.cancel()
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
     async def take(self, key: EpisodeKey) -> Lease:
-        """Wait for a slot, then open a session in the least loaded process, or for a suspect episode in quarantine.
+        """Wait for a slot, then open a session in the least loaded process, or in quarantine for a suspect.
 
         Raises `EnvironmentFailed` if that takes too long, and `EnvPoolClosed`.
         """
@@ -194,21 +194,21 @@ class EnvPool:
             self._turn.release()
 
     def may_stay(self, lease: Lease, key: EpisodeKey) -> bool:
-        """Return True if a session may begin its next episode, with this key, in the same process."""
+        """Return True if the session may run its next episode, ``key``, in the same process."""
         takes_sessions = lease.process.lost_because is None and not lease.process.retiring
         return takes_sessions and not lease.alone and not self._suspects.must_be_alone(key)
 
     def check_open(self) -> None:
-        """Raise `EnvPoolClosed` once the pool is closed."""
+        """Raise `EnvPoolClosed` if the pool is closed."""
         if self._closed_because is not None:
             raise EnvPoolClosed(self._closed_because)
 
     def count(self, what: str) -> None:
-        """Add one to a total."""
+        """Increment a total."""
         self._counts[what] += 1
 
     async def _leased(self, key: EpisodeKey, alone: bool) -> Lease | None:
-        """Return a lease, or None if ``alone`` has become wrong during the wait."""
+        """Return a lease; None if ``alone`` became wrong while waiting."""
         async with AsyncExitStack() as undo:
             if alone:
                 await undo.enter_async_context(self._turn)
@@ -230,9 +230,9 @@ class EnvPool:
         return min(self._live, key=lambda each: len(each.sessions))
 
     async def _quarantine_process(self) -> EnvProcess:
-        """Return the process of the quarantine. Only the holder of the turn may call this.
+        """Return the quarantine process, starting it if needed. Only the holder of `_turn` may call this.
 
-        A caller that is cancelled leaves a starting process to the next one.
+        If the caller is cancelled, the starting process is left for the next one.
         """
         while self._quarantine is None:
             self.check_open()
@@ -242,9 +242,9 @@ class EnvPool:
         return self._quarantine
 
     def _judge(self, lease: Lease, end: SessionEnd) -> None:
-        """Update the suspicion after a session in quarantine.
+        """Update the suspicion against an episode after its session in quarantine.
 
-        A process whose episode did not end cleanly is retired, because its leftovers would be blamed on the next
+        Unless the session ended cleanly, the process is retired, because its leftovers would be blamed on the next
         episode.
         """
         if lease.process.lost_because is not None:
@@ -257,7 +257,7 @@ class EnvPool:
             lease.process.retire()
 
     async def _started(self) -> EnvProcess:
-        """Start a process and wait until it takes commands. If that raises one of `CALL_ERRORS`, nothing is left."""
+        """Start a process and wait until it accepts commands. If one of `CALL_ERRORS` is raised, no process is left."""
         settings = self._settings
         name = f"environments/{next(self._numbers)}"
         options = {"num_cpus": 0, "max_restarts": 0, **settings.actor_options}
@@ -281,7 +281,7 @@ class EnvPool:
         self._tasks.start(self._serve(process))
 
     async def _serve(self, process: EnvProcess) -> None:
-        """Supervise a process from its admission to its end."""
+        """Supervise a process from its start to its end."""
         try:
             await process.serve()
         except CALL_ERRORS as lost:
@@ -298,7 +298,7 @@ class EnvPool:
             process.retire()
 
     def _replace(self, process: EnvProcess, total: str, because: str) -> None:
-        """Stop sending sessions to a process, and start another one; in quarantine, when the next session comes."""
+        """Send no more sessions to a process, and start another one. The quarantine process is restarted on demand."""
         logger.warning("%s", because)
         if process is self._quarantine:
             self._quarantine = None
@@ -321,7 +321,7 @@ class EnvPool:
                     self._close(f"{self._failed_starts} environment workers in a row did not start; the last: {lost}")
 
     async def _end(self, process: EnvProcess) -> None:
-        """Let a process's environments end their own processes and connections, and kill it."""
+        """Close the environments of a process, so that they end their own child processes, then kill it."""
         with suppress(*CALL_ERRORS):
             await process.call("close", timeout=2 * self._settings.close_timeout_seconds)
         await self._kill(process)
@@ -331,7 +331,7 @@ class EnvPool:
         self._processes.discard(process)
 
     def _close(self, because: str) -> None:
-        """Fail every call and all waiting. The first cause is kept."""
+        """Fail all calls and all waiting callers. The first cause is kept."""
         self._closed_because = self._closed_because or because
         self._live.clear()
         for process in self._processes:
@@ -347,18 +347,18 @@ class EnvPool:
 
 @dataclass(frozen=True)
 class Lease:
-    """A session of a process, with its slot."""
+    """A session in a process, together with its slot."""
 
     process: EnvProcess
     session: int
     key: EpisodeKey
-    """The episode for which it was taken."""
+    """The episode for which the lease was taken."""
     alone: bool
-    """True if the session runs in quarantine; then it also has the quarantine's turn."""
+    """True if the session is in quarantine; it then also holds the mutex of the quarantine."""
 
 
 class EnvPoolSession:
-    """An `EnvSession` of the pool. After a failure or a cancellation it holds nothing; a reset starts over."""
+    """`EnvSession` in the pool. After a failure or a cancellation it holds no resources, and a reset starts anew."""
 
     def __init__(self, pool: EnvPool, tag: str, frames: bool) -> None:
         self._pool = pool
@@ -371,7 +371,7 @@ class EnvPoolSession:
         self._closed = False
 
     async def reset(self, seed: int) -> Observation:
-        """Wait for a slot, unless the session has one and may keep it, and begin an episode.
+        """Start an episode. Waits for a slot unless the session still holds a usable one.
 
         Raises `EnvironmentFailed` (as `SessionFailed`, unless no slot became free in time) and `EnvPoolClosed`.
         """
@@ -388,7 +388,7 @@ class EnvPoolSession:
             return await self._ask(self._lease, Reset(self._lease.session, self._tag, seed, self._frames))
 
     async def step(self, text: str) -> Observation:
-        """Carry out an action. Raises as `reset` does, and `EnvironmentFailed` without a successful reset before."""
+        """Execute an action. Raises the errors of `reset`, and `EnvironmentFailed` if no reset succeeded before."""
         with self._one_call():
             if self._lease is None:
                 raise EnvironmentFailed(f"{self._key}: a step without a successful reset before it")
@@ -397,13 +397,13 @@ class EnvPoolSession:
             return await self._ask(self._lease, Step(self._lease.session, text))
 
     def give_up(self, cause: str) -> None:
-        """Let the running call, if there is one, raise `SessionFailed`: ``hung``, with this cause."""
+        """Abort the running call, if any: it raises `SessionFailed` of the kind ``hung``, with this cause."""
         if self._lease is not None and self._busy:
             failure = SessionFailed(self._tag, self._seed, self._turn, "hung", cause)
             self._lease.process.settle(self._lease.session, failure)
 
     async def close(self) -> None:
-        """Give back the environment and the slot. A running call raises `EnvironmentFailed`."""
+        """Release the environment and the slot. A running call raises `EnvironmentFailed`."""
         self._closed = True
         self._release("interrupted" if self._busy else "whole")
 
@@ -448,11 +448,11 @@ class EnvPoolSession:
 
 
 class ProcessLost(Exception):
-    """A call has no answer, because its process or its session is gone. The message is the cause."""
+    """A call cannot be answered, because its process or its session is gone. The message is the cause."""
 
 
 class EnvProcess(ProcessHandle):
-    """A process and its sessions."""
+    """A worker process and its sessions."""
 
     def __init__(
         self, name: str, actor: Any, silence_seconds: float, on_report: Callable[[EnvProcess, Report], None]
@@ -462,33 +462,33 @@ class EnvProcess(ProcessHandle):
         self.retiring = False
         """True if the process ends with its last session."""
         self.lost_because: str | None = None
-        """The cause if the process has ended or no longer answers."""
+        """Why the process has ended or no longer answers; None while it works."""
         self.suspects: frozenset[EpisodeKey] = frozenset()
-        """Episodes with a call in flight when the process died. A call that was never sent kills no process."""
+        """Episodes with a call in flight when the process died. Commands that were never sent do not count."""
         self._silence_seconds = silence_seconds
         self._on_report = on_report
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[EpisodeKey, asyncio.Future[Observation | SessionFailed | ProcessLost]]] = {}
-        """Calls without an answer, by session."""
+        """Unanswered calls, by session."""
         self._outgoing: list[Command] = []
         self._to_send = asyncio.Event()
         self._drained = asyncio.Event()
 
     def open(self) -> int:
-        """Open a session and return its number. The process learns of it with its first `Reset`."""
+        """Open a session and return its number. The process is informed by the first `Reset`."""
         session = next(self._numbers)
         self.sessions.add(session)
         return session
 
     def release(self, session: int) -> None:
-        """End a session. A running call of it raises `ProcessLost`."""
+        """End a session. If it has a running call, that raises `ProcessLost`."""
         self.sessions.discard(session)
         self._send(Close(session))
         self.settle(session, ProcessLost("its session was closed during the call"))
         self._end_if_drained()
 
     def retire(self) -> None:
-        """Let the process end with its last session."""
+        """End the process once its last session has ended."""
         self.retiring = True
         self._end_if_drained()
 
@@ -509,9 +509,9 @@ class EnvProcess(ProcessHandle):
         return outcome
 
     async def serve(self) -> None:
-        """Transfer commands and answers until the process was retired and its last session has ended.
+        """Transfer commands and answers until the process is retired and its last session has ended.
 
-        Raises one of `CALL_ERRORS` if it dies before, or does not answer. Open calls fail with `ProcessLost` then.
+        Raises one of `CALL_ERRORS` if the process dies or stops answering; open calls then raise `ProcessLost`.
         """
         watches = [asyncio.ensure_future(work) for work in (self._submit(), self._collect(), self._drained.wait())]
         try:
@@ -530,7 +530,7 @@ class EnvProcess(ProcessHandle):
                 watch.cancel()
 
     def lose(self, because: str) -> None:
-        """Fail all calls with `ProcessLost`, now and later. The first cause is kept."""
+        """Make all current and future calls raise `ProcessLost`. The first cause is kept."""
         self.lost_because = self.lost_because or because
         for session in self._pending:
             self.settle(session, ProcessLost(self.lost_because))
@@ -555,7 +555,7 @@ class EnvProcess(ProcessHandle):
             self._on_report(self, report)
 
     async def _promptly(self, method: str, argument: object) -> Any:
-        """Make a call that a process which is not stuck answers soon."""
+        """Make a call that a working process answers soon. Raises `WorkerDied` if it does not answer."""
         try:
             return await self.call(method, argument, timeout=self._silence_seconds)
         except WorkerTimeout:
@@ -563,7 +563,7 @@ class EnvProcess(ProcessHandle):
             raise WorkerDied(self.name, cause) from None
 
     def settle(self, session: int, outcome: Observation | SessionFailed | ProcessLost) -> None:
-        """End the session's running call, if there is one that has no outcome yet."""
+        """Set the outcome of the session's running call, unless it has one."""
         if session in self._pending:
             _, answer = self._pending[session]
             if not answer.done():

@@ -41,19 +41,19 @@ from roll.configs.plugins import (
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 NOTHING = object()
-"""Stands for a game's observation before its first reset; the game's own may be None."""
+"""Marks that the game has not been reset; its real observation may be None."""
 
 
 @dataclass(frozen=True)
 class Game:
-    """Everything the adapter knows about one game."""
+    """What the adapter needs to know about a game."""
 
     action_names: tuple[str, ...]
     rules: str
     describe: Callable[[Any, Any], str]
-    """Function from the bare environment and its observation to text. Equal states give equal texts."""
+    """Function from the unwrapped environment and its observation to text. Equal states must give equal texts."""
     any_end_is_success: bool = False
-    """False if only an end with a positive reward is a success."""
+    """True if every terminal state is a success; otherwise only one with a positive reward."""
 
 
 class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
@@ -93,7 +93,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     @property
     def render_mode(self) -> str | None:  # type: ignore[override]  # a property in gymnasium's own wrapper, too
-        """`ansi`, whatever the game's own mode is."""
+        """`ansi`, whatever the game's own mode."""
         return "ansi"
 
     @property
@@ -130,7 +130,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         return text, float(reward), terminated, truncated, dict(info) | said
 
     def render(self) -> str:
-        """Return the state as text. Coloured parts are put in brackets, since colours often mark the player."""
+        """Return the state as text. Coloured parts become bracketed, because colour often marks the player."""
         if self._seen is NOTHING:
             raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
         if self._game is not None:
@@ -139,7 +139,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
 
 def without_colours(text: str) -> str:
-    """Return the text without terminal escapes and trailing spaces, with coloured parts in brackets."""
+    """Strip terminal escapes and trailing spaces, and put coloured parts in brackets."""
     plain = ESCAPE.sub("", COLOURED.sub(r"[\1]", text))
     return "\n".join(line.rstrip() for line in plain.split("\n")).strip("\n")
 
@@ -226,11 +226,11 @@ KNOWN_GAMES = {
         _blackjack,
     ),
 }
-"""Known games by gymnasium's name, without the version."""
+"""Known games by their gymnasium name without version."""
 
 GYMNASIUM_ID = re.compile(r"(?:[\w-]+/)?[\w.-]+-v\d+")
 STEP_LIMIT = "max_episode_steps"
-"""Option that `gymnasium.make` accepts for every environment."""
+"""Option of `gymnasium.make` that every environment accepts."""
 
 ENVIRONMENTS = Kind(
     "environment",
@@ -256,8 +256,8 @@ ENVIRONMENTS = Kind(
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
     """Make a text environment; wrap an environment that does not speak text in a `TextAdapter`.
 
-    Raises `ConfigError` with the paths `env_type` and `env_config.<key>`. Names and signatures are checked before any
-    code of the environment runs, except the import of its module. The environment may still refuse a value or turn out
+    Raises `ConfigError` with the paths `env_type` and `env_config.<key>`. Name and signature are checked before any
+    code of the environment runs, except the import of its module. The environment may still reject a value, or turn out
     not to be a text environment.
     """
     source = _find(env_type, "")
@@ -267,8 +267,8 @@ def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str,
 def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
     """Return the problems of ``custom_envs.<tag>``.
 
-    Built-in environments and gymnasium's own are made for this check (they are small). For others, only the name and
-    the signature are checked.
+    Built-in environments and gymnasium's own are created for this check, because they are small. For others, only name
+    and signature are checked.
     """
 
     def check() -> None:
@@ -281,7 +281,7 @@ def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> li
 
 
 def class_of(env_type: str) -> type | None:
-    """Return the class of an environment; None if it is not found, or made by a function."""
+    """Return the class of an environment; None if it is not found or is created by a function."""
     try:
         found = _find(env_type, "").create
     except ConfigError:
@@ -291,24 +291,24 @@ def class_of(env_type: str) -> type | None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Origin of an environment."""
+    """Where an environment comes from."""
 
     env_type: str
     at: str
-    """Beginning of the paths of `env_type` and `env_config` in messages."""
+    """Prefix of the paths of `env_type` and `env_config` in messages."""
     create: Callable[..., Any]
-    """The class or factory whose signature is checked."""
+    """Class or factory whose signature is checked."""
     spec: registration.EnvSpec | None = None
-    """Registration of the environment, if gymnasium makes it."""
+    """Registration with gymnasium, for environments that gymnasium creates."""
 
     @property
     def is_small(self) -> bool:
-        """True if making it is fast and uses nothing but memory."""
+        """True if creating the environment is fast and uses nothing but memory."""
         is_gymnasiums_own = self.spec is not None and self.create.__module__.startswith("gymnasium.")
         return is_gymnasiums_own or self.env_type in ENVIRONMENTS.built_in
 
     def checked(self, env_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the checked options of the environment, and those of its adapter. Raises `ConfigError`."""
+        """Return the validated options of the environment, and those of its adapter. Raises `ConfigError`."""
         parameters = parameters_of(self.create, self.env_type, f"{self.at}env_type")
         named = by_name(parameters)
         of_adapter: dict[str, inspect.Parameter] = {}
@@ -339,7 +339,7 @@ class _Source:
             if self.spec is not None:
                 return gymnasium.make(self.spec, disable_env_checker=True, **options)
             return self.create(**options)
-        except ConfigError as error:  # of a part that has options of its own, such as tools
+        except ConfigError as error:  # from a component with its own options, such as tools
             inside = [replace(each, path=f"{self.at}env_config.{each.path}") for each in error.problems]
             raise ConfigError(inside) from error
 
@@ -392,7 +392,7 @@ def _find(env_type: str, at: str) -> _Source:
 
 
 def _registered(env_type: str, env_id: str, at: str) -> _Source:
-    """Return an environment of gymnasium's registry by its id. Without a version, the newest one is used."""
+    """Return an environment from gymnasium's registry. Without a version, the newest one is used."""
     path = f"{at}env_type"
     try:
         spec = gymnasium.spec(env_id)

@@ -1,8 +1,8 @@
-"""Episodes of agents before a training, in this process: what would go wrong in it, and why.
+"""Trial episodes of agents before training (`roll check-agent`), in this process, to find and explain problems.
 
-An episode is played as in a run, with the same manager, endpoint and environment; its record also keeps each request,
-so that a history that could not be continued is explained by the message that changed. A stand-in for the policy needs
-no model: it calls a tool, if it has one, in every other turn.
+Episodes run with the same manager, endpoint and environment as in a run. Their requests are kept, so that the report
+can name the message whose change prevented a request from continuing an earlier one. A stand-in replaces the policy and
+needs no model: every other turn it calls a tool, if there is one.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from roll.configs.run import CustomEnvConfig
 from roll.data.chat import ASKED, ChatTurns, TemplateRefused
 
 _SHORT = 60
-"""Characters of a message that an explanation repeats."""
+"""Maximum characters of a message quoted in an explanation."""
 _LOGGED = 2000
-"""Characters of an agent's output that the report of a failure repeats."""
+"""Maximum characters of an agent's output quoted in the report of a failure."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was answered."""
+    """An answered request."""
 
     request: ModelRequest
     answer: ModelAnswer
     begun_for: str | None
-    """Cause for which it continued nothing."""
+    """Why the request continued no earlier one, though its messages contain answers; None otherwise."""
 
 
 class WatchedSession(RecordedSession):
@@ -73,7 +73,7 @@ class WatchedSession(RecordedSession):
         return answer
 
     def explained(self) -> list[str]:
-        """Return a sentence for each request that continued nothing though it held answers."""
+        """Return a sentence for each request that contains earlier answers but could not continue any of them."""
         return [
             f"request {place + 1}: {_explanation(each, self.asked[:place])}"
             for place, each in enumerate(self.asked)
@@ -83,23 +83,23 @@ class WatchedSession(RecordedSession):
 
 @dataclass
 class Rehearsed:
-    """An episode that was played."""
+    """A trial episode."""
 
     tag: str
     seed: int
     episode: Episode | None = None
     failure: str | None = None
     session: WatchedSession | None = None
-    """None if the agent did not begin."""
+    """None if the agent never started."""
     refused: list[RequestRefused] = field(default_factory=list)
-    """Requests that were refused, whatever the reason."""
+    """All refused requests."""
     output: list[str] = field(default_factory=list)
-    """What was logged meanwhile."""
+    """Log output during the episode."""
 
 
 @dataclass
 class Rehearsal:
-    """Plays the episodes of one environment, one after the other."""
+    """Runs trial episodes of one environment, one after the other."""
 
     tag: str
     env: CustomEnvConfig
@@ -107,7 +107,7 @@ class Rehearsal:
     settings: SessionSettings
 
     async def play(self, seeds: Sequence[int], policy: Policy | None) -> list[Rehearsed]:
-        """Play an episode for each seed. ``policy`` None: a stand-in. Raises what a policy raises."""
+        """Run an episode for each seed, with a stand-in if ``policy`` is None. Raises the errors of the policy."""
         host = EnvHost({self.tag: self.env}, PoolSettings(), make_env, observation_from)
         refused: list[RequestRefused] = []
         endpoint = agent_endpoint(self.reader.decoder, "127.0.0.1", on_refusal=refused.append)
@@ -141,7 +141,7 @@ class Rehearsal:
 
 
 class LocalSession:
-    """An environment of this process, as an episode uses it."""
+    """`EnvSession` for an environment in this process."""
 
     def __init__(self, host: EnvHost, tag: str) -> None:
         self._session: HostSession = host.open(tag, frames=False)
@@ -174,7 +174,7 @@ class LocalSession:
 
 
 class StandIn:
-    """A policy that needs no model."""
+    """Stand-in for a policy; needs no model."""
 
     def __init__(self, reader: TurnReader, rehearsed: Rehearsed) -> None:
         self._reader = reader
@@ -183,7 +183,7 @@ class StandIn:
     async def __call__(
         self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
     ) -> SampledTurn:
-        """Write a call of a tool, or a sentence."""
+        """Write a tool call or a sentence."""
         session = self._rehearsed.session
         request = None if session is None else session.asking
         text = None
@@ -198,7 +198,7 @@ class StandIn:
         return SampledTurn(cut, nothing, cut * 0, "stop" if len(cut) == len(whole) else "length")
 
     def _call(self, tool: Mapping[str, Any]) -> str | None:
-        """Return the call of a tool as the chat template writes it; None if that cannot be told."""
+        """Return a call of the tool in the format of the chat template; None if that is unknown."""
         template = self._reader.template
         if not isinstance(template, ChatTurns):
             return None
@@ -216,7 +216,7 @@ class StandIn:
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """Return a value that fits a simple JSON schema."""
+    """Return a value that conforms to a simple JSON schema."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type")
@@ -226,7 +226,7 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 def report(tag: str, played: Sequence[Rehearsed], settings: SessionSettings) -> str:
-    """Return what was seen, for people: one line for each thing, with what to do."""
+    """Return a report for people: one line per observation, with a remedy."""
     episodes = [each.episode for each in played if each.episode is not None]
     failed = len(played) - len(episodes)
     lines = [f"{tag}: {count(len(played), 'episode')}, {failed or 'none'} failed"]
@@ -301,7 +301,7 @@ def _fields(played: Sequence[Rehearsed]) -> list[str]:
 
 
 def _explanation(each: Asked, earlier: Sequence[Asked]) -> str:
-    """Say why a request continued none of the earlier ones: the nearest one, and where they part."""
+    """Explain why a request continued no earlier one: name the closest one, and where they differ."""
     forms = normal_forms(each.request.messages)
 
     def shared(other: Asked) -> int:
@@ -339,7 +339,7 @@ def _shown(message: Message) -> str:
 
 
 class _Logged(logging.Handler):
-    """While open, collects what the environments log, which goes nowhere else."""
+    """Inside this context, collects the log output of environments, which is not shown otherwise."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()

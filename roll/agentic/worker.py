@@ -1,14 +1,15 @@
-"""One environment worker: a process that holds many environments, and the threads that their calls run in.
+"""One environment worker: a process that runs many environments, each call in a thread of its own.
 
-No environment waits for another. Every call (make, reset, step, render, close) runs in a thread of its own with a
-deadline. An environment that raises, does not return or gives an invalid answer is abandoned: it is closed in the
-background and never used again. An environment whose calls all returned serves the next episode of its tag. Python
-cannot end a thread: a late call keeps its thread, which counts as stuck until the call returns. Stuck threads and leaks
-cannot be repaired in a running process. They are counted, and at a limit the process asks to be replaced.
+Environments never wait for each other. Every call (make, reset, step, render, close) runs in its own thread, with a
+deadline. An environment that raises, does not return or returns an invalid value is abandoned: it is closed in the
+background and never used again. An environment whose calls all returned is reused for the next episode of its tag.
+Python cannot kill a thread: a late call keeps its thread, which counts as stuck until the call returns. Stuck threads
+and leaks cannot be repaired in a running process. They are counted, and beyond a limit the process asks to be replaced.
 
-Commands arrive in batches and answers leave in batches through one long poll, so the cost of crossing processes is paid
-per event, not per step. A failure is a record, not an exception: one failure must not fail the others of its batch. An
-error of the worker itself makes the poll fail, and the whole process is replaced.
+Commands arrive in batches, and answers leave in batches through a long poll, so that the cost of interprocess
+communication is paid per batch, not per step. A failure is a record, not an exception, because one failure must not
+fail the other answers of its batch. An error of the worker itself makes the poll fail, and the whole process is
+replaced.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ logger = logging.getLogger(__name__)
 
 TRACEBACK_FRAMES = 6
 GATHER_SECONDS = 0.005
-"""Wait of a report for more answers. It is short compared to a policy's turn, and saves most of the reports."""
+"""Time for which a report waits for more answers. Short compared to a turn, but it saves most reports."""
 
 EnvFactory = Callable[[str, Mapping[str, Any]], gymnasium.Env]
 """Factory of environments: (env_type, env_config) -> a new environment."""
 
 Observe = Callable[..., Observation]
-"""Function that makes an observation from (text, info, *, reward, terminated, truncated, frame).
+"""Function that builds an observation from (text, info, *, reward, terminated, truncated, frame).
 
-After a reset it is called with ``frame`` only. An exception means that the environment's answer is invalid.
+After a reset, ``frame`` is the only keyword argument. An exception means that the environment returned invalid values.
 """
 
 
@@ -57,69 +58,69 @@ After a reset it is called with ``frame`` only. An exception means that the envi
 class EndsCallsWhenClosed(Protocol):
     """An environment whose running call ends when another thread closes it.
 
-    It is closed when its episode is given up, and nothing else limits the time of its steps. Others are left to finish
-    the call, and used again.
+    Its steps have no time limit. When its episode is given up, it is closed. Other environments finish the call and are
+    reused.
     """
 
     ends_calls_when_closed: bool
 
 
 FailureKind = Literal["raised", "hung", "nonsense", "lost"]
-"""``lost``: the process that held the environment is gone."""
+"""How an environment failed; ``nonsense``: an invalid value; ``lost``: its process or session is gone."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Settings that all environment workers of a run share.
+    """Settings shared by all environment workers of a run.
 
     A process that exceeds one of the limits is replaced once its episodes have ended.
     """
 
     workers: EnvWorkersConfig = field(default_factory=EnvWorkersConfig)
     make_env: str = "roll.agentic.registry:make_env"
-    """`package.module:function` of an `EnvFactory`."""
+    """`package.module:function` that is an `EnvFactory`."""
     observe: str = "roll.agentic.base:observation_from"
-    """`package.module:function` of an `Observe`."""
+    """`package.module:function` that is an `Observe`."""
     actor_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the Ray actors besides `num_cpus=0`, such as a scheduling strategy."""
     log_dir: str | None = None
     start_timeout_seconds: float = 120.0
     close_timeout_seconds: float = 5.0
-    """Limit of an environment's `close`. Only the shutdown waits for it."""
+    """Time limit of an environment's `close`. Only the shutdown waits for it."""
     max_stuck_threads: int = 8
-    """Number of threads in calls that are past their deadline and may never return."""
+    """Maximum number of threads in calls that are past their deadline."""
     max_open_files: int = 1024
-    """Open files beyond those at the start and those that `files_per_environment` allows.
+    """Maximum open files beyond those at the start and those that `files_per_environment` allows.
 
-    This limit, the following ones and that of the memory find environments that leak; Linux only.
+    This limit, the following ones and that of memory detect leaking environments. Linux only.
     """
     files_per_environment: int = 32
-    """Files that a living environment may hold; one with a tool server has pipes and sockets."""
+    """Open files allowed per live environment; one with a tool server has pipes and sockets."""
     max_extra_threads: int = 256
-    """Threads beyond those at the start, those that `threads_per_environment` allows, and those of running calls."""
+    """Maximum threads beyond those at the start, those for calls, and those that `threads_per_environment` allows."""
     threads_per_environment: int = 8
     leak_check_seconds: float = 1.0
-    """Interval between two checks of these limits."""
+    """Interval between checks of these limits."""
     thread_stack_bytes: int = 2**20
     """Stack size of the threads that run calls."""
 
 
 @dataclass(eq=False)
 class SessionFailed(EnvironmentFailed):
-    """Reason why an episode cannot continue. Its arguments are given by position, as pickle expects of an exception."""
+    """Why an episode cannot continue. Takes positional arguments, because unpickling an exception passes them so."""
 
     tag: str
     seed: int
     turn: int | None
-    """The turn whose action was being carried out, from 0; None: at the reset."""
+    """Index (from 0) of the turn whose action was being executed; None: the reset."""
     kind: FailureKind
     cause: str
     proven: bool = False
-    """True if no other episode was in a ``lost`` process. Otherwise another one may have caused the loss."""
+    """True if the episode was alone in the ``lost`` process. Otherwise another episode may have caused the loss."""
 
     @property
     def may_be_innocent(self) -> bool:
-        """True if the environment may not be the cause, so that the episode can simply be started again."""
+        """True if another episode may be the cause, so that this one can simply be restarted."""
         return self.kind == "lost" and not self.proven
 
     def __str__(self) -> str:
@@ -128,12 +129,12 @@ class SessionFailed(EnvironmentFailed):
 
 
 class EnvPoolClosed(RuntimeError):
-    """The pool was shut down or cannot start its processes, so there are no environments. A retry does not help."""
+    """The pool was shut down or cannot start its processes, so no environment is available. Retrying does not help."""
 
 
 @dataclass(frozen=True)
 class Reset:
-    """Begin an episode in a new session."""
+    """Command: start an episode in a session, which is opened if it is new."""
 
     session: int
     tag: str
@@ -143,7 +144,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class Step:
-    """Carry out an action."""
+    """Command: execute an action."""
 
     session: int
     text: str
@@ -151,7 +152,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Close:
-    """End a session. There is no answer."""
+    """Command: end a session. It has no answer."""
 
     session: int
 
@@ -161,18 +162,18 @@ Command = Reset | Step | Close
 
 @dataclass(frozen=True)
 class Report:
-    """News of a worker since its last report."""
+    """Answers and state of a worker since its last report."""
 
     outcomes: list[tuple[int, Observation | SessionFailed]]
-    """Sessions, and the outcomes of their calls."""
+    """Pairs of session number and outcome of its call."""
     retire_because: str | None
-    """Reason why the process should take no new sessions; None: it may."""
+    """Why the process should get no new sessions; None: it may."""
     counts: dict[str, int]
-    """Numbers of environments ``made``, ``reused``, ``closed``, and of ``close_failures``."""
+    """Number of environments ``made``, ``reused`` and ``closed``, and ``close_failures``."""
 
 
 def holdings() -> Counter[str]:
-    """Return the resources of this process: open files, threads, resident bytes. Empty on systems without /proc."""
+    """Return the resources that this process holds: open files, threads, resident bytes. Empty without /proc."""
     process = Path("/proc/self")
     if not process.is_dir():
         return Counter()
@@ -199,9 +200,9 @@ _Inbox = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
 
 
 class CallThreads:
-    """A pool with as many threads as calls ever ran at once. Belongs to one event loop.
+    """Thread pool that grows with the number of concurrent calls. Use it in one event loop only.
 
-    The threads are daemons, unlike those of `ThreadPoolExecutor`: a call that never returns keeps no process alive.
+    Its threads are daemons, unlike those of `ThreadPoolExecutor`, so a call that never returns keeps no process alive.
     """
 
     def __init__(self, stack_bytes: int) -> None:
@@ -221,8 +222,8 @@ class CallThreads:
     ) -> Any:
         """Run a function in a thread and return its value. Raises `CallFailed`.
 
-        ``what`` names the call in messages, and ``setting`` its limit of so many ``seconds`` (None: none).
-        ``on_late`` is called with a value that comes after the limit or a cancellation, or with the `CallFailed`.
+        ``what`` names the call in messages, and ``setting`` its limit of ``seconds`` (None: no limit). If the value, or
+        a `CallFailed`, arrives after the limit or a cancellation, ``on_late`` is called with it.
         """
         answer: asyncio.Future[Any] = self._loop.create_future()
         inbox = self._idle.pop() if self._idle else self._new_thread()
@@ -242,7 +243,7 @@ class CallThreads:
         return value
 
     def end(self) -> None:
-        """Let the idle threads end. Running calls continue and keep their threads."""
+        """End the idle threads. Running calls continue in theirs."""
         while self._idle:
             self._idle.pop().put(None)
             self.count -= 1
@@ -254,7 +255,7 @@ class CallThreads:
     def _new_thread(self) -> _Inbox:
         inbox: _Inbox = SimpleQueue()
         thread = threading.Thread(target=self._serve, args=[inbox], name="environment", daemon=True)
-        # The stack size is a setting of the whole process, which the environments' own threads should not inherit.
+        # The stack size is a process-wide setting, which the environments' own threads should not inherit.
         usual = threading.stack_size(self._stack_bytes)
         try:
             thread.start()
@@ -272,7 +273,7 @@ class CallThreads:
             try:
                 self._loop.call_soon_threadsafe(answer.set_result, value)
             except RuntimeError:
-                return  # the event loop is closed, and nothing waits for the value
+                return  # the event loop is closed
             del call, function, answer, value
 
 
@@ -288,7 +289,7 @@ def _value_or_failure(function: Callable[[], Any], what: str) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """Return the class and the first line of an error, whose own text may fail, too."""
+    """Return the class and the first line of an error, even if formatting the error raises."""
     try:
         message = str(error).strip()
     except Exception:
@@ -297,7 +298,7 @@ def described(error: BaseException) -> str:
 
 
 class EnvHost:
-    """The environments of one process. Belongs to one event loop."""
+    """The environments of one process. Use it in one event loop only."""
 
     def __init__(
         self, envs: Mapping[str, CustomEnvConfig], settings: PoolSettings, make_env: EnvFactory, observe: Observe
@@ -310,20 +311,21 @@ class EnvHost:
         self._make_env = make_env
         self.threads = CallThreads(settings.thread_stack_bytes)
         self._environments: dict[int, gymnasium.Env] = {}
-        """All environments that are not abandoned, by identity, because an environment may be unhashable."""
+        """All environments that are not abandoned, by `id`, because an environment may be unhashable."""
         self._idle: dict[str, list[gymnasium.Env]] = {tag: [] for tag in envs}
         self._closing = Tasks()
         self._at_first = holdings()
 
     def open(self, tag: str, frames: bool) -> HostSession:
-        """Return a session. It has no environment before its first reset.
+        """Open a session. It gets an environment at its first reset.
 
-        With ``frames`` each observation has a frame, which costs a `render`. Raises `KeyError` for an unknown tag.
+        ``frames``: include rendered frames in observations, which costs a `render` each. Raises `KeyError` for an
+        unknown tag.
         """
         return HostSession(self, tag, self._envs[tag], frames)
 
     def retire_because(self) -> str | None:
-        """Return why this process should be replaced; None if it should not."""
+        """Return why this process should be replaced, or None."""
         limits = self._settings
         if self.threads.stuck > limits.max_stuck_threads:
             return f"{self.threads.stuck} threads are stuck in environments that do not return"
@@ -339,14 +341,14 @@ class EnvHost:
         return None
 
     async def close(self) -> None:
-        """Close every environment, whatever it is doing. Returns when all are closed or their time is up."""
+        """Close all environments, even those in a call. Returns when all are closed or their time limit has passed."""
         for environment in list(self._environments.values()):
             self.abandon(environment)
         await self._closing.wait()
         self.threads.end()
 
     async def acquire(self, tag: str) -> gymnasium.Env:
-        """Return an environment of a tag: the one that became idle last, or a new one. Raises `CallFailed`."""
+        """Return the most recently used idle environment of a tag, or a new one. Raises `CallFailed`."""
         if self._idle[tag]:
             self.counts["reused"] += 1
             return self._idle[tag].pop()
@@ -362,14 +364,14 @@ class EnvHost:
         return with_tools(self._make_env(config.env_type, config.env_config), config.tools, config.tool_settings)
 
     def give_back(self, tag: str, environment: gymnasium.Env) -> None:
-        """Make the environment available to the tag's next episode."""
+        """Make the environment available to the next episode of its tag."""
         self._idle[tag].append(environment)
 
     def abandon(self, environment: gymnasium.Env, call: asyncio.Task[Observation] | None = None) -> None:
-        """Never use an environment again, and close it in the background. Calling it twice is harmless.
+        """Close an environment in the background, and never use it again. May be called twice.
 
-        The environment may be in a call that does not return; closing may end that call. A ``call`` that it does not
-        end is cancelled, and its thread counts as stuck.
+        The environment may be in a call, which closing may end. If closing does not end ``call``, it is cancelled, and
+        its thread counts as stuck.
         """
         if self._environments.pop(id(environment), None) is not None:
             self._closing.start(self._close(environment, call))
@@ -396,7 +398,7 @@ _STEP_PARTS = ("text", "reward", "terminated", "truncated", "info")
 
 
 class HostSession:
-    """One episode's use of an environment. One call at a time; failures are returned, not raised."""
+    """One episode's use of an environment. Allows one call at a time; failures are returned, not raised."""
 
     def __init__(self, host: EnvHost, tag: str, config: CustomEnvConfig, frames: bool) -> None:
         self._host = host
@@ -411,22 +413,22 @@ class HostSession:
         self._released = False
 
     async def reset(self, seed: int) -> Observation | SessionFailed:
-        """Begin an episode."""
+        """Start an episode."""
         self._seed, self._turn = seed, None
         limit = ("its reset", "reset_timeout_seconds", self._config.reset_timeout_seconds)
         return await self._observation(lambda environment: environment.reset(seed=seed), _RESET_PARTS, *limit)
 
     async def step(self, text: str) -> Observation | SessionFailed:
-        """Carry out an action."""
+        """Execute an action."""
         self._turn = 0 if self._turn is None else self._turn + 1
         ends_when_closed = isinstance(self._environment, EndsCallsWhenClosed)
         limit = ("its step", "step_timeout_seconds", None if ends_when_closed else self._config.step_timeout_seconds)
         return await self._observation(lambda environment: environment.step(text), _STEP_PARTS, *limit)
 
     def release(self) -> None:
-        """Give back the environment, after the running call if there is one. Calling it twice is harmless.
+        """Release the environment, after the running call if there is one. May be called twice.
 
-        An environment whose running call can be ended is abandoned instead.
+        If closing the environment would end the running call, the environment is abandoned instead.
         """
         self._released = True
         if self._environment is None:
@@ -464,7 +466,7 @@ class HostSession:
                 self.release()
 
     async def _until_closed(self, running: Coroutine[Any, Any, Observation], what: str) -> Observation:
-        """Await a call without a limit, which `release` may cancel."""
+        """Await a call without a time limit. `release` may cancel it."""
         self._call = asyncio.ensure_future(running)
         try:
             await asyncio.wait([self._call])
@@ -472,14 +474,14 @@ class HostSession:
                 raise CallFailed("hung", f"{what} did not end when its environment was closed")
             return self._call.result()
         finally:
-            self._call.cancel()  # of no effect when it has ended
+            self._call.cancel()  # no effect if it has ended
 
     def _observed(
         self, environment: gymnasium.Env, act: Callable[[gymnasium.Env], Any], parts: tuple[str, ...], what: str
     ) -> Observation:
-        """Convert an answer, a tuple of ``parts``, to an observation, and check that it can be pickled.
+        """Run a call, convert its result (a tuple of ``parts``) to an observation, and check that it can be pickled.
 
-        An observation that cannot be pickled would make the whole report fail, with the answers of other environments.
+        An observation that cannot be pickled would make the whole report fail, including answers of other environments.
         """
         answer = act(environment)
         if not isinstance(answer, tuple) or len(answer) != len(parts):
@@ -507,9 +509,9 @@ class HostSession:
 
 
 class EnvWorker:
-    """Body of the actor.
+    """The Ray actor of an environment worker.
 
-    Functions are given by name, because a user's module can be found only once the import folders are known.
+    Functions are passed by name, because a user's module is importable only after ``folders`` are set up.
     """
 
     def __init__(
@@ -525,7 +527,7 @@ class EnvWorker:
         self._observe = import_object(settings.observe)
 
     async def start(self) -> None:
-        """Prepare for commands."""
+        """Get ready for commands."""
         self._host = EnvHost(self._envs, self._settings, self._make_env, self._observe)
         self._sessions: dict[int, HostSession] = {}
         self._calls = Tasks()
@@ -536,7 +538,7 @@ class EnvWorker:
         self._next_leak_check = 0.0
 
     async def submit(self, commands: Sequence[Command]) -> None:
-        """Start these commands, in order. `collect` returns their answers."""
+        """Start these commands, in order. Their answers are returned by `collect`."""
         for command in commands:
             match command:
                 case Reset():
@@ -548,17 +550,17 @@ class EnvWorker:
                     session = self._sessions[command.session]
                     self._calls.start(self._answer(command.session, session.step(command.text)))
                 case Close():
-                    if command.session in self._sessions:  # the session may have been given up before its first reset
+                    if command.session in self._sessions:  # else it was closed before its first reset
                         self._sessions.pop(command.session).release()
 
     async def collect(self, wait_seconds: float) -> Report:
-        """Return what finished since the last call, waiting at most ``wait_seconds`` for something."""
+        """Return the answers since the last call. Waits at most ``wait_seconds`` for the first one."""
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_news.wait()
             await asyncio.sleep(GATHER_SECONDS)
         except TimeoutError:
-            pass  # an empty report is useful too: it shows that the process lives
+            pass  # an empty report serves as a heartbeat
         self._any_news.clear()
         if self._broken is not None:
             raise self._broken
@@ -571,7 +573,7 @@ class EnvWorker:
         return Report(outcomes, self._retire_because, counts)
 
     async def close(self) -> None:
-        """Close all environments that can be closed within their time limit."""
+        """Close all environments, as far as their time limit allows."""
         await self._host.close()
 
     async def _answer(self, session: int, call: Awaitable[Observation | SessionFailed]) -> None:

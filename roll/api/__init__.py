@@ -1,1 +1,1 @@
-"""The public face for Python programs and notebooks; `import roll` offers it."""
+"""Implementation of the Python interface that `import roll` exposes."""

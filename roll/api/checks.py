@@ -1,4 +1,4 @@
-"""`roll.check`: what `roll check` says, as data."""
+"""`roll.check`: the findings of the command `roll check`, as Python objects."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from roll.configs.run import RunConfig
 
 @dataclass(frozen=True)
 class Check:
-    """Facts about a configuration, known before it runs."""
+    """Result of checking a configuration without running it."""
 
     problems: list[ConfigProblem]
-    """Reasons why it cannot work, each with its path and a remedy; empty if it can."""
+    """Reasons why the run cannot work, each with the key's path and a remedy. Empty if there are none."""
     config: RunConfig | None = None
-    """The resolved configuration; None if a key or a value is wrong."""
+    """The resolved configuration; None if a key or a value is invalid."""
     plan: list[tuple[str, str]] = field(default_factory=list)
-    """What it comes to, as pairs of subject and sentence, such as ``("batch", "64 prompts x 8 samples = ...")``."""
+    """The run's arithmetic as pairs of subject and sentence, such as ``("batch", "64 prompts x 8 samples = ...")``."""
     needs: list[Need] = field(default_factory=list)
-    """Models, packages and devices that the run needs, and whether they are here."""
+    """Models, packages and devices that the run needs, and whether this machine has them."""
     memory: MemoryEstimate | None = None
 
     @property
     def ok(self) -> bool:
-        """True if nothing is wrong. Needs that are not here do not count, since the run may be for another machine."""
+        """True if there are no problems. Missing needs do not count, since the run may be meant for another machine."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -57,9 +57,10 @@ def check(
     env: Given = None,
     overrides: Sequence[str] = (),
 ) -> Check:
-    """Say whether a configuration can work, what it will do, what it needs and how much memory. Starts nothing.
+    """Check a configuration: whether it can work, what it will do, what it needs, and its memory. Starts nothing.
 
-    Takes what `roll.train` takes. Prompts are looked at if the model is here, since its tokenizer cuts them.
+    Takes the same arguments as `roll.train`. Prompts are checked only if the model is available, because its tokenizer
+    decides which of them are too long.
     """
     from roll.pipeline.preflight import look_up
 

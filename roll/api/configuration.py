@@ -1,4 +1,4 @@
-"""A configuration as a Python program writes it: file, dictionary or dataclass, with objects in place of names."""
+"""Configurations from Python: a file, a dictionary or a dataclass, with objects allowed where files have names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from roll.data.sources import DEFAULT_DOMAIN
 from roll.tracking.files import say
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
-"""Path of a YAML file, dictionary of its keys, or one of `roll.RLVRConfig`, `roll.AgenticConfig`, `roll.ImageConfig`,
-`roll.SFTConfig`."""
+"""Path of a YAML file, a dictionary of configuration keys, or a `roll.RLVRConfig`, `roll.AgenticConfig`,
+`roll.ImageConfig` or `roll.SFTConfig`."""
 Given = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
-"""An object, one for each name, or none."""
+"""One object for all names, a dictionary from name to object, or None."""
 
 _OF_ANY_VERIFIER = ("tag_included", "num_workers", "timeout_seconds", "max_retries")
 
@@ -29,9 +29,8 @@ _OF_ANY_VERIFIER = ("tag_included", "num_workers", "timeout_seconds", "max_retri
 def load_config(config: Source, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, merge, resolve and validate a configuration.
 
-    ``overrides`` are ``dotted.key=value``, as on the command line. Values from a dictionary or a dataclass are read as
-    those of a file are: `${...}` refers to other keys, and every key is checked. Raises `roll.ConfigError` with every
-    problem found.
+    ``overrides`` are ``dotted.key=value``, as on the command line. Dictionaries and dataclasses are treated like a
+    file: `${...}` refers to other keys, and every key is checked. Raises `roll.ConfigError` with every problem found.
     """
     tree, pickles = with_tokens(_tree(config))
     if pickles:
@@ -50,8 +49,10 @@ def with_given(
     env: Given,
     here: bool = True,
 ) -> tuple[RunConfig, dict[str, bytes]]:
-    """Return a configuration that names the given objects, and their pickles by these names. ``here``: see `loaded`.
-    Raises `ConfigError`."""
+    """Return a configuration in which tokens stand for the given objects, and the pickled objects by token.
+
+    ``here``: see `loaded`. Raises `ConfigError`.
+    """
     tree, written = _tree(config), _checked(overrides)
     is_agentic = tree.get("pipeline") == "agentic" or any(each.startswith("pipeline=") for each in written)
     if env is not None and not is_agentic:
@@ -86,14 +87,14 @@ def _tree(config: Any) -> dict[str, Any]:
 
 
 def _checked(overrides: Sequence[str]) -> Sequence[str]:
-    """Return overrides. Raises `ConfigError` unless they are texts."""
+    """Return the overrides. Raises `ConfigError` unless they are a list of strings."""
     if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides or ()):
         raise problem("overrides", f"{overrides!r} is no list of texts", 'write `overrides=["max_steps=10"]`')
     return overrides or ()
 
 
 def _plain(value: Any) -> Any:
-    """Return dataclasses as dictionaries. Unlike `asdict`, this copies no object."""
+    """Convert dataclasses to dictionaries. Unlike `asdict`, this copies no object."""
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -102,18 +103,18 @@ def _plain(value: Any) -> Any:
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a section to be changed; what is no mapping is reported when the tree is read, with its path."""
+    """Return a copy of a section, empty if it is not a mapping. Reading the tree later reports that with its path."""
     section = tree.get(key)
     return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _replaced(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Put an object in place of a name. Arguments that were written for the name go with it."""
+    """Put an object in place of a name, and drop the arguments (``<key>_args``) that were meant for that name."""
     return {name: each for name, each in section.items() if name != f"{key}_args"} | {key: value}
 
 
 def _check_names(argument: str, given: Mapping[str, Any], section: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for an object of a name that the configuration does not have; it would never be used."""
+    """Raise `ConfigError` for objects whose names the configuration does not have, since they would never be used."""
     wrong = [str(name) for name in given if section and name not in section]
     if wrong:
         problems = [
@@ -124,7 +125,7 @@ def _check_names(argument: str, given: Mapping[str, Any], section: Mapping[str, 
 
 
 def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
-    """Return the rewards with the given ones; a single object judges all domains."""
+    """Return the section `rewards` with the given verifiers. A single verifier judges all domains."""
     given = reward if isinstance(reward, Mapping) else {name: reward for name in section or [DEFAULT_DOMAIN]}
     _check_names("reward", given, section)
     for name, verifier in given.items():
@@ -135,7 +136,7 @@ def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
 
 
 def _environments(section: dict[str, Any], env: Given) -> dict[str, Any]:
-    """Return the environments with the given ones; a single object takes the place of all."""
+    """Return the section `custom_envs` with the given environment classes. A single class replaces all."""
     given = env if isinstance(env, Mapping) else {tag: env for tag in section or [DEFAULT_DOMAIN]}
     _check_names("env", given, section)
     for tag, env_type in given.items():

@@ -1,4 +1,4 @@
-"""A run that was made, or is being made: what its folder tells, as Python objects. The folder is only read."""
+"""Runs as Python objects, finished or in progress. The run directory is only read, except for reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from roll.tracking.summary import read_summary
 from roll.tracking.trackers import read_metrics
 
 PAGE_HEIGHT = 640
-"""Height of a page within a notebook, in pixels."""
+"""Height of a page in a notebook, in pixels."""
 
 
 class Page(os.PathLike[str]):
-    """An HTML page that loads nothing from anywhere; a notebook shows it."""
+    """A self-contained HTML page, which notebooks display."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,33 +35,33 @@ class Page(os.PathLike[str]):
         return f"Page({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        """Return a frame with the whole page inside, since a notebook may not load files from elsewhere."""
+        """Return an iframe that embeds the whole page, since a notebook may not load files from other folders."""
         content = html.escape(self.path.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{content}" width="100%" height="{PAGE_HEIGHT}" style="border: 0"></iframe>'
 
 
 class Run:
-    """The folder of a run. Every attribute is read anew, so a living run shows what it has done by now."""
+    """A run directory. Attributes are read from disk at each access, so those of a run in progress are current."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises `FileNotFoundError` if the folder holds no run."""
+        """Open a run directory. Raises `FileNotFoundError` if the folder holds no run."""
         self._files = RunDirectory.existing(Path(path).resolve())
 
     @property
     def path(self) -> Path:
-        """Folder of the run."""
+        """The run directory."""
         return self._files.root
 
     @property
     def status(self) -> str:
-        """``running``, ``success``, ``failed``, ``interrupted``, ``ended without a word`` if its process was killed, or
-        ``unknown`` without a summary."""
+        """``running``, ``success``, ``failed``, ``interrupted``, ``ended without a word`` (its process was killed), or
+        ``unknown`` (no summary)."""
         return status_of(self.summary, self._files.is_held())
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Content of `summary.json`: steps, seconds, first and last validation, ledger, error; empty before the
-        start."""
+        """Content of `summary.json`: steps, seconds, first and last validation, ledger, error. Empty before the run
+        starts."""
         return read_summary(self._files.summary) if self._files.summary.is_file() else {}
 
     @property
@@ -71,8 +71,10 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """One row per step, step 0 being the validation before the first: a pandas frame with the index ``step`` if
-        pandas is installed, else a list of dictionaries."""
+        """One row per training step; step 0 is the validation of the initial model.
+
+        A pandas frame with the index ``step`` if pandas is installed, else a list of dictionaries.
+        """
         return _table(read_metrics(self._files.metrics), index="step")
 
     @property
@@ -82,7 +84,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Folder of the newest checkpoint that is whole: a model in Hugging Face format. None if there is none."""
+        """Folder of the newest undamaged checkpoint, a model in Hugging Face format. None if there is none."""
         from roll.pipeline.checkpoints import checkpoint_folder, exported_steps, model_damage
 
         steps = reversed(exported_steps(self._files.checkpoints))
@@ -90,7 +92,7 @@ class Run:
         return next((folder for folder in folders if model_damage(folder) is None), None)
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Page:
-        """Write one HTML page that shows the run; by default ``report.html`` in its folder. See docs/report.md."""
+        """Write the HTML report of the run, by default to ``report.html`` in its folder. See docs/report.md."""
         return _written(render_page(read_run(self.path)), output or self.path / "report.html")
 
     def __repr__(self) -> str:
@@ -99,15 +101,15 @@ class Run:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Return a finished or a living run by its folder. Raises `FileNotFoundError` if it holds no run."""
+    """Open the directory of a run, finished or in progress. Raises `FileNotFoundError` if it holds no run."""
     return Run(path)
 
 
 def compare(runs: Sequence[Run | str | os.PathLike[str]], output: str | os.PathLike[str] = "comparison.html") -> Page:
-    """Write one HTML page with the curves of several runs, drawn over each other, and what differs in their settings.
+    """Write an HTML page that overlays the curves of several runs and lists the settings in which they differ.
 
-    ``runs``: runs, or their folders. Raises `ValueError` for less than two, and `FileNotFoundError` for a folder
-    without a run.
+    ``runs``: `Run` objects or run directories. Raises `ValueError` for fewer than two, and `FileNotFoundError` for a
+    folder that holds no run.
     """
     if isinstance(runs, str | os.PathLike | Run) or len(runs) < 2:
         raise ValueError("a comparison takes at least two runs")

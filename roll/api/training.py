@@ -1,9 +1,9 @@
-"""`roll.train`: a run from a Python program, a notebook included.
+"""`roll.train`: start a run from a Python program or a notebook.
 
-The run is conducted by a process of its own. So the caller may be within a running event loop, keeps its log handlers
-and signals, and can start one run after the other. Objects given in place of names reach that process, and the workers
-of the run, as pickles through pipes and arguments. Its standard input stays open while the caller lives: when the
-caller dies, the run ends in order, as after Ctrl-C.
+The run has a process of its own. So the caller may be inside a running event loop, keeps its log handlers and signal
+handlers, and can start several runs in sequence. Objects given in place of names reach that process and its workers as
+pickles. The process reads from a pipe that the caller holds open: if the caller dies, the run shuts down as after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from roll.runtime.process import DriverFolders, driver_folders
 from roll.tracking.run_directory import RunDirectory
 
 POLL_SECONDS = 0.2
-"""Longest time until an interrupt is noticed while the run prints nothing."""
+"""Interval at which interrupts are noticed while the run prints nothing."""
 RESULT_SECONDS = 5.0
-"""Longest wait for the result of a process that has ended."""
+"""Longest wait for the result after the process has ended."""
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -45,7 +45,7 @@ sys.exit(main())
 
 
 class RunFailed(RuntimeError):
-    """A run ended with a failure; ``run`` shows what it did until then."""
+    """The run failed. ``run`` gives access to what it did until then; None if it never started."""
 
     def __init__(self, message: str, run: Run | None) -> None:
         super().__init__(message)
@@ -54,24 +54,24 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Order:
-    """All that the process of a run is told."""
+    """Input of the process that executes the run."""
 
     config: RunConfig
     folders: DriverFolders
-    """Working folder and import path of the caller, and the objects that it gave."""
+    """Working directory and import path of the caller, and the pickled objects."""
     results: int
-    """File descriptor to which the process writes a `Result`, as one line of JSON: once when the run has a folder, and
-    once at its end."""
+    """File descriptor to which the process writes a `Result` as one line of JSON: once when the run has its directory,
+    and once at the end."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of the process of a run."""
+    """Outcome of the process that executes the run."""
 
     exit_code: int | None = None
-    """None if it did not come to its end: it was killed."""
+    """None if the process was killed."""
     run: str | None = None
-    """Folder of the run; None if nothing was started."""
+    """Run directory; None if nothing was started."""
     problems: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -84,23 +84,23 @@ def train(
     env: Given = None,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """Train as a configuration says, and return the finished run.
+    """Train as the configuration says, and return the finished run.
 
-    ``config``: the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig`, `roll.AgenticConfig`,
-    `roll.ImageConfig` or `roll.SFTConfig`; a dictionary or a dataclass may hold objects where a file has names. Objects
-    can also be given beside it:
+    ``config`` is the path of a YAML file, a dictionary of its keys, or a `roll.RLVRConfig`, `roll.AgenticConfig`,
+    `roll.ImageConfig` or `roll.SFTConfig`. Dictionaries and dataclasses may hold objects where a file has names.
+    Objects can also be passed as arguments:
 
-    - ``reward``: a verifier for all rewards of the configuration, which need no section if no prompt has a domain; or
-      one for each reward by its name, such as a domain of the prompts;
-    - ``env``: an environment class for all tags, or one for each tag;
+    - ``reward``: one verifier for all rewards of the configuration (which needs no `rewards` if its prompts have no
+      domains), or a dictionary from the reward's name, such as a domain of the prompts, to its verifier;
+    - ``env``: one environment class for all tags, or a dictionary from tag to class;
     - ``loss``: a policy loss, in place of `actor_train.pg_variant`;
     - ``advantage``: an advantage estimator, in place of `adv_estimator`.
 
-    Arguments that were configured for a replaced name are left out. ``overrides`` are ``dotted.key=value``, as on the
-    command line. Progress is printed while the call waits.
+    Arguments that were configured for a replaced name are dropped. ``overrides`` are ``dotted.key=value``, as on the
+    command line. The call blocks and prints the run's progress.
 
     Raises `roll.ConfigError` with every problem before anything starts, `roll.RunFailed` if the run fails, and
-    `KeyboardInterrupt` once an interrupted run has ended in order.
+    `KeyboardInterrupt` after an interrupted run has shut down.
     """
     typed, pickles = with_given(config, overrides, reward, loss, advantage, env)
     folders = driver_folders()
@@ -118,7 +118,7 @@ def train(
 
 
 def _conducted(config: RunConfig, folders: DriverFolders) -> Result:
-    """Run to the end in another process, and pass on what it prints."""
+    """Execute the run in another process, and print its output."""
     receiving, sending = os.pipe()
     results = os.fdopen(receiving)
     try:
@@ -128,7 +128,7 @@ def _conducted(config: RunConfig, folders: DriverFolders) -> Result:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(sending,),
-            start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which passes it on
+            start_new_session=True,  # Ctrl-C on a terminal reaches only the caller, which forwards it
         )
     except BaseException:
         results.close()
@@ -143,8 +143,8 @@ def _conducted(config: RunConfig, folders: DriverFolders) -> Result:
                 said.put(line)
             said.put("")
 
-    # From the start, since the process cannot end before its result is read if a pipe does not hold it all. In a
-    # thread, since another process may have inherited the end that writes.
+    # Read from the start: a result larger than the pipe would block the process. Read in a thread: another process may
+    # have inherited the writing end, and then end-of-file never comes.
     threading.Thread(target=read, daemon=True).start()
     try:
         _tell(process, Order(config, folders, sending))
@@ -163,13 +163,13 @@ def _conducted(config: RunConfig, folders: DriverFolders) -> Result:
 
 def _tell(process: subprocess.Popen[bytes], order: Order) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has died; what it printed is passed on
+    with suppress(BrokenPipeError):  # the process has died; its output is printed all the same
         process.stdin.write(pickle.dumps(order))
         process.stdin.flush()
 
 
 def _passed_on(process: subprocess.Popen[bytes]) -> bool:
-    """Print what a process prints until it has ended, and send it each interrupt; return True if there was one."""
+    """Print the output of a process until it ends, and forward interrupts to it. Return True if there was one."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -191,7 +191,7 @@ def _passed_on(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _next(lines: queue.SimpleQueue[str | None], process: subprocess.Popen[bytes]) -> str | None:
-    """Return the next line; None once the process has ended, even if another one holds its output open."""
+    """Return the next line of output; None once the process has ended, even if the pipe is still open elsewhere."""
     while True:
         with suppress(queue.Empty):
             line = lines.get(timeout=POLL_SECONDS)

@@ -1,1 +1,1 @@
-"""A run: its loop, its stages, its checkpoints, and what the two pipelines put into them."""
+"""The training pipelines: main loop, stages, checkpoints, resumption, and the rollout side of each pipeline."""

@@ -1,13 +1,13 @@
 """The rollout side of the agentic pipeline: groups of episodes, and validation in environments.
 
-A group is the episodes of one environment seed, all at once, each a chain of requests. Everything random derives from
-(run seed, group id, episode index, turn), so a group can be generated again. If an episode fails through the fault of
-its environment, a spare episode replaces it. When the spare episodes are used up, the group fails with all causes. An
-episode that was lost with its process, perhaps through another episode's fault, restarts. No episode is left out for
-being slow.
+A group consists of concurrent episodes with the same environment seed. Each episode is a sequence of generation
+requests. All randomness derives from (run seed, group id, episode index, turn), so a group can be generated again. If
+an episode fails because of its environment, a spare episode replaces it. When the spares are used up, the group fails
+with all causes. An episode whose worker process died, perhaps because of another episode, restarts. Slow episodes are
+never dropped.
 
-Validation is a fixed set of seeds. A group whose environments keep failing is left out, counted and reported. If no
-group is left, the validation fails.
+Validation uses a fixed set of seeds. A group whose environments keep failing is left out, counted and reported. If no
+group remains, the validation fails.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 CANARY_PROMPTS = 64
 CANARY_TOKENS = 32
 TRAINING, VALIDATION = 0, 1
-"""Low bit of environment seeds: even in training and odd in validation, so no seed is in both."""
+"""Lowest bit of environment seeds: even seeds for training, odd ones for validation, so the two sets are disjoint."""
 LOST_RETRIES = 5
-"""Number of times that an episode restarts after a loss that may not have been its fault."""
+"""Maximum restarts of an episode that was lost, possibly through no fault of its own."""
 
 
 class AgenticSide(RolloutSide):
@@ -78,10 +78,10 @@ class AgenticSide(RolloutSide):
         endpoint = agent_endpoint(prepared.tokenizer, host) if plan.agents else None
         self.workers = EpisodeProcesses(EnvPool(config.custom_envs, settings), endpoint)
         self._tokens = Counter(dict.fromkeys(("sampled", "untrained", "discarded"), 0))
-        """Of training: see `EpisodeRollout.tokens`."""
+        """Token totals of the training rollouts; see `EpisodeRollout.tokens`."""
 
     def canary_prompts(self) -> list[np.ndarray]:
-        """Return random tokens, since observations are not known before the environments run."""
+        """Return sequences of random tokens, because real observations are unknown until the environments run."""
         rng = np.random.default_rng(derive_seed(self._config.seed, "canary prompts"))
         tokenizer = self._prepared.tokenizer
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
@@ -141,7 +141,7 @@ class AgenticSide(RolloutSide):
 
 @dataclass(frozen=True)
 class EpisodeProcesses(WorkerProcesses):
-    """The environment workers, and the endpoint that agents in them ask, if there are any."""
+    """The environment workers, and the endpoint through which agents in them call the policy, if there are agents."""
 
     pool: EnvPool
     endpoint: Endpoint | None
@@ -165,7 +165,7 @@ class EpisodeProcesses(WorkerProcesses):
 def manager_settings(
     config: AgenticConfig, tag: str, manager: EnvManagerConfig, arguments: GeneratingArguments
 ) -> ManagerSettings:
-    """Return the limits of the episodes of an environment."""
+    """Return the settings of the environment manager for a tag: limits of episodes and turns, penalty, history."""
     env = config.custom_envs[tag]
     limits = (env.max_tokens_per_step, arguments.max_new_tokens)
     return ManagerSettings(
@@ -188,10 +188,10 @@ class EpisodeTask:
 
 
 def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) -> Iterator[EpisodeTask]:
-    """Yield the tag and seed of group after group, without end.
+    """Yield the task of each group, endlessly.
 
-    The shares of the tags add up to one cycle of groups. Each cycle holds every tag as often as its share says, in an
-    order drawn from the run's seed. Seeds are below 2^31, as some environments require.
+    The tags' shares add up to one cycle of groups. Each cycle contains every tag as often as its share says, in an
+    order drawn from the run seed. Seeds are below 2^31, as some environments require.
     """
     shares = derived.used_tags(config, manager)
     turn = [tag for tag, share in shares.items() for _ in range(share)]
@@ -203,45 +203,46 @@ def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) 
 
 
 def environment_seed(config: AgenticConfig, split: int, number: int) -> int:
-    """Return the environment seed of a group of training or validation (``split``) by its number."""
+    """Return the environment seed of group ``number``. ``split``: `TRAINING` or `VALIDATION`."""
     return derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
 
 
 class EpisodesFailed(RuntimeError):
-    """More episodes of a group failed than it has spare ones. The message has the tag, the seed and every cause."""
+    """More episodes of a group failed than there are spares. The message has the tag, the seed and every cause."""
 
 
 @dataclass(frozen=True)
 class EpisodeRollout:
-    """Rollout of agentic groups; one object serves training, another one validation."""
+    """Generates groups of episodes. Training and validation have one object each."""
 
     generator: Generator
     environments: EnvPool
     managers: Mapping[str, EnvManager]
-    """Managers by environment tag."""
+    """Environment managers by tag."""
     sampling: SamplingParams
     group_size: int
     spare: int
-    """Number of episodes of a group that may fail."""
+    """Maximum number of failed episodes per group."""
     run_seed: int
     purpose: str
-    """Part of each request's name and seed: ``train`` or ``validation``."""
+    """``train`` or ``validation``; part of each request's id and seed."""
     at_once: asyncio.Semaphore | None = None
-    """Limit of the groups that run at once; None: no limit."""
+    """Limit on the number of groups that run concurrently; None: no limit."""
     frames: bool = False
-    """True if pictures of the episodes are kept."""
+    """True to record a rendered frame at each turn."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Totals of sampled tokens: ``sampled`` in all turns that came to an end; of these ``untrained``, which episodes
-    leave out of training, and ``discarded``, of episodes of which no group was made. The others are in groups."""
+    """Totals of sampled tokens: ``sampled`` counts all completed turns, ``untrained`` the tokens that finished episodes
+    left out of their samples, ``discarded`` those of episodes that ended up in no group. All other tokens are in
+    groups."""
 
     async def group(self, group_id: int, task: EpisodeTask, min_version: int | None = None) -> Group:
-        """Play a group with weights of ``min_version`` or newer and return it as a `Group`."""
+        """Generate a group with weights of version ``min_version`` or newer."""
         return as_group(group_id, task, await self.play(group_id, task, min_version))
 
     async def play(self, group_id: int, task: EpisodeTask, min_version: int | None = None) -> list[Episode]:
-        """Return the episodes of a group.
+        """Generate the episodes of a group.
 
-        Raises `EpisodesFailed`, the engine's own errors, and `FatalRolloutError` for what retrying a group cannot cure.
+        Raises `EpisodesFailed`, the engine's errors, and `FatalRolloutError` for failures that a retry cannot cure.
         """
         async with self.at_once or nullcontext():
             episodes: dict[int, Episode] = {}
@@ -255,7 +256,7 @@ class EpisodeRollout:
     async def _play(
         self, group_id: int, task: EpisodeTask, min_version: int | None, episodes: dict[int, Episode]
     ) -> None:
-        """Add the episodes of a group by their index."""
+        """Generate the episodes of a group and add them to ``episodes`` by index."""
         causes: list[str] = []
         running: dict[asyncio.Task[Episode], int] = {}
 
@@ -282,13 +283,14 @@ class EpisodeRollout:
             for left in running:
                 left.cancel()
             if running:
-                await asyncio.wait(running)  # until they have released what they hold
+                await asyncio.wait(running)  # until they have released their environments and requests
             for left, index in running.items():
                 if not left.cancelled() and left.exception() is None:  # the first failure is being raised
                     episodes[index] = left.result()
 
     async def _episode(self, group_id: int, index: int, task: EpisodeTask, min_version: int | None) -> Episode:
-        """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
+        """Generate one episode. If it is lost, possibly through no fault of its own, restart it with the same random
+        numbers."""
         name = f"{self.purpose}-{group_id}-{index}"
         sampled = 0
 
@@ -303,7 +305,7 @@ class EpisodeRollout:
             # All turns on one replica, for its prefix cache.
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
             sampled += len(done.token_ids)
-            # Copies: what arrived shares memory with the results of other requests.
+            # Copies, because the arrays share memory with the results of other requests.
             token_ids, logprobs, versions = map(np.array, (done.token_ids, done.logprobs, done.versions))
             return SampledTurn(token_ids, logprobs, versions, done.finish_reason)
 
@@ -335,7 +337,7 @@ def _trained_tokens(episode: Episode) -> int:
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:
-    """Return the episodes as one `Group`; each sample gets the index of its episode."""
+    """Combine episodes into a `Group`. Each sample records the index of its episode."""
     for index, episode in enumerate(episodes):
         for sample in episode.samples:
             sample.episode = index
@@ -354,7 +356,7 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
 
 @dataclass(frozen=True)
 class EpisodeValidator(Validator):
-    """Validator that plays the validation set of environments."""
+    """Validator that runs the validation episodes."""
 
     tasks: Sequence[EpisodeTask]
     rollout: EpisodeRollout
@@ -376,10 +378,10 @@ class EpisodeValidator(Validator):
 
 
 def validation_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Return the mean score, and the mean of each metric over the episodes that report it.
+    """Return the mean score, and the mean of every metric over the episodes that report it.
 
-    If environments report success, add the share of successful episodes (``accuracy``) and of groups with a success
-    (``best_of_group``).
+    If environments report success, also return ``accuracy``, the share of successful episodes, and ``best_of_group``,
+    the share of groups with at least one success.
     """
     episodes = [episode for group in groups for episode in group]
     values: dict[str, list[float]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""What an agentic run needs, looked up before anything starts: environments, managers, a template that can write turns.
+"""Preflight of an agentic run: its environments, environment managers, and the chat template that renders turns.
 
-Each problem says where it is in the configuration.
+Every problem is reported with its path in the configuration.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ AgentSessions = Callable[[ManagerSettings], SessionSettings]
 
 @dataclass(frozen=True)
 class AgenticPlan:
-    """The environment managers of an agentic run, and the template with which they write turns."""
+    """The environment managers of an agentic run, and the template that renders its turns."""
 
     config: AgenticConfig
     template: TurnTemplate
     managers: dict[str, EnvManagerFactory]
     """Factory of the environment manager, by tag."""
     agents: dict[str, AgentSessions] = field(default_factory=dict)
-    """Settings of the sessions of agents, by tag, once their limits are known."""
+    """Tag -> function from `ManagerSettings` to session settings, for environments that are agents."""
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the environments and their shares; see `Prepared.source`."""
@@ -67,7 +67,7 @@ def _identity(env: CustomEnvConfig) -> list[Any]:
 def plan_agentic(
     config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
 ) -> AgenticPlan | None:
-    """Look up the named environments, managers and template; what is wrong goes into ``problems``."""
+    """Resolve environments, managers and template. None without a tokenizer, or after a problem (see ``problems``)."""
     managers: dict[str, EnvManagerFactory] = {}
     for tag, env in config.custom_envs.items():
         problems.found += check_env_type(tag, env.env_type, env.env_config)
@@ -92,7 +92,7 @@ def plan_agentic(
 
 
 def _agents_fit(env: CustomEnvConfig, path: str) -> None:
-    """Require the manager of agents for an agent at an import path, and for no other class there."""
+    """Require the manager `agent` for classes derived from `AgentEnv`, and forbid it for other imported classes."""
     kind = class_of(env.env_type) if ":" in env.env_type else None
     if kind is None:
         return
@@ -127,8 +127,8 @@ def _tools_fit(env: CustomEnvConfig, at: str) -> None:
 def _agent_sessions(
     tag: str, env: CustomEnvConfig, config: AgenticConfig, tokenizer: PreTrainedTokenizerBase
 ) -> AgentSessions:
-    """Return what an agent's environment says of its sessions. The reader of tool calls is the one that it names, or
-    else that of the chat template."""
+    """Return an agent's session settings except its limits. The tool-call parser is the configured one, or else the one
+    that fits the chat template."""
     options = env.env_config
     named = options.get("tool_parser")
     if named is None:
@@ -207,7 +207,7 @@ def _require_tools_written(
 
 
 class _TooLate(Exception):
-    """A reset has not ended in its time."""
+    """A reset did not finish within its timeout."""
 
 
 class _Anything(TextGame):

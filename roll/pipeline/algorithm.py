@@ -1,12 +1,12 @@
-"""The algorithms of a run, built from its configuration, and what they do to the batch of a training step.
+"""The algorithms of a run, built from its configuration, and their application to the batch of a training step.
 
-A combination is refused here, with the reason, if a part of it would have no effect, act twice, or train on stale
-tokens as if they were fresh. The needs and effects of a variant are read from its registered requirements (`needs`),
-not from its name.
+A combination is rejected here, with the reason, if part of it would have no effect, would act twice, or would train on
+stale tokens as if they were fresh. What a loss or an estimator needs is read from its registered requirements, never
+from its name.
 
-The stages fill in a batch as it passes through them: scores become rewards and advantages, and before the first update
-the correction weighs or rejects tokens by the distance between the trainer's policy at that moment (proximal) and the
-policy that sampled (behaviour).
+The stages fill in a batch as it passes through them: scores become rewards, and rewards become advantages. Before the
+first update, the correction weights or rejects tokens by the ratio between the trainer's policy at that moment
+(proximal) and the policy that sampled them (behaviour).
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
 from roll.rewards.registry import route_domains
 
-if TYPE_CHECKING:  # Ray comes with it, and a refusal must not wait for that
+if TYPE_CHECKING:  # it imports Ray, which would delay the report of a wrong configuration
     from roll.weights.verify import CanaryScores
 
 logger = logging.getLogger(__name__)
 
 MOST_LAGS_REPORTED = 8
-"""Highest lag with a metric of its own; that metric includes all older tokens."""
+"""Highest lag that has its own metric, which also includes all greater lags."""
 SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty")
-"""Keys that shape the reward of a response or an episode."""
+"""Configuration keys that shape the reward of a response or an episode."""
 FAR = 0.01
-"""Ratios of mean log-probabilities of pictures are closer to 1 than this; in practice by 1e-5 to 1e-3."""
+"""Ratios of mean per-step log-probabilities of images differ from 1 by less than this, usually by 1e-5 to 1e-3."""
 _FROM_ONE = ("clip_low", "clip_high", "epsilon_low", "epsilon_high", "threshold", "second_moment")
-"""Bounds that are distances of a ratio from 1, or of its logarithm from 0."""
+"""Bounds given as the distance of a ratio from 1, or of its logarithm from 0."""
 _AROUND_ONE = ("lower", "upper", "dual_clip", "behaviour_weight_cap")
-"""Bounds that are ratios."""
+"""Bounds given as ratios."""
 _NO_BOUND = {"clip_low": 1, "epsilon_low": 1, "lower": 0}
-"""Values that say that there is no bound, where that is not infinity."""
+"""Values that disable a bound, for bounds where infinity does not."""
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """Settings of the advantage estimation. The KL controller and the reward moments keep state between batches."""
+    """Settings of the advantage estimation. KL controller and reward moments keep state between batches."""
 
     estimator: AdvantageEstimator
     shaping: RewardShaping
@@ -71,28 +71,28 @@ class AdvantageSettings:
     whitened: bool
     advantage_clip: float | None
     kl_controller: KLController | None
-    """Controller of the weight of the KL penalty in the token rewards; None: no penalty."""
+    """Controller of the coefficient of the KL penalty in token rewards; None: no penalty."""
     kl_estimator: str
     episode_weight: float = 1.0
-    """Weight of an episode's (or a response's) shaped reward, at its last token."""
+    """Weight of the shaped reward of an episode (or a response), which is credited to its last token."""
     turn_weight: float = 0.0
-    """Weight of the rewards of turns, at the last token of each turn."""
+    """Weight of turn rewards, which are credited to the last token of each turn."""
     part_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Domain -> name of one of its several rewards -> its weight in the score."""
+    """Domain -> name of a reward component -> its weight in the score."""
     sample_weight: str | None = None
-    """Name of the metric of an episode (or a response) that is its weight in the loss; None: no weights."""
+    """Name of the metric that weights an episode (or a response) in the loss; None: all weigh the same."""
     by_episode: bool = False
-    """True if the loss counts an episode once, however many samples it is (`PolicyObjective.by_episode`)."""
+    """True if an episode counts once in the loss, however many samples it is (`PolicyObjective.by_episode`)."""
     distillation: DistillationConfig | None = None
-    """How the divergence from the teacher enters; None: there is no teacher."""
+    """How the divergence from the teacher is used; None: there is no teacher."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint must keep."""
+        """Return the state to save in a checkpoint."""
         controller = {} if self.kl_controller is None else self.kl_controller.state_dict()
         return {"reward_moments": self.reward_moments.state_dict(), "kl_controller": controller}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. Keys that it lacks are left as they are."""
+        """Restore what `state_dict` returned. Missing keys leave the current state unchanged."""
         if "reward_moments" in state:
             self.reward_moments.load_state_dict(state["reward_moments"])
         if self.kl_controller is not None and state.get("kl_controller"):
@@ -100,17 +100,17 @@ class AdvantageSettings:
 
 
 def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
-    """Shape the rewards and fill ``advantages`` (float32 ``[total_tokens]``) into the batch.
+    """Shape the rewards, and add ``advantages`` (float32 ``[total_tokens]``) to the batch.
 
-    Samples that shaping leaves out also leave the loss mask. Returns metrics over the sampled tokens. Raises
-    `ValueError` if turn rewards have a weight but the samples record no turns.
+    Samples that reward shaping excludes are also removed from the loss mask. Returns metrics over the sampled tokens.
+    Raises `ValueError` if turn rewards have a weight but the samples record no turns.
     """
     metrics = _shape(batch, settings)
     if settings.sample_weight is not None:
         batch.data.per_sample["sample_weights"] = _sample_weights(batch, settings.sample_weight)
     if settings.by_episode:
         batch.share_episodes()
-    # Estimators see whole episodes, although an episode may reach the trainer as several samples.
+    # Estimators need whole episodes; an episode may be several samples for the trainer.
     data = batch.data.joined([len(parts) for parts in batch.episodes])
 
     def padded(name: str, fill: float = 0.0) -> torch.Tensor:
@@ -131,7 +131,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     reward_weight = advantage_weight = 1.0
     taught = None
     if (teaching := settings.distillation) is not None:
-        # The policy of these tokens is the one that sampled them, as in the KL penalty.
+        # As in the KL penalty, the policy's log-probabilities are those recorded at sampling.
         reverse_kl = token_kl(padded("behaviour_logprobs"), padded("teacher_logprobs"), mask, "k1")
         metrics["distillation/reverse_kl"] = (reverse_kl.double().sum() / mask.sum().clamp(min=1)).item()
         if teaching.use == "rewards":
@@ -174,7 +174,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
 
 
 def with_own_advantages(part: TrainingBatch, settings: AdvantageSettings) -> TrainingBatch:
-    """Return a part of a batch with the advantages that its batch will have. Neither part nor settings change."""
+    """Return a copy of a part of a batch, with the advantages that its groups will have in the batch."""
     controller = settings.kl_controller
     untouched = replace(
         settings,
@@ -182,7 +182,7 @@ def with_own_advantages(part: TrainingBatch, settings: AdvantageSettings) -> Tra
         kl_controller=None if controller is None else KLController(controller.coef),
     )
     data = replace(part.data, tokens=dict(part.data.tokens), per_sample=dict(part.data.per_sample))
-    # Shaping writes rewards into the samples.
+    # Copies, because reward shaping writes into the samples.
     groups = [replace(group, samples=[replace(sample) for sample in group.samples]) for group in part.groups]
     copy = replace(part, groups=groups, data=data)
     add_advantages(copy, untouched)
@@ -195,7 +195,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
-    """Turn scores (and the penalties of turns) into rewards. Episodes left out of training leave the loss mask."""
+    """Turn scores (and the penalties of turns) into rewards. Excluded episodes are removed from the loss mask."""
     data, episodes = batch.data, batch.episodes
     parts = [len(samples) for samples in episodes]
     shaped = shape_rewards(
@@ -223,7 +223,7 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
 
 
 def _sample_weights(batch: TrainingBatch, name: str) -> np.ndarray:
-    """Return the weight of each sample, float32 ``[samples]``. `ValueError` if one is missing or negative."""
+    """Return the weight of each sample, float32 ``[samples]``. Raises `ValueError` for a missing or negative one."""
     weights: list[float] = []
     for group in batch.groups:
         for episode in group.episodes:
@@ -238,8 +238,7 @@ def _sample_weights(batch: TrainingBatch, name: str) -> np.ndarray:
 
 
 def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
-    """Return the named rewards of each episode and their weights, ``[episodes, names]``. `ValueError` for a missing
-    one."""
+    """Return each episode's reward components and weights, ``[episodes, names]``. `ValueError` if one is missing."""
     names = sorted({name for own in weights.values() for name in own})
     parts, part_weights = [], []
     for group in batch.groups:
@@ -254,7 +253,7 @@ def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> 
 
 
 def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
-    """Return the state of each turn, int64 ``[batch, turns]``, from those of its tokens ``[batch, seq]``; -1: none."""
+    """Return the state id of each turn, int64 ``[batch, turns]``, from those of tokens ``[batch, seq]``; -1: none."""
     number = int(turns.max()) + 1 if turns.numel() else 0
     states = token_states.new_full((len(turns), number + 1), -1)
     return states.scatter(1, torch.where(turns < 0, number, turns).long(), token_states)[:, :number]
@@ -262,22 +261,22 @@ def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Algorithms:
-    """The losses, the correction and the advantage settings of a run."""
+    """The objectives, the correction and the advantage settings of a run."""
 
     objective: PolicyObjective
     value_objective: ValueObjective
     correction: Correction | None
     advantages: AdvantageSettings
     streams: bool = False
-    """True if groups are trained on as they finish."""
+    """True if the trainer adds up gradients group by group while the batch is still being generated."""
     not_streamed: str | None = None
-    """Reason why `stream_groups: auto` waits for whole batches."""
+    """Reason why `stream_groups: auto` does not stream."""
 
 
 def build_algorithms(config: PipelineConfig) -> Algorithms:
     """Build the algorithms of a run.
 
-    Raises `ConfigError` with every wrong name and argument, or else with every invalid combination.
+    Raises `ConfigError` with every wrong name and argument or, if there is none, with every invalid combination.
     """
     problems = Problems()
     settings = config.train_infer_correction
@@ -322,7 +321,7 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
 
 
 def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyObjective:
-    """Return the objective of the policy. The paths of its problems are those of the keys that the user wrote."""
+    """Return the policy objective. Its `ConfigError` refers to the keys that the user wrote."""
     actor, oldest = config.actor_train, derived.resolved_max_staleness(config)
     try:
         return PolicyObjective(
@@ -357,7 +356,7 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
 
 
 def _by_episode(config: PipelineConfig) -> bool:
-    """Return True if an episode may be several samples, and the aggregation of the loss counts sequences."""
+    """Return True if episodes may be split into several samples and `loss_agg_mode` averages over sequences."""
     if not isinstance(config, AgenticConfig) or config.loss_agg_mode == "token-mean":
         return False
     return any(env.env_manager_cls != "trajectory" for env in config.custom_envs.values())
@@ -410,7 +409,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
 def _policy_problems(
     config: PipelineConfig, objective: PolicyObjective, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
-    """Yield the problems of corrections that are missing, act twice, or act on nothing."""
+    """Yield problems of off-policy corrections: missing ones, ones applied twice, and ones without an effect."""
     needs, name = objective.requirements, config.actor_train.pg_variant
     recomputed = config.old_logprobs == "recompute"
     if needs.needs_proximal and not recomputed:
@@ -454,14 +453,14 @@ def _policy_problems(
         yield ConfigProblem("actor_train.pg_variant", message, remedy)
     elif recomputed and needs.ratio_one and not needs.needs_proximal and _optimizer_steps(config) == 1:
         chosen = any(changes(config.actor_train, "pg_variant", "pg_variant_args"))
-        if weight is None or chosen:  # beside a weight, a loss left at its default may be just vanilla
+        if weight is None or chosen:  # with a correction weight, the default loss may well reduce to vanilla
             message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
             remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
             yield ConfigProblem("old_logprobs", message, remedy)
 
 
 def _idle_bounds(objective: PolicyObjective, correction: Correction | None) -> Iterator[ConfigProblem]:
-    """Yield the bounds, defaults among them, that ratios of mean log-probabilities of pictures never reach."""
+    """Yield the bounds, including defaults, that ratios of mean log-probabilities of images never reach."""
     bounds = {f"actor_train.pg_variant_args.{name}": value for name, value in objective.policy_loss.arguments.items()}
     if correction is not None:
         parts = {f"reject[{index}]": part for index, part in enumerate(correction.reject)} | {
@@ -481,7 +480,7 @@ def _idle_bounds(objective: PolicyObjective, correction: Correction | None) -> I
 
 
 def _role_problems(config: PipelineConfig, needs_proximal: bool, streams: bool) -> Iterator[ConfigProblem]:
-    """Yield the problem of an `actor_logp` that nobody asks for anything."""
+    """Yield a problem if no part of the run uses the log-probabilities of `actor_logp`."""
     if config.actor_logp is None:
         return
     if not needs_proximal:
@@ -498,7 +497,7 @@ def _optimizer_steps(config: PipelineConfig) -> int:
 
 
 def _why_uncorrected(config: PipelineConfig, needs: LossRequirements, weighted: bool) -> str | None:
-    """Return why the loss would treat stale samples as fresh; None if it does not, or if there are none."""
+    """Return why the loss would treat stale samples as fresh; None if it would not, or if no sample is stale."""
     if not needs.uses_old_policy and _optimizer_steps(config) > 1:
         return f"it has no ratio, and {_optimizer_steps(config)} optimizer steps are taken on each batch"
     corrected = needs.corrects and (config.old_logprobs != "recompute" or needs.needs_proximal)
@@ -512,7 +511,7 @@ def _why_uncorrected(config: PipelineConfig, needs: LossRequirements, weighted: 
 def _estimator_problems(
     config: PipelineConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
 ) -> Iterator[ConfigProblem]:
-    """Yield the problems of an estimator that needs what this pipeline lacks, or that would have nothing to work on."""
+    """Yield problems of an estimator: inputs that this pipeline lacks, settings that would have no effect."""
     needs, name = estimator.requirements, config.adv_estimator
     shaping = [key for key in SHAPING_KEYS if vars(config)[key] not in (None, "none")]
     if needs.needs_values and config.critic is None:
@@ -543,7 +542,7 @@ def _estimator_problems(
     if needs.needs_parts:
         yield from _part_problems(config, shaping)
     in_turns = derived.reward_weights(config, needs.for_episodes)[1] > 0
-    # With a KL penalty or turn rewards in the token rewards, the scale has a meaning.
+    # With a KL penalty or turn rewards, the relative scale of the rewards matters.
     scales_cancel = "none" if penalised or in_turns else needs.scales_cancel
     cancelled = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
     for key, shared in (("norm_mean_type", needs.shifts_cancel), ("norm_std_type", scales_cancel)):
@@ -565,7 +564,7 @@ def _estimator_problems(
 
 
 def _part_problems(config: PipelineConfig, shaping: Sequence[str]) -> Iterator[ConfigProblem]:
-    """Yield the problems of an estimator of several rewards: rewards of one number, and changes of the score."""
+    """Yield problems of an estimator of several rewards: rewards of one number, keys that change the score."""
     name = config.adv_estimator
     if not isinstance(config, PromptConfig):
         message = f"{name} compares several rewards by name, and an episode has one score"
@@ -586,7 +585,7 @@ def _part_problems(config: PipelineConfig, shaping: Sequence[str]) -> Iterator[C
 def _episode_problems(
     config: AgenticConfig, needs: AdvantageRequirements, shaping: Sequence[str]
 ) -> Iterator[ConfigProblem]:
-    """Yield the problems of baselines that episodes lack, rewards of weight zero, and shaping of such rewards."""
+    """Yield problems specific to episodes: greedy baselines, rewards of weight zero, and shaping of such rewards."""
     name = config.adv_estimator
     if needs.needs_greedy_baseline:
         message = f"{name} compares with a greedy response, which episodes do not have"
@@ -605,42 +604,42 @@ def _episode_problems(
 
 
 class StalenessViolation(AssertionError):
-    """A token older than `max_staleness` versions reached a batch, because of a bug in the scheduler. The run stops."""
+    """A token older than `max_staleness` versions reached a batch: a bug in the scheduler. Stops the run."""
 
 
 @dataclass
 class TrainingBatch:
-    """The groups of one training step.
+    """The groups of one training step, or a part of them.
 
-    ``step`` counts from 0. The step turns policy version ``step`` into version ``step + 1``.
+    ``step`` counts from 0. Training on it turns policy version ``step`` into version ``step + 1``.
     """
 
     step: int
     groups: list[Group]
     data: SampleBatch
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step, which all parts of a batch share."""
+    """Metrics of the step, shared by all parts of a batch."""
     complete: bool = True
-    """False for a part of a batch that other parts follow."""
+    """False if other parts of the batch follow this one."""
     untrained: TrainingBatch | None = None
-    """The last part of a batch whose groups are trained on as they finish; the trainer has had the others."""
+    """The last part of a streamed batch: the part that the trainer has not yet trained on."""
     gathered: bool = False
-    """True if the trainer has set the new weights aside for the weight update."""
+    """True if the trainer has copied the new weights into a weight buffer."""
     canaries: CanaryScores | None = None
     """The trainer's log-probabilities of the canary sequences at the new weights, if this weight update is checked."""
     advantage_state: dict[str, Any] = field(default_factory=dict)
-    """State of the advantage estimation after this batch, for a checkpoint."""
+    """State of the advantage estimation after this batch, for the checkpoint."""
 
     @classmethod
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
-        """Return the batch of training step ``step`` (from 0).
+        """Build the batch of training step ``step`` (from 0).
 
-        The lag of each token is the number of versions that it is behind this step.
+        The lag of a token is ``step`` minus the version that sampled it.
         """
         data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
         mask, versions = data.tokens["response_mask"], data.tokens["versions"]
         lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
-        # In a response that saw a weight update, late tokens have this version too, but were sampled over older caches.
+        # If weights changed during a response, its later tokens have this version but were sampled with an older cache.
         fresh = np.maximum.reduceat(lags, data.offsets[:-1]) == 0
         data.tokens["same_weights"] = np.repeat(fresh, data.lengths)
         if "latents" in data.per_sample:
@@ -650,22 +649,22 @@ class TrainingBatch:
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples, group by group: the rows of ``data``."""
+        """All samples, group by group. Their order is that of the rows of ``data``."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
     def episodes(self) -> list[list[Sample]]:
-        """The samples of each episode of each group, in order."""
+        """The samples of each episode, group by group."""
         return [episode for group in self.groups for episode in group.episodes]
 
     @property
     def group_of_episode(self) -> np.ndarray:
-        """int64 ``[episodes]``: position in ``groups`` of each episode's group."""
+        """int64 ``[episodes]``: index into ``groups`` of each episode's group."""
         return np.repeat(np.arange(len(self.groups)), [len(group.episodes) for group in self.groups])
 
     @property
     def tag_of_episode(self) -> np.ndarray:
-        """int64 ``[episodes]``: number of the domain tag of each episode's prompt."""
+        """int64 ``[episodes]``: index of the domain of each episode's prompt."""
         names, tags = np.unique([group.prompt.domain for group in self.groups], return_inverse=True)
         return tags[self.group_of_episode]
 
@@ -675,13 +674,13 @@ class TrainingBatch:
         return self.data.tokens["lags"][self.data.tokens["response_mask"]].astype(np.int64)
 
     def leave_out(self, kept: np.ndarray) -> None:
-        """Take tokens out of the loss where ``kept`` (bool ``[total_tokens]``) is false. Tokens left out stay so."""
+        """Remove tokens from the loss mask where ``kept`` (bool ``[total_tokens]``) is false."""
         trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
         self.data.tokens["loss_mask"] = trained & kept
 
     def share_episodes(self) -> None:
-        """Fill in ``episode_shares`` (float64 ``[samples]``): the part that a sample has of the tokens of its episode
-        that are trained on. Each episode has at least one sample here."""
+        """Fill in ``episode_shares`` (float64 ``[samples]``): each sample's share of its episode's trained tokens. Each
+        episode must have a sample here."""
         data = self.data
         trained = data.tokens.get("loss_mask", data.tokens["response_mask"])
         tokens = np.add.reduceat(np.append(trained, False), data.offsets[:-1], dtype=np.float64)
@@ -691,16 +690,16 @@ class TrainingBatch:
         data.per_sample["episode_shares"] = np.divide(tokens, whole, out=np.zeros_like(tokens), where=whole > 0)
 
     def beside(self) -> TrainingBatch:
-        """Return the batch as it is now, for a stage that works beside the next ones. Metrics are shared."""
+        """Return a snapshot of the batch for a stage that runs in parallel to the next ones. Metrics stay shared."""
         data = replace(self.data, tokens=dict(self.data.tokens), per_sample=dict(self.data.per_sample))
         return replace(self, data=data)
 
     def note_time(self, stage: str, seconds: float) -> None:
-        """Add the seconds for which a stage has worked on this batch (waiting not counted)."""
+        """Add to the time that a stage has spent on this batch, in seconds, without waiting."""
         self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds
 
     def check_staleness(self, bound: int) -> None:
-        """Raise `StalenessViolation` if a sampled token is older than ``bound`` versions, or from the future."""
+        """Raise `StalenessViolation` if a sampled token is older than ``bound`` versions, or newer than the policy."""
         lags = self.data.tokens["lags"]  # 0 where nothing was sampled
         if lags.size and (lags.max() > bound or lags.min() < 0):
             culprit = min(self.groups, key=self._oldest_version)
@@ -715,7 +714,7 @@ class TrainingBatch:
     def describe_rollouts(self, detail: str = "reward", scored: bool = True) -> None:
         """Add the metrics of the rollouts: rewards (if they are ``scored``), lengths and lags.
 
-        Metrics of the samples go under ``detail``, where ``{domain}`` stands for their domain tag.
+        ``detail`` is the prefix for metrics of samples; ``{domain}`` in it is replaced by the sample's domain.
         """
         episodes = self.episodes
         scores = np.array([parts[0].score for parts in episodes], dtype=np.float32)
@@ -749,9 +748,9 @@ class TrainingBatch:
 
 
 def add_correction(batch: TrainingBatch, correction: Correction, objective: PolicyObjective) -> dict[str, float]:
-    """Fill ``correction_weights`` (float32 ``[total_tokens]``) into the batch. Rejected tokens leave the loss.
+    """Add ``correction_weights`` (float32 ``[total_tokens]``) to the batch. Rejected tokens leave the loss mask.
 
-    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also for the lags that the
+    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also by lag, for the lags that the
     objective reports.
     """
     data = batch.data
@@ -773,15 +772,15 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
         data.tokens["correction_weights"] = result.weights.float().numpy()[inside]
     if correction.reject:
         batch.leave_out(result.kept.numpy()[inside])
-        if objective.by_episode and batch.groups:  # rows of a batch do not know their episodes
+        if objective.by_episode and batch.groups:  # without groups, the episodes of the rows are unknown
             batch.share_episodes()
     return result.metrics
 
 
 def select_tokens(batch: TrainingBatch, objective: PolicyObjective, seed: int) -> None:
-    """Fill ``selected_tokens`` (bool ``[total_tokens]``) into the batch, if the policy loss selects tokens of it.
+    """Add ``selected_tokens`` (bool ``[total_tokens]``) to the batch, if the policy loss trains on a selection.
 
-    ``seed`` is the run's; the choice depends on the step, too.
+    ``seed`` is the run seed. The selection also depends on the step.
     """
     if objective.requirements.select is None:
         return
@@ -799,14 +798,14 @@ def select_tokens(batch: TrainingBatch, objective: PolicyObjective, seed: int) -
 
 
 class MismatchTooLarge(RuntimeError):
-    """Trainer and engine disagree about the tokens that the engine sampled with the trainer's weights."""
+    """Trainer and engine disagree about log-probabilities of tokens that were sampled with the trainer's weights."""
 
 
 def check_mismatch(config: PipelineConfig, step: int, metrics: Mapping[str, float]) -> None:
-    """Compare the mean mismatch in training step ``step`` (from 1) with `mismatch_alarm`, in nats per token.
+    """Compare a step's mean train/inference mismatch (nats per token) with `mismatch_alarm`. ``step`` counts from 1.
 
-    NaN is above every limit. A step without tokens of equal version measures nothing and raises no alarm; then only the
-    parity check of the weight update is left. Warns, or raises `MismatchTooLarge` if the alarm stops the run.
+    NaN exceeds every limit. If no token was sampled with the trainer's version, there is nothing to compare; only the
+    parity check of the weight update remains. Logs a warning, or raises `MismatchTooLarge` if the alarm stops the run.
     """
     limit, value = config.mismatch_alarm, metrics.get("mismatch/abs_mean")
     if limit is None or value is None or value <= limit:

@@ -1,7 +1,7 @@
-"""Fault injection: carries out the events of the configuration's `chaos` section.
+"""Fault injection: executes the events of the `chaos` section of the configuration.
 
-Each event happens once in the life of a run, however often the run is resumed. It is written to `chaos.jsonl` before it
-happens, so a run that it kills does not repeat it.
+Each event happens once per run, even if the run is resumed several times. It is written to `chaos.jsonl` before it
+happens, so an event that kills the run is not repeated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import unobserved, waiting
 
 LOOK_SECONDS = 0.5
-"""Seconds between two looks for a process that is being replaced."""
+"""Seconds between checks for a process that is being replaced."""
 
 
 class Chaos:
-    """The fault-injection events that have not happened yet in a run; none unless `chaos` is enabled."""
+    """The fault-injection events still to come; none unless `chaos` is enabled."""
 
     def __init__(self, config: ChaosConfig, run: RunDirectory, on_event: Callable[[str], None]) -> None:
         self._run = run
@@ -35,11 +35,12 @@ class Chaos:
         self.events = sorted(to_come, key=lambda event: event.at_step)
 
     def corrupted_versions(self) -> frozenset[int]:
-        """Return the versions of which the sender changes one byte on the way."""
+        """Return the versions in which the sender corrupts one byte during transfer."""
         return frozenset(event.at_step for event in self.events if event.kind == "corrupt_bucket")
 
     async def run(self, steps: StepCounter, handles: Callable[[], Iterable[WorkerHandle]]) -> None:
-        """Apply the events that happen to processes, each at its step. ``handles`` returns the current processes."""
+        """Inject the faults of worker processes and driver, each at its step. ``handles`` returns the current
+        processes."""
         with unobserved():
             for event in list(self.events):
                 if event.kind in PUBLICATION_CHAOS:
@@ -56,9 +57,9 @@ class Chaos:
                 handle.inject(fault, event.seconds)
 
     async def publication(self, version: int) -> None:
-        """Apply the events of the weight update to ``version``; call it before the version is sent.
+        """Apply the weight-update events of ``version``. Call it before the version is sent.
 
-        Corruption on the way is only recorded here: the sender does it (see `corrupted_versions`).
+        Corruption is only logged here; the sender does it (see `corrupted_versions`).
         """
         for event in list(self.events):
             if event.kind in PUBLICATION_CHAOS and event.at_step == version:

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: whole or absent, copied during a short pause of training and written while it continues.
+"""Checkpoints of a run: copied during a short pause of training, written while training continues, and always complete.
 
 ``checkpoints/step-N/`` is a model in Hugging Face format. With `save_steps` it also has ``state/``, which the trainer
-needs to resume, and ``state/checkpoint.json``, the state of the driver. Everything is written into a folder with a
-temporary name. The folder gets its final name once all of it and the metrics of step N are on the disk. A crash at any
-moment therefore leaves the earlier checkpoints intact.
+needs to resume, and ``state/checkpoint.json``, the state of the driver. All files are written into a folder with a
+temporary name. The folder is renamed only when its files and the metrics of step N are on disk. So a crash at any
+moment leaves the earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class DamagedCheckpoint(ValueError):
-    """The checkpoint is incomplete or cannot be read."""
+    """The checkpoint is incomplete or unreadable."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class DriverState:
 
     progress: RolloutProgress
     source: str
-    """Fingerprint of the items that groups are made of, in order."""
+    """Fingerprint of the prompts or environment tasks of the groups, in order."""
     advantage_state: Mapping[str, Any] = field(default_factory=dict)
-    """State of the reward moments and the KL controller."""
+    """State of the running reward moments and the KL controller."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of training steps done when the checkpoint was made."""
+        """Number of training steps completed at the checkpoint."""
         return self.state.progress.steps_done
 
     def role(self, name: str) -> Path:
@@ -70,23 +70,23 @@ class Checkpoint:
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after ``step`` training steps, whether or not it exists."""
+    """Return the folder of the checkpoint after ``step`` training steps. It need not exist."""
     return checkpoints / f"step-{step}"
 
 
 def exported_steps(checkpoints: Path) -> list[int]:
-    """Return the steps that have a model, with or without a state to resume from, ascending."""
+    """Return, in ascending order, the steps that have a model, with or without a training state."""
     names = (_NAME.fullmatch(path.name) for path in checkpoints.glob("step-*"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """Return the steps whose folders have a ``state/`` to resume from, even a damaged one, ascending."""
+    """Return, in ascending order, the steps that have a training state to resume from, even a damaged one."""
     return [step for step in exported_steps(checkpoints) if (checkpoint_folder(checkpoints, step) / STATE).is_dir()]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises `DamagedCheckpoint`, which says what is wrong with it."""
+    """Read a checkpoint and check its files. Raises `DamagedCheckpoint` with what is wrong."""
     path = folder / STATE / FACTS
     try:
         facts = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Return the newest checkpoint that a run can resume from, and the damages of newer checkpoints."""
+    """Return the newest undamaged checkpoint, and the errors of newer ones."""
     damages: list[DamagedCheckpoint] = []
     for step in reversed(saved_steps(checkpoints)):
         try:
@@ -121,7 +121,7 @@ def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedChec
 
 
 def model_damage(folder: Path) -> str | None:
-    """Return what is wrong with the model of a folder; None if it has all of its weights. Only headers are read."""
+    """Return what is wrong with the model in a folder; None if all of its weights are there. Only headers are read."""
     single = SINGLE
     if (folder / MODEL_INDEX).exists():
         folder, single = folder / PICTURES[0], PICTURES[1]
@@ -145,42 +145,42 @@ class _Pending:
     step: int
     partial: Path
     facts: dict[str, Any] | None
-    """Content of ``checkpoint.json`` without its list of files; None: a model only."""
+    """Content of ``checkpoint.json`` without its list of files; None for a model without a training state."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False)
 class Checkpointer:
-    """Taking, completion and pruning of the checkpoints of a run. At most one state is being written at a time.
+    """Takes, completes and prunes the checkpoints of a run. Writes at most one training state at a time.
 
-    The caller of `take` holds the trainer's devices. `take` never waits for the record of an earlier step, because
+    The caller of `take` must hold the trainer's devices. `take` never waits for an earlier step to be recorded, because
     recording may need the same devices.
     """
 
     folder: Path
     trainers: Mapping[str, TrainerGroup]
-    """The trained roles; the model of the first one is exported."""
+    """The trained roles. The model of the first one is exported."""
     _: KW_ONLY
     save_steps: int
     max_steps: int
     keep: int
-    """Number of checkpoints to keep, 0 for all."""
+    """Number of checkpoints to keep; 0: all."""
     source: str
     on_oldest: Callable[[RolloutProgress], None]
-    """Called with the progress of the oldest checkpoint each time a checkpoint is completed."""
+    """Called after each completed checkpoint, with the progress of the oldest checkpoint that is left."""
     _copied: dict[int, set[str]] = field(default_factory=dict, init=False)
-    """Roles whose state was copied, by step."""
+    """Step -> roles whose training state was copied."""
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)
     _queue: asyncio.Queue[_Pending] = field(default_factory=asyncio.Queue, init=False)
     _synced: int = field(default=0, init=False)
-    """Number of bytes that this process has synced to the disk."""
+    """Number of bytes that this process has synced to disk."""
 
     def __post_init__(self) -> None:
         for partial in self.folder.glob(".step-*.partial"):  # of an earlier process
             shutil.rmtree(partial)
 
     def progress(self) -> tuple[object, ...]:
-        """Return values that change while a checkpoint is being written."""
+        """Return values that change as long as a checkpoint is being written."""
         return self._synced, *([*trainer.unwritten] for trainer in self.trainers.values())
 
     def due(self, step: int) -> bool:
@@ -190,8 +190,8 @@ class Checkpointer:
     async def copy_state(self, step: int, role: str) -> None:
         """Copy the training state of a role into the checkpoint of this step.
 
-        Call it while holding the role's devices, after its last update of the step. Roles that share devices are never
-        all loaded at once, and others take their steps at other times, so each role is copied on its own.
+        Call it while holding the role's devices, after its last update of the step. Each role is copied separately,
+        because roles that share devices are never all loaded at once and finish the step at different times.
         """
         await self.trainers[role].written()  # of the previous checkpoint: at most one is in memory
         if self.save_steps:
@@ -202,10 +202,10 @@ class Checkpointer:
         return self.folder / f".step-{step}.partial"
 
     async def take(self, step: int, progress: RolloutProgress, advantage_state: Mapping[str, Any]) -> None:
-        """Copy the state and the model of the first role and queue the checkpoint for completion.
+        """Copy the training state and the model of the first role, and queue the checkpoint for completion.
 
-        Call it while holding the devices of the first role, while it does not train. The other roles are copied before
-        the step is recorded.
+        Call it while holding the first role's devices, between its training steps. The other roles must be copied
+        before the step is recorded.
         """
         exported, *_ = self.trainers
         await self.copy_state(step, exported)
@@ -223,7 +223,7 @@ class Checkpointer:
         self._queue.put_nowait(self._pending[step])
 
     async def step_recorded(self, step: int) -> None:
-        """Record that a step's metrics are on the disk. For the last step, wait for its checkpoint."""
+        """Report that the metrics of a step are on disk. After the last step, wait until its checkpoint is complete."""
         if step in self._pending:
             self._pending[step].recorded.set()
             if step == self.max_steps:
@@ -231,7 +231,7 @@ class Checkpointer:
                     await self._queue.join()
 
     async def run(self) -> None:
-        """Complete one checkpoint after another.
+        """Complete one checkpoint after another until cancelled.
 
         Raises `OSError` or `WorkerFailed` if a checkpoint cannot be written, and `RuntimeError` if a role was not
         copied.
@@ -240,7 +240,7 @@ class Checkpointer:
             pending = await self._queue.get()
             await pending.recorded.wait()
             missing = self.trainers.keys() - self._copied.pop(pending.step)
-            if missing and pending.facts is not None:  # without `save_steps` the last model is all that is kept
+            if missing and pending.facts is not None:  # without `save_steps` only the last model is saved
                 raise RuntimeError(f"the states of {', '.join(sorted(missing))} were not copied at step {pending.step}")
             await self._written()
             final = checkpoint_folder(self.folder, pending.step)
@@ -264,7 +264,7 @@ class Checkpointer:
 def prune(folder: Path, keep: int) -> RolloutProgress:
     """Delete all but the newest ``keep`` checkpoints (0: delete none).
 
-    Returns the progress of the oldest whole checkpoint that is left; raises `DamagedCheckpoint` if none is whole.
+    Returns the progress of the oldest undamaged checkpoint that is left. Raises `DamagedCheckpoint` if there is none.
     """
     steps = saved_steps(folder)
     for step in steps[:-keep] if keep else []:
@@ -278,7 +278,7 @@ def prune(folder: Path, keep: int) -> RolloutProgress:
 
 
 def abandon(folder: Path, step: int) -> Path:
-    """Rename the checkpoint of this step, which is no longer part of the run, and return its new path."""
+    """Rename the checkpoint of a step that no longer belongs to the run, and return its new path."""
     number, name = 1, f"abandoned-step-{step}"
     while (folder / name).exists():
         number += 1
@@ -288,23 +288,23 @@ def abandon(folder: Path, step: int) -> Path:
 
 
 def prune_abandoned(folder: Path, keep: int) -> None:
-    """Delete the abandoned checkpoints, except the ``keep`` that were written last. With ``keep`` 0, delete none."""
+    """Delete all but the ``keep`` most recently written abandoned checkpoints (0: delete none)."""
     abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
     for path in abandoned[:-keep] if keep else []:
         _delete(path)
 
 
 def _delete(checkpoint: Path) -> None:
-    # Renamed first: half a checkpoint must not look like one.
+    # Renamed first, because a partly deleted checkpoint must not look like a checkpoint.
     partial = checkpoint.with_name(f".step-{checkpoint.name.removeprefix('step-')}.partial")
     os.replace(checkpoint, partial)
     shutil.rmtree(partial)
 
 
 def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -> None:
-    """Write the list of the folder's files, sync everything, and give the folder its final name.
+    """Write the list of files, sync everything to disk, and rename the folder to its final name.
 
-    ``on_synced`` is called with the number of bytes of each file that is on the disk.
+    ``on_synced`` is called with the size in bytes of each synced file.
     """
     partial = pending.partial
     with naming(final):

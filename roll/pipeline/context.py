@@ -1,7 +1,8 @@
-"""The services and settings that the stages of a run share, and how they are wired.
+"""The services and settings that the stages of a run share, and how they are connected.
 
-One service is the log-probability parity check. The trainer scores fixed sequences right after its weights are
-gathered, and the engines after they have loaded them (`InferencePool.publish`), so both score with the same version.
+One service is the log-probability parity check: the trainer scores fixed token sequences right after its weights are
+gathered, and the engines score them after loading these weights (`InferencePool.publish`), so both use the same
+version.
 """
 
 from __future__ import annotations
@@ -51,58 +52,59 @@ from roll.weights.verify import CanaryScores, canary_sequences
 
 MOST_KEYS_NAMED = 5
 SAMPLES_BEGUN_A_TURN = 256
-"""Most samples whose rollouts begin in one turn of the event loop, unless a group has more. Each takes some 0.1 ms."""
+"""Maximum number of samples whose rollouts begin in one turn of the event loop, unless a single group has more.
+Starting one takes about 0.1 ms."""
 
 
 class RunContext:
-    """Everything a stage may need."""
+    """All services and settings that a stage may use."""
 
     config: PipelineConfig
     scheduler: RolloutScheduler[Any, Group]
     trainer: TrainerGroup
     compared: Mapping[str, TrainerGroup | BaseOfTrainer]
-    """The roles that the policy is compared with, by name; one may be the trainer, or the trainer without adapters."""
+    """Reference and teacher, by role. A role may be served by the trainer, or by the trainer without its adapters."""
     teacher_prompts: Mapping[str, np.ndarray]
-    """Prompts that the teacher sees, by the ids of the policy's; empty if it sees the same."""
+    """Prompts of the teacher, by prompt id; empty if the teacher sees the policy's prompts."""
     logp: LogProbRole | None
-    """The role that computes log-probabilities beside the trainer; None if the trainer computes them."""
+    """The role `actor_logp`; None if the trainer computes the log-probabilities itself."""
     critic: TrainerGroup | None
     pool: InferencePool
     gate: EngineGate
     side: RolloutSide
     validator: Validator | None
     locks: Mapping[str, DeviceLock]
-    """Lock of the devices of each role."""
+    """Device lock of each role."""
     recorder: RunRecorder
     objective: PolicyObjective
     value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
     needs_proximal: bool
-    """True if log-probabilities before the first update on a batch are needed."""
+    """True if the run needs log-probabilities from before the first update on a batch."""
     streams: bool
-    """True if the trainer is given groups as they finish."""
+    """True if the trainer trains on groups as they finish."""
     least_groups: int
-    """Number of groups that pass through the stages together: a batch, or a part of one."""
+    """Minimum number of groups that pass through the stages together: a batch, or a part of one."""
     parts: PartsOfBatch
-    """Parts of the batch whose advantages are computed next."""
+    """Parts of the next batch, which the stage `advantage` is collecting."""
     streamed: StreamedStep
-    """The part of a training step that the trainer has done."""
+    """What the trainer has already done of a streamed training step."""
     parity_check: ParityCheck
     max_staleness: int
     train_temperature: float
-    """Temperature at which the trainer computes log-probabilities: that of the rollouts."""
+    """Temperature at which the trainer computes log-probabilities; equal to that of the rollouts."""
     checkpoints: Checkpointer
     records: StepRecords
     chaos: Chaos
     first_step: int
-    """Number of training steps that were done when this process began."""
+    """Number of training steps completed before this process started."""
     steps: StepCounter
-    """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
+    """Counts completed training steps. A step counts after its checkpoint has been taken."""
     critic_steps: StepCounter
-    """Counter of the training steps that the critic has learned from."""
+    """Counts the training steps that the critic has completed."""
     published: StepCounter
-    """Counter of the training steps whose weights the engines have, if they get them."""
+    """Counts the training steps whose weights, if they are published at all, have reached the engines."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class RunContext:
         point: ResumePoint | None,
         chaos: Chaos,
     ) -> None:
-        """Wire services and settings. Admission starts paused, until the first version is published."""
+        """Connect services and settings. Admission stays paused until the first version is published."""
         self.config = config = prepared.config
         self.side, self.recorder, self.chaos = side, recorder, chaos
         self.locks, self.pool, self.trainer, self.critic = roles.locks, roles.pool, roles.trainer, roles.critic
@@ -126,7 +128,7 @@ class RunContext:
         }
         self.teacher_prompts = teacher_prompts(prepared)
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
-        # A copy, since what it keeps between batches goes back with the trainers.
+        # A copy, because its state is reset when trainers restart from a checkpoint.
         self.advantages, self.correction = deepcopy(prepared.advantages), prepared.correction
         self.needs_proximal = self.correction is not None or "proximal_logprobs" in self.objective.token_fields
         self.streams = prepared.streams
@@ -174,17 +176,17 @@ class RunContext:
         return LogProbRole(group, send, self.pool.buffers, self.recorder, self.train_temperature, ranks)
 
     def require_critic(self) -> TrainerGroup:
-        """Return the critic, in stages that exist only with one. Raises `RuntimeError` if there is none."""
+        """Return the critic. Raises `RuntimeError` if the run has none."""
         if self.critic is None:
             raise RuntimeError("a stage of the critic is wired without the role")
         return self.critic
 
     def holder(self, role: str) -> str:
-        """Return the role whose devices a role computes on: the trainer, if it does the work of the role."""
+        """Return the role whose devices ``role`` uses: `actor_train` if the trainer serves the role."""
         return "actor_train" if derived.is_trainer(self.config, role) else role
 
     def hold(self, role: str) -> Callable[[], object]:
-        """Return the function with which a stage holds the devices of a role."""
+        """Return a function whose result is a context manager that holds the devices of ``role``."""
         holder = self.holder(role)
         return lambda: self.locks[holder].hold(holder)
 
@@ -192,7 +194,7 @@ class RunContext:
 def paced(
     make_group: Callable[[GroupRequest[Any]], Awaitable[Group]], group_size: int, board: WaitBoard
 ) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
-    """Return the function that makes a group, as an actor of its own, when the event loop has a turn for it."""
+    """Wrap ``make_group`` so that groups start at a limited rate (`Pace`), each as an actor on the wait board."""
     pace = Pace(max(1, SAMPLES_BEGUN_A_TURN // group_size))
 
     async def rollout(request: GroupRequest[Any]) -> Group:
@@ -211,9 +213,10 @@ def resume_rollouts(
     settings: Mapping[str, Any],
     on_event: Callable[[str], None],
 ) -> None:
-    """Restore the state of an earlier process, except for the trainer's.
+    """Restore the state of the driver from ``point``.
 
-    Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are groups in flight.
+    Groups in flight are generated again, as are finished groups that were made with other ``settings``
+    (`rollout_settings`).
     """
     progress = point.state.progress
     recovered = recover(read_journal(point.run.journal), progress)
@@ -235,7 +238,7 @@ def build_scheduler(
     rollout: Callable[[GroupRequest[Any]], Awaitable[Group]],
     journal: JournalKeeper | None = None,
 ) -> RolloutScheduler[Any, Group]:
-    """Build the scheduler over the items of the rollout side."""
+    """Build the scheduler for the prompts or environment tasks of the rollout side."""
     plan = SchedulePlan(
         batch_size=config.rollout_batch_size,
         max_steps=config.max_steps,
@@ -251,14 +254,14 @@ def build_scheduler(
 
 
 class ParityCheck:
-    """The canary sequences of a run, the interval of checked weight updates (0: none), and the judgement on them.
+    """Log-probability parity check of trainer and engines on canary sequences, at some of the weight updates.
 
-    How far rounding alone takes engine and trainer apart depends on the model. In low precision the first weight
-    update measures it, since both have just loaded the same files.
+    The difference that rounding alone causes depends on the model. In low precision, the first weight update measures
+    it, since trainer and engines have then just loaded the same files.
     """
 
     def __init__(self, config: PipelineConfig, prompts: Sequence[np.ndarray]) -> None:
-        """Make the sequences from ``prompts`` (int32 ``[prompt]`` each)."""
+        """Build the canary sequences from ``prompts`` (int32 ``[prompt]`` each)."""
         self._interval = derived.canary_interval(config)
         self._tolerance, self._limit = derived.canary_tolerances(config)
         self._calibrated = False
@@ -270,10 +273,10 @@ class ParityCheck:
         self._publications = 0
 
     async def score(self, trainer: TrainerGroup, version: int) -> CanaryScores | None:
-        """Return the trainer's scores at ``version``, or None if this weight update is not checked.
+        """Return the trainer's log-probabilities of the canary sequences, or None if this weight update is not checked.
 
-        Call it once per weight update, while the trainer holds the weights of ``version``. The first one is always
-        checked, and the one after a warning.
+        Call it once per weight update, while the trainer holds the weights of ``version``. The first update is always
+        checked, and so is the update after a warning.
         """
         due = self._interval > 0 and (self._warned or self._publications % self._interval == 0)
         self._publications += 1
@@ -288,9 +291,9 @@ class ParityCheck:
         return CanaryScores(version, self._sequences, logprobs, self._limit)
 
     def judge(self, version: int, differences: Sequence[np.ndarray]) -> str | None:
-        """Judge what `compare_canaries` found in each replica at ``version``. Return a warning, or None.
+        """Compare the log-probability differences of each replica (from `compare_canaries`) with the tolerance.
 
-        Raises `WeightsDiffer` at the second of two comparisons in a row with a difference above the tolerance.
+        Returns a warning, or None. Raises `WeightsDiffer` if two checks in a row exceed the tolerance.
         """
         found = max(float(np.abs(each).mean()) for each in differences)
         if not self._calibrated:

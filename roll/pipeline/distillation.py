@@ -1,6 +1,6 @@
-"""A teacher that sees more than the policy: the same responses behind prompts of its own.
+"""Prompts of the teacher's own: the teacher scores the policy's responses behind other prompts than the policy saw.
 
-The tokens of the responses stay what they are. Their places change on the way to the teacher and back.
+The response tokens are the same, at other positions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def teacher_prompts(prepared: Prepared) -> Mapping[str, np.ndarray]:
-    """Return the prompts that the teacher sees, by the ids of the policy's; none if it sees the same."""
+    """Return the teacher's prompts by prompt id; empty if the teacher sees the policy's prompts."""
     plan = prepared.rollouts
     return plan.teacher_prompts if isinstance(plan, RLVRPlan) else {}
 
 
 def seen_by_teacher(batch: TrainingBatch, prompts: Mapping[str, np.ndarray]) -> SampleBatch:
-    """Return what the teacher's forward pass gets; nothing is copied if it sees the policy's ``prompts``."""
+    """Return the batch for the teacher's forward pass: ``batch.data`` itself if ``prompts`` is empty."""
     if not prompts:
         return batch.data
     return with_prompts(batch.data, [prompts[group.prompt.prompt_id] for group in batch.groups for _ in group.samples])
@@ -42,7 +42,7 @@ def with_prompts(data: SampleBatch, prompts: Sequence[np.ndarray]) -> SampleBatc
 
 
 def on_samples(data: SampleBatch, values: np.ndarray, seen: SampleBatch) -> np.ndarray:
-    """Bring the values of tokens of ``seen`` back to the sampled tokens of ``data``: ``[total_tokens]``, else 0."""
+    """Map token values of the teacher's batch ``seen`` to ``data``: ``[total_tokens]``, 0 for prompt tokens."""
     if seen is data:
         return values
     found = np.zeros(int(data.lengths.sum()), dtype=values.dtype)

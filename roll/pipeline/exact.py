@@ -1,8 +1,9 @@
-"""A configuration as a run and as a plain loop, and the first tensor in which they differ.
+"""`roll check --exact`: compares a run with a plain loop, and reports the first tensor in which they differ.
 
 The plain loop uses the same engine, trainer, rewards and algorithms, one after the other: no scheduler, no stages, no
-weight update between processes. At ratio 0 a run on CPUs with `hf_infer` computes the same bits. Elsewhere the
-low-order bits depend on what is computed side by side, and the size of a difference tells rounding from a fault.
+weight transfer between processes. At ratio 0, on CPUs with `hf_infer`, both compute the same bits. Elsewhere the
+low-order bits depend on what else is computed in the same batch. The size of a difference then distinguishes rounding
+from a bug.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ if TYPE_CHECKING:
 Strategy = TypeVar("Strategy", bound="ForwardStrategy")
 
 NOTES = "exact"
-"""Folder of a run's notes, and name of the stage that writes them."""
+"""Folder, within the run directory, of the recorded tensors; also the name of the stage that records them."""
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
     "token_ids", "latents", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs",
     "teacher_logprobs", "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask",
     "critic/loss", "critic/grad_norm", "actor/loss", "actor/grad_norm",
 )  # fmt: skip
-"""Values of a training step that are compared, in the order in which they are computed."""
+"""Names of the compared values of a training step, in the order in which they are computed."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor in which a run and the plain loop differ."""
+    """The first tensor in which run and plain loop differ."""
 
     where: str
     """``step 2``, or ``the model after step 3``."""
@@ -68,7 +69,7 @@ class Difference:
     differing: int
     size: int
     largest: float
-    """Largest absolute difference; not a number if the shapes differ."""
+    """Largest absolute difference; NaN if the shapes differ."""
 
     def __str__(self) -> str:
         if math.isnan(self.largest):
@@ -78,7 +79,7 @@ class Difference:
 
 
 def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
-    """Return the configuration of a short run at ratio 0 that notes what it computes.
+    """Return the configuration of a short run at ratio 0 that records its tensors.
 
     Raises `ConfigError` for settings that the plain loop does not support.
     """
@@ -113,33 +114,33 @@ def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
 
 
 async def note(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Write what the run computed in this step beside its other files."""
+    """Stage that records the tensors of this step in the run directory."""
     arrays: dict[str, Any] = contents(batch)
     await asyncio.to_thread(np.savez, _notes_of(run.recorder.run, batch.step), **arrays)
     return batch
 
 
 def _notes_of(run: RunDirectory, step: int) -> Path:
-    """Return the file of what a step (from 0) computed, in a folder that exists."""
+    """Return the file with the recorded tensors of a step (from 0). Creates its folder."""
     folder = run.root / NOTES
     folder.mkdir(exist_ok=True)
     return folder / f"step-{step + 1}.npz"
 
 
 def contents(batch: TrainingBatch) -> dict[str, np.ndarray]:
-    """Return what a step computed, by the names in `ORDER`."""
+    """Return the values of a step by the names in `ORDER`."""
     found = {**batch.data.tokens, **batch.data.per_sample, **batch.metrics}
     return {name: np.asarray(found[name]) for name in ORDER if name in found}
 
 
 def compared_with_plain_loop(config: PipelineConfig, run: RunDirectory) -> Difference | None:
-    """Connect to the cluster of a finished run of `exact_config`, and return its `first_difference`."""
+    """Return the `first_difference` of a finished run of `exact_config`. Connects to the run's cluster."""
     with ray_session(config.cluster):
         return asyncio.run(first_difference(prepare_rollouts(config), run))
 
 
 async def first_difference(prepared: Prepared, run: RunDirectory) -> Difference | None:
-    """Repeat a run of `exact_config` as a plain loop. Return the first tensor that differs; None if none does."""
+    """Repeat a run of `exact_config` as a plain loop. Return the first tensor that differs, or None."""
     loop, steps = PlainLoop(prepared, run), prepared.config.max_steps
     await loop.start()
     try:
@@ -159,7 +160,7 @@ async def first_difference(prepared: Prepared, run: RunDirectory) -> Difference 
 
 
 class PlainLoop:
-    """Generate, judge, train, hand the weights over: in this process, one after the other."""
+    """Generates, scores, trains and copies the weights to the engine, all in this process and strictly in sequence."""
 
     def __init__(self, prepared: Prepared, run: RunDirectory) -> None:
         self._prepared = prepared
@@ -168,7 +169,7 @@ class PlainLoop:
         self._run = run
 
     async def start(self) -> None:
-        """Load all models, and start the processes that judge or play."""
+        """Load all models, and start the reward or environment workers."""
         config, prepared = self._config, self._prepared
         await self._placement.reserve()
         self._side = build_side(prepared, self._placement, role_locks(config), self._run, print)
@@ -188,7 +189,7 @@ class PlainLoop:
         )
 
     async def step(self, step: int) -> TrainingBatch:
-        """Take one training step, and load the new weights into the engine when due."""
+        """Take one training step, and load the new weights into the engine if due."""
         config, prepared = self._config, self._prepared
         temperature = config.actor_infer.generating_args.temperature
         batch = TrainingBatch.from_groups(step, await self._groups(step))
@@ -222,7 +223,7 @@ class PlainLoop:
         return batch
 
     async def close(self) -> None:
-        """End everything."""
+        """Shut down all models and workers."""
         await self._side.workers.shutdown()
         await self._engine.shutdown()
         for strategy in (self.trainer, self._critic, *self._compared.values()):
@@ -231,7 +232,7 @@ class PlainLoop:
         self._placement.release()
 
     async def _groups(self, step: int) -> list[Group]:
-        """Return the groups of a step; those that the configured filter refuses are replaced by the next ones."""
+        """Return the groups of a step. Groups that the configured filter rejects are replaced by the next ones."""
         kept: list[Group] = []
         while missing := self._config.rollout_batch_size - len(kept):
             requests = [replace(next(self._requests), start_version=step) for _ in range(missing)]
@@ -268,7 +269,7 @@ class PlainLoop:
 
 
 class _Direct(Generator):
-    """The `Generator` of one engine, with nothing in between."""
+    """A `Generator` that passes requests straight to one engine."""
 
     def __init__(self, engine: InferStrategy) -> None:
         self._engine = engine
@@ -288,7 +289,7 @@ def _first(
     theirs: Callable[[str], np.ndarray | None],
     mine: Callable[[str], np.ndarray | None],
 ) -> Difference | None:
-    """Return the first difference in the order of ``names``."""
+    """Return the first difference in the order of ``names``. ``theirs``: values of the run; ``mine``: of the loop."""
     for name in names:
         their, own = theirs(name), mine(name)
         if their is None and own is None:

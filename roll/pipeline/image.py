@@ -1,7 +1,8 @@
-"""The rollout side of pictures: a flow-matching model draws the prompts, and pictures are judged as they come.
+"""The rollout side of image generation: a flow-matching model generates images, which are scored as they arrive.
 
-Everything is as in RLVR, but for what a sample is: its sampled tokens are the denoising steps that have noise, and one
-token stands for the prompt. The steps with noise are the same for a group, drawn from (run seed, group id).
+It differs from RLVR only in what a sample is. Its sampled tokens are the stochastic denoising steps (SDE steps), and
+one token stands for the prompt. All samples of a group share the same stochastic steps, drawn from (run seed, group
+id).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from roll.pipeline.rollouts import Generator
 from roll.rewards.base import RewardInput
 
 PROMPT_TOKEN = np.zeros(1, np.int32)
-"""The token of a sample that stands for its prompt, which the model sees as text."""
+"""Placeholder for the prompt in a sample's token ids. The model reads the prompt as text."""
 
 
 class ImageSide(RLVRSide):
-    """The rollout side of pictures."""
+    """The rollout side of the image pipeline."""
 
     def canary_prompts(self) -> list[np.ndarray]:
-        """Return nothing: canaries are sequences of text."""
+        """Return no prompts, because canary sequences are text."""
         return []
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
@@ -42,12 +43,12 @@ class ImageSide(RLVRSide):
 
 @dataclass(frozen=True, kw_only=True)
 class PictureFunction(RolloutFunction):
-    """Drawing and reward of one group; one object serves training, another one validation."""
+    """Generates the images of one group and their rewards. Training and validation have one object each."""
 
     pictures: PictureSampling
 
     def window_of(self, group_id: int) -> range | None:
-        """Return the steps of a group that have noise; None in validation, where no step has any."""
+        """Return a group's stochastic denoising steps (SDE steps). None in validation: all steps are deterministic."""
         if self.purpose != "train":
             return None
         sampling = self.pictures
@@ -62,7 +63,7 @@ class PictureFunction(RolloutFunction):
     async def _judged_samples(
         self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
     ) -> list[Sample]:
-        """Judge pictures as they come, those that come together in one call, while others are being drawn."""
+        """Score images while others are still being generated. Images that arrive together are scored in one call."""
         drawing: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -72,16 +73,16 @@ class PictureFunction(RolloutFunction):
                 while missing:
                     come, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
                     if any(task.cancelled() or task.exception() for task in come):
-                        break  # the group of tasks raises it
+                        break  # the task group raises the error
                     pictures = [task.result() for task in drawing if task in come]
                     tasks.create_task(self._judge(prompt, pictures))
             samples = [task.result() for task in drawing]
             for sample in samples[1:]:
-                sample.image = None  # all have been judged, and one of a group is enough to look at
+                sample.image = None  # scored; only the first image of a group is recorded
             return samples
         finally:
             self._forget(sticky_key)
-            drawing.clear()  # an exception is in a cycle with this frame, and cycles are collected rarely
+            drawing.clear()  # breaks the reference cycle of exception and frame; garbage collection is rare
 
     def _from_completion(self, prompt: Prompt, completion: Completion) -> Sample:
         if completion.picture is None:

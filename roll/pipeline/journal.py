@@ -1,7 +1,7 @@
-"""Writer of the rollout journal, beside the event loop.
+"""Writes the rollout journal in a background thread.
 
-A group is encoded at once, because training changes its samples later. A thread of its own writes it, and syncs the
-file whenever it has nothing else to do. An error of the thread is raised when the next group is reported.
+A group is encoded immediately, because training modifies its samples later. The thread writes it, and syncs the file
+whenever no more writes are queued. An error in the thread is raised when the next group is reported.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _START_VERSION_BYTES = 8
 _SETTINGS = "made_with.json"
 NOT_ON_RECORD = "(what they were made with is not on record)"
 MOST_BYTES_BEHIND = 2 * 2**30
-"""Most bytes that may wait for the disk. Beyond that the disk is too slow or does not answer, and memory would fill."""
+"""Maximum number of bytes queued for writing. More means that the disk is too slow, and memory would fill up."""
 
 
 class JournalKeeper:
     """A `SchedulerObserver` that writes to a `Journal`.
 
-    Its methods raise the error of an earlier record, usually an `OSError` that names the folder.
+    Its methods raise the error of an earlier write, usually an `OSError` that names the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,16 +55,16 @@ class JournalKeeper:
         self._failure: Exception | None = None
 
     def made_with(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings that groups are made with from here on.
+        """Record the rollout settings of the groups that follow.
 
-        If they have changed, earlier groups no longer count. If the process is killed here, the next one repeats what
-        is missing.
+        If the settings changed, earlier groups become invalid. If the process is killed during this, the next one
+        completes it.
         """
         if other_settings(self._folder, settings):
             self._submit(self._make_anew, settings)
 
     def went_back(self, step: int) -> None:
-        """Record that the run continues after this training step, so later records do not count."""
+        """Record that the run resumes after training step ``step``, which invalidates later records."""
         self._submit(self._journal.append, went_back_record(step))
 
     def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
@@ -83,22 +83,22 @@ class JournalKeeper:
         self._submit(self._journal.append, dropped_record(group_id, version, reason))
 
     def prune(self, oldest: RolloutProgress) -> None:
-        """Delete segments that are not needed: no run will go back beyond ``oldest`` any more."""
+        """Delete segments that no checkpoint needs; ``oldest`` is the progress of the oldest checkpoint."""
         self._submit(self._journal.prune, oldest)
 
     def _make_anew(self, settings: Mapping[str, Any]) -> None:
         self._journal.append(went_back_record(-1))
-        self._journal.sync()  # before the settings file, which states that this is done
+        self._journal.sync()  # before the settings file, whose content means that this is done
         write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
 
     async def written(self) -> None:
-        """Wait until everything so far is on the disk. Raises the first error of the thread."""
+        """Wait until all submitted records are on disk. Raises the first error of the thread."""
         await asyncio.wrap_future(self._thread.submit(lambda: None))
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Wait until everything is written. Raises the first error of the thread."""
+        """Write all submitted records and close the journal. Raises the first error of the thread."""
         self._thread.shutdown()
         if self._failure is not None:
             with suppress(OSError):
@@ -134,7 +134,7 @@ class JournalKeeper:
 
 
 def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Return the keys in which these settings differ from those that the groups of a journal were made with."""
+    """Return the keys in which ``settings`` differ from those with which the journal's groups were made."""
     try:
         before = json.loads((folder / _SETTINGS).read_text())
     except (FileNotFoundError, ValueError):
@@ -143,7 +143,7 @@ def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:
-    """Return the finished group from what `JournalKeeper` wrote, as the scheduler had it."""
+    """Rebuild a finished group from its journal record. ``item``: its prompt or environment task."""
     start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
     group = decode_group(payload[_START_VERSION_BYTES:])
     return FinishedGroup(group_id, item, group, start_version)
@@ -151,7 +151,7 @@ def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[An
 
 @contextmanager
 def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKeeper | None]:
-    """Yield the journal of finished groups, in runs that have checkpoints to resume from; None in other runs."""
+    """Open the journal of finished groups. Yields None if the run has no checkpoints to resume from."""
     if not config.save_steps and not run.journal.exists():
         yield None
         return
@@ -169,16 +169,17 @@ def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKee
 
 
 def _is_part_of(error: BaseException, failure: BaseException) -> bool:
-    """Return True if the journal's own failure ended the run."""
+    """Return True if ``error``, an error of the journal, is the failure or one of its causes."""
     if isinstance(failure, BaseExceptionGroup):
         return any(_is_part_of(error, inner) for inner in failure.exceptions)
     return failure is error or (failure.__cause__ is not None and _is_part_of(error, failure.__cause__))
 
 
 def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
-    """Delete the journal of a run that begins at step 0, unless it can use the journal's groups.
+    """At the start of a run from step 0, delete a journal whose groups it cannot use.
 
-    Groups of step 0 are kept if an earlier process made them with the same model and prompts (or environments).
+    The groups of an earlier process are usable if it had the same model and the same prompts or environments.
+    ``made_of`` identifies these.
     """
     note = run.journal / "made_of.txt"
     if note.exists() and note.read_text() == made_of:

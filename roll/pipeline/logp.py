@@ -1,13 +1,12 @@
-"""Log-probabilities before the first update on a batch, by a role with devices of its own (`actor_logp`).
+"""The role `actor_logp`: computes log-probabilities from before the first update on a batch, on devices of its own.
 
-They are those of the weights with which the training step s (from 0) begins: version s, no older and no newer one. The
-role gets each version as soon as the trainer has gathered it, whatever the engines still do, and computes with it only
-what belongs to its step. So the numbers are those that the trainer itself would compute, but for rounding. What is
-gained is time: the trainer takes its updates on some rows of a batch while the role computes the next rows, and what
-had finished before the batch was full is computed before.
+Training step s (from 0) needs the log-probabilities under version s, exactly. The role loads each version as soon as
+the trainer has gathered it, independently of the engines, and computes only samples of that step with it. So the values
+equal those that the trainer would compute, but for rounding. This saves time: the trainer updates on some rows of a
+batch while the role computes the next ones, and groups that finish early are computed before the batch is complete.
 
-Pure bookkeeping over two process groups; it waits for nothing but the trainer's weights, so it cannot take part in a
-deadlock.
+The code is pure bookkeeping over two process groups. It waits for nothing but the trainer's weights, so it cannot be
+part of a deadlock.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ if TYPE_CHECKING:
     from roll.pipeline.recorder import RunRecorder
 
 PIECES_PER_BATCH = 8
-"""Number of pieces of a batch that are waited for one after the other, at least, if it has so many samples. The trainer
-waits for the first one; smaller pieces fill micro-batches less well."""
+"""Minimum number of pieces into which a batch is split, if it has enough samples. The trainer starts once the first
+piece is computed; smaller pieces fill micro-batches less well."""
 
 
 class LogProbGroup(Protocol):
-    """The calls that the ranks of the role receive (`TrainerGroup`)."""
+    """The methods of `TrainerGroup` that the role uses."""
 
     async def load_weights(self, publication: Publication) -> None:
-        """Replace all weights by those of a version, verified."""
+        """Load a published version, and verify it."""
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return float32 ``[total_tokens]``."""
+        """Return the log-probability of each token, float32 ``[total_tokens]``."""
 
 
 @dataclass(eq=False)
 class Request:
-    """Samples whose log-probabilities are wanted."""
+    """Samples whose log-probabilities have been requested."""
 
     step: int
     data: SampleBatch
     begun: bool = False
     values: asyncio.Future[np.ndarray] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """float32 ``[total_tokens]``."""
+    """Log-probabilities, float32 ``[total_tokens]``."""
 
 
 class LogProbRole:
-    """The role, as the stages see it. `run` does the work."""
+    """Interface of the role for the stages. `run` does the work."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class LogProbRole:
         temperature: float,
         least_rows: int = 1,
     ) -> None:
-        """``send`` hands over a version that the trainer has gathered. ``least_rows``: fewest samples of a piece."""
+        """``send``: sends a gathered version and returns its publication. ``least_rows``: least samples per piece."""
         self.group = group
         self._send = send
         self._buffers = buffers
@@ -79,40 +78,42 @@ class LogProbRole:
         self._gathered: deque[int] = deque()
         self._publications: dict[int, asyncio.Future[Publication]] = {}
         self._requests: list[Request] = []
-        """Requests that are not begun, in order."""
+        """Requests not started yet, in order."""
         self._early: list[tuple[TrainingBatch, Request]] = []
-        """Parts of a batch, with what was asked for before the batch was full."""
+        """Parts of incomplete batches, with their requests."""
         self._woken = asyncio.Event()
 
     def gathered(self, version: int) -> None:
-        """Note that the trainer has gathered a version. Its buffer is held until the role has loaded it."""
+        """Report that the trainer has gathered a version. Its weight buffer is held until the role has loaded it."""
         self._buffers.hold(version, LOGP)
         self._publications[version] = asyncio.get_running_loop().create_future()
         self._gathered.append(version)
         self._woken.set()
 
     async def publication(self, version: int) -> Publication:
-        """Return a gathered version as it was sent, for the engines; once."""
+        """Return the publication of a gathered version, to load into the engines. Call it once per version."""
         with waiting(LOGP, f"version {version} to be sent"):
             publication = await self._publications[version]
         del self._publications[version]
         return publication
 
     def begin(self, part: TrainingBatch) -> None:
-        """Ask for a part of a batch, as soon as its weights are there. What is not begun when the batch is full is
-        asked for again, in the order in which it is trained on."""
+        """Request the log-probabilities of a part of a batch, to be computed once its weights are loaded.
+
+        If this has not started when the batch is complete, `in_turn` requests the rows again, in training order.
+        """
         self._early.append((part, self._ask(part.step, wanted_of(part.data))))
 
     def pieces(self, rows: np.ndarray, updates: int) -> list[np.ndarray]:
-        """Cut the rows of one of so many ``updates`` of a batch into the pieces that are trained on one by one."""
+        """Split the rows of one optimizer step into the pieces to train on. ``updates``: optimizer steps per batch."""
         most = max(1, len(rows) // self._least_rows)
         return np.array_split(rows, min(math.ceil(PIECES_PER_BATCH / updates), most))
 
     async def in_turn(self, batch: TrainingBatch, pieces: Sequence[np.ndarray]) -> AsyncIterator[np.ndarray]:
-        """Yield piece after piece (rows of the batch) when the batch has the ``proximal_logprobs`` of its rows.
+        """Yield each of the ``pieces`` (row indices) once the batch has the ``proximal_logprobs`` of these rows.
 
-        The pieces have each row once. The rows of the next pieces are computed meanwhile. Fields of the batch get new
-        values until the end, so only rows that were yielded are to be read.
+        Each row must be in exactly one piece. Later pieces are computed in the meantime and keep changing the batch, so
+        read only rows that were already yielded.
         """
         data, wanted = batch.data, wanted_of(batch.data)
         values = data.tokens["proximal_logprobs"] = np.zeros(int(data.lengths.sum()), dtype=np.float32)
@@ -134,7 +135,7 @@ class LogProbRole:
             yield piece
 
     async def run(self) -> None:
-        """Load the versions and compute what is asked for, in order. Never returns; raises what goes wrong."""
+        """Load versions and process requests in order. Runs until cancelled; raises every error."""
         while True:
             request = next((each for each in self._requests if each.step == self._version), None)
             if self._gathered:
@@ -173,7 +174,7 @@ class LogProbRole:
         return request
 
     def _begun(self, batch: TrainingBatch) -> list[tuple[Request, np.ndarray]]:
-        """Withdraw the early requests of a batch that are not begun. Return the others, with their rows."""
+        """Withdraw the early requests of a batch that have not started. Return the started ones, with their rows."""
         early = [each for each in self._early if each[0].step == batch.step]
         self._early = [each for each in self._early if each[0].step != batch.step]
         counts = np.array([len(group.samples) for group in batch.groups])
@@ -192,11 +193,11 @@ class LogProbRole:
 
 
 def wanted_of(data: SampleBatch) -> SampleBatch:
-    """Return what a forward pass needs of a batch; nothing is copied."""
+    """Return the fields that a forward pass needs, without copying them."""
     return SampleBatch(data.lengths, {name: data.tokens[name] for name in ("token_ids", "response_mask")})
 
 
 def token_places(data: SampleBatch, rows: np.ndarray) -> np.ndarray:
-    """Return int64 ``[tokens of the rows]``: the places of the tokens of these rows in the batch's token fields."""
+    """Return the indices of these rows' tokens in the token fields, int64 ``[tokens of the rows]``."""
     offsets = data.offsets
     return np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])

@@ -1,12 +1,13 @@
-"""A run, top to bottom: start the roles, wire the stages, let them run.
+"""The main program of a run: start the roles, connect the stages, and run them to the last step.
 
-Synchronous, one-step-off and fully asynchronous runs are this same code; they differ in how far the scheduler may run
+Synchronous, one-step-off and fully asynchronous runs use this same code; they differ in how far the scheduler may run
 ahead. Colocated and split runs differ in which roles share a device lock. RLVR and agentic runs differ in their rollout
 side.
 
-Two loops run beside each other and meet at the scheduler. The scheduler's own loop starts groups as far ahead as the
-staleness bound allows, and keeps the finished ones. The other is the chain of stages: take the groups of a step, add
-reference, values and advantages, train, publish the weights, which lets the scheduler start more groups.
+Two loops run concurrently and meet at the scheduler. The scheduler starts groups as far ahead as the staleness bound
+allows, and buffers the finished ones. The chain of stages takes the groups of one step, adds reference
+log-probabilities, values and advantages, trains, and publishes the weights. The new version lets the scheduler start
+more groups.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ async def run_pipeline(
     point: ResumePoint | None = None,
     restarts: Restarts | None = None,
 ) -> None:
-    """Run to the last step, from the first one or from ``point``.
+    """Train until the last step, starting at step 0 or resuming at ``point``.
 
-    Trainers that fail begin again as far as ``restarts`` allows. Raises the first failure that this does not cure.
+    ``restarts`` limits how often failed trainers are restarted in place. Raises the first failure that a restart does
+    not cure.
     """
     config = prepared.config
     placement = Placement(config.cluster)
@@ -95,15 +97,15 @@ async def run_pipeline(
                         if failure is None:
                             break
                         point = await trainers.after(failure, graph.stages)
-                        del failure, graph, context, background  # which hold the groups of the attempt
+                        del failure, graph, context, background  # they reference the groups of the failed attempt
         finally:
             await roles.shutdown()
 
 
 async def publish_initial(context: RunContext) -> None:
-    """Bring the first version to the engine and validate it, with `pause` before anything is generated.
+    """Load the initial weights into the engines and validate them. With `pause`, nothing is generated until then.
 
-    A resumed run does not validate it again, since the result is on record.
+    A resumed run skips this validation, because its result is already recorded.
     """
     version = context.first_step
     async with context.locks["actor_train"].hold("actor_train"):
@@ -120,9 +122,10 @@ async def publish_initial(context: RunContext) -> None:
 
 
 def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
-    """Build the stages, joined by channels of one batch each. Stages of absent roles are left out.
+    """Build the stages, connected by channels of one batch each. Stages whose role is absent are omitted.
 
-    The critic learns beside the others, from the batches that the stage before it passes on.
+    The critic's training runs in parallel to the later stages, on the batches that the preceding stage also sends to
+    it.
     """
     present = derived.present_roles(run.config).keys() | run.compared.keys()
     chain = [each for each in chain if each.role is None or each.role in present]
@@ -152,8 +155,8 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
 
 
 def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
-    """Return the tasks beside the stages: scheduler, gate of the engine, log-probabilities, validations and records,
-    checkpoints, garbage collection, watches."""
+    """Return the tasks that run beside the stages: scheduler, engine gate, `actor_logp`, validations and records,
+    checkpoints, garbage collection, and watchers."""
     tasks: dict[str, Callable[[], Awaitable[None]]] = {
         SCHEDULER: context.scheduler.run,
         "gate": context.gate.run,

@@ -1,10 +1,10 @@
-"""Checks of everything that can be known to be wrong before Ray or a model starts.
+"""Checks of a configuration that are possible before Ray or a model starts.
 
-The configuration's own checks come first. Then its names are looked up: the cluster, the needs of the rollouts (prompts
-and verifiers, or environments, managers and a template that can write turns), algorithms, stages, worker classes and
-engine options. All problems are reported at once.
+The configuration's own checks come first. Then everything it names is looked up: the cluster, the needs of the rollouts
+(prompts and verifiers, or environments, managers and chat template), algorithms, stages, worker classes and engine
+options. All problems are reported at once.
 
-Libraries that take long to import (torch, Ray, transformers) are imported inside functions, so a refusal does not wait
+Slow imports (torch, Ray, transformers) happen inside functions, so a wrong configuration is reported without waiting
 for them.
 """
 
@@ -60,22 +60,22 @@ if TYPE_CHECKING:
     from roll.runtime.workers import Worker
 
 CLUSTER_PROBE_SECONDS = 3.0
-"""Longest wait for a cluster to answer. Ray itself would try for minutes."""
+"""Longest wait for the cluster's address to answer. Ray itself would retry for minutes."""
 TRAINING_PROMPTS, VALIDATION_PROMPTS = "actor_train.data_args", "validation.data_args"
-"""Paths of the sections that name the prompts."""
+"""Configuration sections that name the prompts."""
 
 
 @dataclass
 class Prepared:
-    """A checked configuration with everything it names."""
+    """A checked configuration, with all the objects that it names."""
 
     config: PipelineConfig
     tokenizer: PreTrainedTokenizerBase
     rollouts: RLVRPlan | AgenticPlan
     source: str
-    """Fingerprint of the items that groups are made of, in order.
+    """Fingerprint of the prompts or environment tasks of the groups.
 
-    Two runs have the same fingerprint if group ``n`` is made of the same item in both.
+    Two runs have the same fingerprint if group ``n`` starts from the same prompt or task in both, for every ``n``.
     """
     objective: PolicyObjective
     value_objective: ValueObjective
@@ -90,24 +90,24 @@ class Prepared:
 
 @dataclass
 class PreparedSFT:
-    """A checked configuration of supervised fine-tuning with everything it names."""
+    """A checked configuration of supervised fine-tuning, with all the objects that it names."""
 
     config: SFTConfig
-    """Its `max_steps` is that of the run; passes over the examples have been turned into steps."""
+    """The configuration, with `epochs` converted to `max_steps`."""
     tokenizer: PreTrainedTokenizerBase
     examples: Examples
     validation: Examples | None
     source: str
-    """Fingerprint of the examples in order, and of what decides the order in which they are learned."""
+    """Fingerprint of the examples and of the settings that decide their order."""
     objective: SupervisedObjective
     worker_classes: dict[str, type[Worker]]
 
 
 def prepare(config: RunConfig) -> Prepared | PreparedSFT:
-    """Look up everything that a (checked) configuration names.
+    """Load all the objects that a checked configuration names, but no models.
 
     Raises `ConfigError` with all problems of cluster, rollouts (or examples) and algorithms. If there are none, raises
-    it with all problems of engines, stages and worker classes, whose libraries take long to import.
+    it with all problems of engines, stages and worker classes, which take long to import.
     """
     if isinstance(config, SFTConfig):
         return _prepare_sft(config)
@@ -146,7 +146,7 @@ def _prepare_sft(config: SFTConfig) -> PreparedSFT:
 def _load_all_examples(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
 ) -> tuple[Examples | None, Examples | None]:
-    """Return the examples of training and of validation; what is wrong goes into ``problems``."""
+    """Return the training and validation examples. Adds problems to ``problems``."""
     if tokenizer is None:
         return None, None
     load = partial(
@@ -163,7 +163,7 @@ def _load_all_examples(
 
 
 def prepare_rollouts(config: PipelineConfig) -> Prepared:
-    """Do the work of `prepare` for a run of reinforcement learning."""
+    """Do what `prepare` does, for reinforcement learning."""
     problems = Problems()
     problems.attempt(_check_cluster, config.cluster)
     tokenizer = problems.attempt(_tokenizer, config)
@@ -176,7 +176,7 @@ def prepare_rollouts(config: PipelineConfig) -> Prepared:
     _check_fallback(config, problems)
     problems.attempt(_check_strategies, config, problems)
     worker_classes = _worker_classes(config, problems)
-    if not config.stages:  # the built-in stages exist, and need not be imported before a refusal
+    if not config.stages:  # only custom stages can be wrong; importing the module is slow
         problems.raise_any()
     from roll.pipeline.stages import stage_chain
 
@@ -196,10 +196,10 @@ def prepare_rollouts(config: PipelineConfig) -> Prepared:
 
 
 def look_up(config: RunConfig, *, with_model: bool, without: Collection[str]) -> None:
-    """Look up the same names as `prepare`, on a machine that need not be the run's.
+    """Check the same names as `prepare`, possibly on another machine than the run's.
 
-    No cluster is contacted. Prompts and templates are read, and judges contacted, only ``with_model``. Roles in
-    ``without`` need not have their engine installed. Raises `ConfigError`.
+    Does not contact the cluster. Reads prompts and templates, and contacts judges, only ``with_model``. Engines of the
+    roles in ``without`` need not be installed. Raises `ConfigError`.
     """
     problems = Problems()
     tokenizer = problems.attempt(_tokenizer, config) if with_model else None
@@ -239,7 +239,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _check_teacher(config: PipelineConfig, policy: PreTrainedTokenizerBase | None) -> None:
-    """Check that the teacher knows each token of the policy by the same number. ``policy``: its tokenizer."""
+    """Check that the teacher has enough positions and the same token ids as ``policy``, the policy's tokenizer."""
     if policy is None or config.teacher is None:
         return
     arguments, model = config.teacher.model_args, derived.model_path(config, config.teacher)
@@ -265,7 +265,7 @@ def _check_teacher(config: PipelineConfig, policy: PreTrainedTokenizerBase | Non
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
-    """Check that something listens at the address of the cluster."""
+    """Check that something listens at the cluster's address."""
     if cluster.address is None or cluster.address == "auto":
         return
     host, _, port = cluster.address.rpartition(":")
@@ -278,7 +278,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 
 def _check_fallback(config: PipelineConfig, problems: Problems) -> None:
-    """Check that the fallback configuration for repeated failures can work, too."""
+    """Check that the synchronous fallback of `restarts.synchronous_after` is a valid configuration, too."""
     if config.restarts.synchronous_after is None:
         return
     from roll.pipeline.algorithm import build_algorithms
@@ -296,10 +296,10 @@ def _check_fallback(config: PipelineConfig, problems: Problems) -> None:
 def _check_strategies(
     config: RunConfig, problems: Problems, without: Collection[str] = (), with_model: bool = True
 ) -> None:
-    """Check that engines are installed and that their options are known and fit the model, before a worker starts.
+    """Check that engines are installed, and that their options exist and fit the model.
 
-    Roles in ``without`` need not have their engine. Problems that only the models' own files reveal are left out unless
-    ``with_model``.
+    Engines of the roles in ``without`` need not be installed. Problems that only the model's files reveal are reported
+    only ``with_model``.
     """
     for role, strategy in missing_packages(config).items():
         if role not in without:
@@ -332,7 +332,7 @@ def _check_strategies(
 
 
 def _worker_classes(config: RunConfig, problems: Problems) -> dict[str, type[Worker]]:
-    """Return the user's own worker classes by role."""
+    """Return the user-defined worker classes by role."""
     roles = derived.roles_and_reward_models(config)
     paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}
     if not paths:
@@ -358,7 +358,7 @@ def _plan_rollouts(
     *,
     contacts_models: bool = True,
 ) -> RLVRPlan | AgenticPlan | None:
-    """Look up the names that only this pipeline has; None after a problem. ``contacts_models``: see `_plan_rlvr`."""
+    """Prepare the rollouts of this pipeline; None after a problem. ``contacts_models``: see `_plan_rlvr`."""
     if isinstance(config, AgenticConfig):
         return plan_agentic(config, tokenizer, problems)
     return _plan_rlvr(derived.prompted(config), tokenizer, problems, contacts_models=contacts_models)
@@ -366,16 +366,16 @@ def _plan_rollouts(
 
 @dataclass(frozen=True)
 class RLVRPlan:
-    """The prompts of an RLVR run."""
+    """The prompts of a run."""
 
     config: PromptConfig
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
     teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Prompts that the teacher sees, int32 ``[length]``, by the ids of the others; empty if it sees the same."""
+    """Prompts of the teacher (int32 ``[length]``) by prompt id; empty if the teacher sees the policy's prompts."""
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the prompts; see `Prepared.source`."""
+        """Return the fingerprint of the prompts and their order; see `Prepared.source`."""
         data_args = self.config.actor_train.data_args
         digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
         for prompt in self.prompts:
@@ -387,10 +387,10 @@ class RLVRPlan:
 def _plan_rlvr(
     config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, contacts_models: bool
 ) -> RLVRPlan:
-    """Load prompts and find verifiers; what is wrong goes into ``problems``.
+    """Load the prompts and resolve the verifiers. Adds problems to ``problems``.
 
-    With ``contacts_models``, judges must be within reach, reward models must have their files, and programs must be
-    able to run, as on the machine of the run.
+    With ``contacts_models``, also check that judges answer, that reward models have their files, and that verifiers can
+    run on this machine.
     """
     models = derived.reward_models(config)
     verifiers = {}
@@ -442,7 +442,7 @@ def _plan_rlvr(
 def _teacher_prompts(
     config: PromptConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
 ) -> dict[str, np.ndarray]:
-    """Return the prompts that the teacher sees; see `RLVRPlan`. They and a response fit into its positions."""
+    """Return the teacher's prompts; see `RLVRPlan`. Raises `ConfigError` if they are too long for its positions."""
     teacher, path = config.teacher, "teacher.prompt"
     if teacher is None or teacher.prompt is None or not prompts:
         return {}
@@ -457,7 +457,7 @@ def _teacher_prompts(
 
 
 def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[ConfigProblem]:
-    """Yield a problem for the first row whose sample weight cannot be one."""
+    """Yield a problem for the first prompt with an invalid sample weight."""
     for prompt in prompts:
         weight = prompt.metadata.get(name) if name else None
         if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight < math.inf):
@@ -467,7 +467,7 @@ def _weight_problems(name: str | None, prompts: list[Prompt]) -> Iterator[Config
 
 
 def agentic_plan(config: AgenticConfig) -> tuple[PreTrainedTokenizerBase, AgenticPlan]:
-    """Return the tokenizer of the policy and what the episodes need. Raises `ConfigError` with all problems."""
+    """Return the policy's tokenizer and the `AgenticPlan`. Raises `ConfigError` with all problems."""
     problems = Problems()
     tokenizer = problems.attempt(_tokenizer, config)
     plan = plan_agentic(config, tokenizer, problems)

@@ -1,13 +1,13 @@
-"""Trainers that begin again in place: the first remedy for a dead trainer, or a stage that raised.
+"""Restarts of the trainers in place: the first remedy for a dead trainer or a failed stage.
 
-All processes that compute on batches (policy, critic, reference, teacher, `actor_logp`) are replaced, and resume
-from the newest checkpoint. Engines, environments, reward workers and finished groups live on, and the steps since the
-checkpoint are done again. It is one of the restarts that `restarts` allows. A second failure without a new checkpoint
-in between, and everything that new trainers cannot cure, ends the run, which may then begin again as a whole.
+All processes that compute on batches (policy, critic, reference, teacher, `actor_logp`) are replaced, and resume from
+the newest checkpoint. Engines, environments, reward workers and finished groups survive; the steps since the checkpoint
+are repeated. This counts as one of the restarts that `restarts` allows. A second failure without a new checkpoint in
+between, and every failure that new trainers cannot cure, ends the run, which may then restart as a whole.
 
-Nothing of the failed attempt reaches the next one. Its tasks have ended with the stages, and their requests were
-aborted in the engines. Its threads are waited for: one of them may be giving a checkpoint its name. The engines take no
-request until they have the weights that the new trainers publish.
+No state of the failed attempt reaches the next one. Its tasks have ended with the stages, and their requests were
+aborted in the engines. Its threads are joined, since one of them may still be renaming a checkpoint. The engines accept
+no request until they have the weights of the new trainers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from roll.weights.publisher import WEIGHT_BACKENDS
 
 Result = TypeVar("Result")
 INCURABLE = (RunStalled, StalenessViolation, MismatchTooLarge, TooManyDrops, SourceExhausted)
-"""Failures of stages that new trainers do not cure."""
+"""Failures of stages that new trainers would not cure."""
 
 
 class TrainerRestarts:
-    """The remedy, and what lives on meanwhile: the task that looks after the engines."""
+    """Restarts failed trainers, and owns the task that supervises the engines, which survives these restarts."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TrainerRestarts:
 
     @asynccontextmanager
     async def engines_supervised(self) -> AsyncIterator[None]:
-        """Look after the engines while this is open."""
+        """Run the engine supervision inside this context."""
         with acting(ENGINE, self._recorder.waits):
             self._engines = asyncio.create_task(self._roles.pool.run(), name=ENGINE)
         try:
@@ -71,16 +71,16 @@ class TrainerRestarts:
             self._engines.cancel()
             await asyncio.wait([self._engines])
             if not self._engines.cancelled():
-                self._engines.exception()  # mark it as retrieved: `engines` has raised it, or the run has ended before
+                self._engines.exception()  # marks the exception as retrieved; `engines` has raised it
 
     async def engines(self) -> None:
-        """Wait for the end of the engines, which is a failure. A caller that is cancelled leaves them as they are."""
+        """Wait until the engine supervision fails, and raise its error. Cancelling this call leaves it running."""
         await asyncio.shield(self._engines)
 
     async def after(self, failure: Exception, stages: Sequence[Stage]) -> ResumePoint:
-        """Start the trainers again after the ``stages`` have ended with a failure; return where the run resumes.
+        """Restart the trainers after ``failure`` has ended the ``stages``, and return the point where the run resumes.
 
-        Raises ``failure`` if that is not allowed, or does not succeed.
+        Raises ``failure`` if a restart is not allowed or does not succeed.
         """
         point = words = None
         try:
@@ -99,7 +99,7 @@ class TrainerRestarts:
         return point
 
     async def _allowed(self, failure: Exception, stages: Sequence[Stage]) -> str | None:
-        """Return a message to the user if this remedy is tried."""
+        """Return the message to the user if a restart is allowed, else None."""
         if self._journal is None or not self._may_help(failure, stages) or not self._can_be_replaced():
             return None
         await self._threads_ended()
@@ -112,8 +112,8 @@ class TrainerRestarts:
         return raised and not is_fatal(failure) and not isinstance(failure, INCURABLE)
 
     def _can_be_replaced(self) -> bool:
-        """Return False if the run is interrupted, if its engines have failed, too, or if trainers have connections to
-        engines, or devices that a reward model may be about to take."""
+        """Return True if the trainers can be replaced: the run is not interrupted, the engines have not failed and are
+        not connected to the trainers directly, and no reward model shares the trainers' devices."""
         task = asyncio.current_task()
         if self._engines.done() or (task is not None and task.cancelling()):
             return False
@@ -141,13 +141,13 @@ class TrainerRestarts:
         return point
 
     async def _threads_ended(self) -> None:
-        """Wait until no thread of the failed attempt is left. Raises `TimeoutError`."""
+        """Wait until all threads of the failed attempt have ended. Raises `TimeoutError`."""
         before, self._threads = self._threads, self._new_threads()
         with waiting("threads", "the end of threads of the driver"):
             await self._in_time(asyncio.to_thread(before.shutdown), "threads of the driver have not ended")
 
     async def _in_time(self, work: Awaitable[Result], otherwise: str) -> Result:
-        """Await work of the disk. Raises `TimeoutError`, which begins with ``otherwise``."""
+        """Await ``work``. After `stall_timeout_seconds`, raise a `TimeoutError` that begins with ``otherwise``."""
         seconds = self._config.stall_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -156,7 +156,7 @@ class TrainerRestarts:
             raise TimeoutError(f"{otherwise} after {seconds:g} s (stall_timeout_seconds)") from None
 
     def _require_engines(self) -> None:
-        """Raise `RuntimeError` if the engines have failed meanwhile."""
+        """Raise `RuntimeError` if the engines have failed in the meantime."""
         if self._engines.done():
             raise RuntimeError("the engines have failed meanwhile") from self._engines.exception()
 

@@ -1,9 +1,9 @@
-"""The recorder of a run: metrics, timeline, samples, episodes to look at, summary and console in one place.
+"""The recorder of a run: writes metrics, timeline, samples, episodes, summary and console output.
 
-Stages report their results to it; it knows nothing of how they work. Shares and rates are over the wall-clock time
-between the ends of two consecutive steps. Groups become the readable records of `samples.jsonl`: texts, and the version
-and advantage of tokens. Decoding token by token takes some milliseconds per sample, so it is done in a thread. The
-best, the worst and a random episode of each tag and validation are written as text, PNG (beginning and end) and
+Stages report their results to it; it does not depend on them. Idle shares and token rates refer to the wall-clock time
+between the ends of two consecutive steps. `samples.jsonl` gets readable records of groups: texts, and the version and
+advantage of each token. Decoding token by token takes milliseconds per sample, so it happens in a thread. From each
+validation, the best, the worst and a random episode of each tag are saved as text, PNG (first and last frame) and
 animated GIF.
 """
 
@@ -54,9 +54,9 @@ SAID = {True: "success", False: "no success", None: "success not told"}
 
 
 def write_episodes(episodes: Sequence[Episode], folder: Path, version: int) -> dict[str, Path]:
-    """Write the chosen episodes below ``folder``.
+    """Write the chosen episodes to a subfolder of ``folder``.
 
-    Returns the animated GIFs of those whose environment can be rendered, by their names in trackers.
+    Returns the animated GIFs, by tracker name, of the episodes that have rendered frames.
     """
     below = folder / f"version-{version:06d}"
     pictures = {}
@@ -72,7 +72,7 @@ def write_episodes(episodes: Sequence[Episode], folder: Path, version: int) -> d
 
 
 def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], Episode]:
-    """Return the episodes by (tag, ``best``, ``worst`` or ``random``). At equal scores the shorter one is better."""
+    """Return episodes by (tag, ``best``, ``worst`` or ``random``). Among equal scores, shorter episodes rank higher."""
     by_tag: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         by_tag[episode.tag].append(episode)
@@ -85,7 +85,7 @@ def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], E
 
 
 def frames_of(episode: Episode) -> list[str]:
-    """Return the frames before each action and at the end, with captions; empty if none can be rendered."""
+    """Return the captioned frames before each turn and at the end. Empty if the environment renders none."""
     frames = [
         f"turn {number}: {turn.response!r}\n{turn.frame}"
         for number, turn in enumerate(episode.turns)
@@ -97,7 +97,7 @@ def frames_of(episode: Episode) -> list[str]:
 
 
 def as_text(episode: Episode) -> str:
-    """Return the episode as text, turn by turn."""
+    """Format an episode as text, turn by turn."""
     head = (
         f"{episode.tag}, seed {episode.seed}: {SAID[episode.success]}, score "
         f"{episode.score:g}, {len(episode.turns)} turns, ended by {episode.end}\n"
@@ -112,16 +112,16 @@ def as_text(episode: Episode) -> str:
 
 
 FIRST_TOKENS, LAST_TOKENS = 384, 128
-"""Number of tokens kept from the beginning and the end of a longer response."""
+"""Number of tokens kept at the beginning and at the end of a response that is longer than both."""
 LONGEST_CHARACTER = 8
-"""Most tokens of one character. Byte-level tokenizers spread a character over several tokens."""
+"""Maximum number of tokens per character. Byte-level tokenizers may split one character into several tokens."""
 UNFINISHED = "\ufffd"
 
 
 def readable(
     groups: Sequence[Group], data: SampleBatch, step: int, count: int, decoder: PreTrainedTokenizerBase
 ) -> list[ReadableSample]:
-    """Return the first sample of the first groups, with the advantages of its tokens; of an episode all turns."""
+    """Return the first sample (or episode) of each of the first ``count`` groups, with token advantages."""
     by_row = np.split(data.tokens["advantages"], data.offsets[1:-1])
     samples, row = [], 0
     for group in groups[:count]:
@@ -133,7 +133,7 @@ def readable(
 
 
 def readable_validation(result: ValidationResult, count: int, decoder: PreTrainedTokenizerBase) -> list[ReadableSample]:
-    """Return the first sample of the first groups of a validation."""
+    """Return the first sample (or episode) of each of the first ``count`` groups of a validation."""
     version = result.version
     return [_readable(group, version, "val", version, None, decoder) for group in result.groups[:count]]
 
@@ -168,14 +168,14 @@ def _readable(
 
 
 def picture_file(step: int, split: Literal["train", "val"], group: Group) -> str:
-    """Return the name of the file of the first picture of a group."""
+    """Return the file name of a group's first image."""
     return f"step-{step}-{split}-{group.group_id}.png"
 
 
 def write_pictures(
     groups: Sequence[Group], step: int, split: Literal["train", "val"], folder: Path
 ) -> list[tuple[Group, Path]]:
-    """Write the first picture of each group that has one as PNG into ``folder``. Return them with their files."""
+    """Write each group's first image to ``folder`` as PNG. Returns the groups that have images, with their files."""
     files = []
     for group in groups:
         image = group.samples[0].image
@@ -190,9 +190,9 @@ def write_pictures(
 def readable_tokens(
     parts: Sequence[Sample], advantages: Sequence[np.ndarray] | None, decoder: PreTrainedTokenizerBase
 ) -> ReadableTokens:
-    """Return the tokens of an episode's samples, from the first sampled one on.
+    """Return the tokens of an episode, starting at its first sampled token. ``parts``: the episode's samples.
 
-    Later samples include the tokens that they were given. ``advantages``: float ``[length]`` of each sample.
+    The prompt tokens of later samples are included. ``advantages``: float ``[length]`` per sample.
     """
     first = parts[0].response_mask
     start = int(np.argmax(first)) if first.any() else len(first)
@@ -221,9 +221,9 @@ def readable_tokens(
 
 
 def token_texts(token_ids: Sequence[int], decoder: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text that each token adds. The last token of a multi-token character has its text.
+    """Return the text that each token adds. If a character takes several tokens, the last of them gets its text.
 
-    Each token is decoded after the one before it, because some tokenizers write a leading space only then.
+    Each token is decoded after its predecessor, because some tokenizers emit a leading space only then.
     """
     texts: list[str] = []
     before: list[int] = []
@@ -243,7 +243,7 @@ def token_texts(token_ids: Sequence[int], decoder: PreTrainedTokenizerBase) -> l
 
 
 class RunRecorder:
-    """Writer of the run directory during a run."""
+    """Writes the files of the run directory during a run."""
 
     def __init__(
         self,
@@ -256,8 +256,8 @@ class RunRecorder:
     ) -> None:
         """Open the files of the run.
 
-        ``after_step``: step after which a resumed run continues; its folder must hold nothing later. ``decoder`` makes
-        single tokens readable.
+        ``after_step``: the step after which a resumed run continues; the folder must not contain records of later
+        steps. ``decoder``: tokenizer that makes single tokens readable.
         """
         earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
@@ -286,7 +286,7 @@ class RunRecorder:
         self._replica_totals: dict[str, tuple[float, float]] = {}
 
     def _open_files(self, after_step: int | None) -> None:
-        """Open the files that have records of steps."""
+        """Open the files that contain records of steps."""
         run = self.run
         self.timeline = Timeline(run.timeline)
         self._metrics, self._samples = MetricsLog(run.metrics), SampleLog(run.samples)
@@ -299,9 +299,10 @@ class RunRecorder:
                     files.callback(file.close)
 
     def go_back(self, after_step: int, take_out: Callable[[], None]) -> None:
-        """Continue after an earlier step (-1: before the records of step 0).
+        """Continue after an earlier step (-1: before the record of step 0).
 
-        ``take_out`` takes everything later out of the run's folder. Trackers that are plug-ins get these steps again.
+        ``take_out`` removes all later records from the run directory. Tracker plug-ins receive these steps a second
+        time.
         """
         self._close_files()
         take_out()
@@ -317,7 +318,7 @@ class RunRecorder:
 
     @contextmanager
     def busy(self, role: str) -> Iterator[None]:
-        """Count the role as computing while this is open."""
+        """Record the role as busy inside this context."""
         self._busy_since[role] = time.time()
         try:
             yield
@@ -326,7 +327,7 @@ class RunRecorder:
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
-        """Mark a validation in its own row of the timeline while this is open."""
+        """Show a validation as a row of the timeline inside this context."""
         self.timeline.transition("validation", "running", version=version)
         try:
             yield
@@ -334,11 +335,11 @@ class RunRecorder:
             self.timeline.transition("validation", "idle")
 
     def count_tokens(self, role: str, tokens: int) -> None:
-        """Add to the tokens that a trainer or a reference has processed."""
+        """Add to the number of tokens that a role on the training side has processed."""
         self._tokens[role] += tokens
 
     def start_clock(self) -> None:
-        """Let the first step begin now."""
+        """Start the time of the first step now."""
         self._step_ended = time.time()
 
     async def step(
@@ -349,7 +350,7 @@ class RunRecorder:
         workers: WorkerProcesses,
         trainers: Mapping[str, TrainerGroup],
     ) -> None:
-        """Measure a finished training step, add the results to its metrics, and show them."""
+        """Finish a training step: add rates, idle shares and counters to its metrics, show them, and record samples."""
         step = batch.step + 1
         window = (self._step_ended, time.time())
         self._step_ended = window[1]
@@ -383,28 +384,28 @@ class RunRecorder:
         await asyncio.to_thread(write_pictures, batch.groups[:count], step, "train", self.run.pictures)
 
     def show(self, metrics: dict[str, float], step: int) -> None:
-        """Show the metrics of a step on the console and in the summary. Step 0: those of version 0."""
+        """Show the metrics of a step on the console, and put them into the summary. Step 0 is the initial model."""
         self.summary.update(metrics, step, self.ledger)
         self.console.step(metrics, step)
 
     def show_validation(self, result: ValidationResult) -> None:
-        """Show the metrics of a validation that has ended after the metrics of its step were shown."""
+        """Show the metrics of a validation that finished after the metrics of its step were shown."""
         self.summary.update(result.metrics, result.version)
         self.console.validation(result.metrics, result.version)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write the record of a step to `metrics.jsonl` and the trackers. They want it once, in the order of steps."""
+        """Write the metrics of a step to `metrics.jsonl` and the trackers. Call it once per step, in order."""
         self._metrics.log(metrics, step)
         if self._events is not None:
             self._events.log(metrics, step)
         self._plug_ins.log(metrics, step)
 
     async def sync(self) -> None:
-        """Wait until the metrics of all steps so far are on the disk."""
+        """Wait until all metrics logged so far are on disk."""
         await asyncio.to_thread(self._metrics.sync)
 
     async def validation(self, result: ValidationResult) -> None:
-        """Record the samples and episodes of a validation. Its metrics belong to the record of its step."""
+        """Record the samples and episodes of a validation. Its metrics are logged with those of its step."""
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         chosen, version = result.groups[:count], result.version
@@ -418,9 +419,9 @@ class RunRecorder:
                 self._events.picture(name, path, result.version)
 
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> bool:
-        """Record how the run has ended, before everything is closed: closing may fail or hang.
+        """Write the outcome of the run to the summary. Call it before `close`, which may fail or hang.
 
-        Returns True if the record is on the disk. Otherwise the console still shows the cause.
+        Returns True if the outcome is on disk. Otherwise the console still shows the cause.
         """
         try:
             self.summary.finish(status, error, ledger=self.ledger)
@@ -433,9 +434,9 @@ class RunRecorder:
         return True
 
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
-        """Write the end of the run, release the terminal and return the final status.
+        """Write the end of the run, release the terminal, and return the final status.
 
-        A success becomes a failure if files cannot be completed (for example on a full disk).
+        The status becomes a failure if files cannot be completed (for example on a full disk).
         """
         self._log_watch.close()
         try:
@@ -450,9 +451,9 @@ class RunRecorder:
         return status
 
     def _draw(self, spans: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-        """Add the work of other processes to the timeline, each span once.
+        """Add the busy spans of other processes to the timeline, each span once.
 
-        A role without numbered workers is one lane.
+        A name without a worker index gets a single row.
         """
         for name, busy in spans.items():
             role, _, worker = name.rpartition("/")
@@ -482,14 +483,14 @@ class RunRecorder:
     def _rates(
         self, engines: Sequence[dict[str, Any]], window: tuple[float, float], others: Sequence[str]
     ) -> dict[str, float]:
-        """Return the token rates and idle shares of a step. ``others``: roles besides trainer and engine."""
+        """Return the token rates and idle shares of a step. ``others``: roles other than trainer and engine."""
         seconds = max(window[1] - window[0], 1e-9)
         totals = {name: float(sum(engine[name] for engine in engines)) for name in self._engine_totals}
         gained = {name: max(0.0, totals[name] - before) for name, before in self._engine_totals.items()}
         self._engine_totals = totals
         counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
         for role, since in self._busy_since.items():
-            # The next batch is often in training already; its part so far belongs to this window.
+            # The next batch is often being processed already; the work so far belongs to this window.
             self.timeline.busy(role, since, window[1])
         rates = {
             "tokens_per_second/actor_infer": gained["generated_tokens"] / seconds,

@@ -1,14 +1,13 @@
-"""The records of the steps, and the validations that run beside the stages.
+"""Records of steps, in order, and validations that run in parallel to the stages.
 
-A validation on replicas that keep its version is a task of the run, not a part of a stage: training, newer weights and
-rollouts go on. There is one at a time. The next version that is due reaches the other replicas and waits there for it,
-and newer ones wait behind that: a second version to keep would need another buffer and more replicas, and no validation
-is left out. An error in it ends the run.
+A validation on pinned replicas (which keep the validated version) is a task of the run rather than part of a stage:
+training, weight updates and rollouts continue. Only one runs at a time. The next version to validate is loaded by the
+other replicas and waits there; newer versions wait behind it. Pinning a second version would need another weight buffer
+and more replicas, and no validation is skipped. An error in a validation ends the run.
 
-The result belongs to the record of the version's step, and records are written in the order of the steps, once each. So
-they wait here for the validation before them, and the checkpoints of their steps are completed afterwards: a resumed
-run goes back to a step before the validation, and has lost no result. What the run has measured so far is written when
-it ends early, too.
+The result of a validation is recorded with the step of its version. Records are written once each, in the order of
+steps, so later records wait for it, and so does the completion of their checkpoints: a run that resumes earlier repeats
+the validation and loses no result. If the run ends early, all waiting records are still written.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from roll.pipeline.rollouts import ValidationResult, Validator
 from roll.tracking.waits import VALIDATION, waiting
 
 Record = tuple[int, dict[str, float]]
-"""Step (0: before the first one) and metrics."""
+"""Step (0: the initial model) and its metrics."""
 
 
 @dataclass(eq=False)
 class StepRecords:
-    """The records that are to be written, and the validations they wait for, in order."""
+    """Queue of records to write and of validations to run, in order."""
 
     recorder: RunRecorder
     checkpoints: Checkpointer
     pool: InferencePool
     validator: Validator | None
     _queue: asyncio.Queue[int | Record] = field(default_factory=asyncio.Queue, init=False)
-    """Records, and versions to validate, each before the record of its step."""
+    """Records, and versions to validate. A version precedes the record of its step."""
     _validated: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _ended: ValidationResult | None = field(default=None, init=False)
     """The last validation, until the record of its step is written."""
@@ -44,27 +43,27 @@ class StepRecords:
         self._validated.set()
 
     def validate(self, version: int) -> None:
-        """Begin a validation of the newest version. The caller has awaited `validated`."""
+        """Queue a validation of the newest version, and pin the replicas that keep it. Await `validated` first."""
         self.pool.pin()
         self._validated.clear()
         self._queue.put_nowait(version)
 
     async def validated(self) -> None:
-        """Wait until no validation is under way and all replicas have the newest version."""
+        """Wait until no validation is running and all replicas have the newest version."""
         with waiting(VALIDATION, "the end of the validation before"):
             await self._validated.wait()
 
     def put(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the record of the next step."""
+        """Queue the record of the next step."""
         self._queue.put_nowait((step, metrics))
 
     async def written(self) -> None:
-        """Wait until all records are written, and the checkpoint of the last step."""
+        """Wait until all records are written and the checkpoint of the last step is complete."""
         with waiting(VALIDATION, "the records of all steps"):
             await self._queue.join()
 
     async def run(self) -> None:
-        """Validate, write records and complete checkpoints, one after another. Runs until cancelled."""
+        """Run validations, write records and complete checkpoints, in order, until cancelled."""
         try:
             while True:
                 item = await self._queue.get()

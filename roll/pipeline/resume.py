@@ -1,18 +1,17 @@
-"""Resumption of an interrupted run: where it resumes, if this configuration may resume it, and automatic restarts.
+"""Resumption of an interrupted run: where it resumes, whether this configuration may resume it, and automatic restarts.
 
-The newest whole checkpoint counts; damaged ones are reported and passed over. Records in the run directory of later
-steps are moved aside, so that metrics, samples and checkpoints tell one history. They are not deleted: the run has yet
-to show that it can start, and the user may have named the wrong checkpoint. The headers of files tell whether a
-checkpoint is of the model that is to be trained before any model loads, if the model is a folder. For a model on a hub,
-the trainers check it.
+A run resumes from the newest undamaged checkpoint; damaged ones are reported and skipped. Records of later steps in the
+run directory are moved aside, so that metrics, samples and checkpoints tell one history. They are not deleted, because
+the run may fail to start, and the user may have named the wrong checkpoint. If the model to train is a local folder,
+file headers show before loading whether the checkpoint belongs to it. For a model on a hub, the trainers check that.
 
-Each changed key is judged. Most keys say how a run is carried out and may change freely. Some say what is learned:
-changing them makes the rest of the run a different experiment, so the user must confirm it. A few fix the meaning of
-numbers in a checkpoint; with other values these would mean something else.
+Each changed key is classified. Most keys only affect how a run is executed and may change freely. Some affect what is
+learned: changing them makes the rest of the run a different experiment, so the user must confirm it. A few determine
+the meaning of numbers in a checkpoint and cannot change.
 
-Failures count as consecutive if there is no new checkpoint between them. A long run may therefore fail now and then as
-long as it makes progress, and a run without progress ends. Interrupted runs do not restart, nor does a run that was
-refused before its first attempt. A later attempt that is refused counts as a failure.
+Failures are consecutive if no new checkpoint was made between them. So a long run may fail repeatedly as long as it
+makes progress. Not restarted are interrupted runs, and runs whose configuration is rejected before the first attempt. A
+later attempt that is rejected counts as a failure.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "resume_from_checkpoint"
 PUT_ASIDE_KEPT = 5
-"""Number of moved-aside versions of metrics, samples and timelines that are kept, newest first."""
+"""Number of moved-aside versions to keep of metrics, samples and timeline; the newest are kept."""
 
 IMPOSSIBLE = {
     "pipeline": "a checkpoint is of one pipeline",
@@ -66,18 +65,18 @@ IMPOSSIBLE = {
     "train_batch_size": "checkpoints count examples in batches of this size",
     **{f"actor_train.model_args.{key}": "adapters in a checkpoint are of this shape and scale" for key in ADAPTER_KEYS},
 }
-"""Key -> why it cannot change. Changes of prompts or environments are judged elsewhere."""
+"""Key -> why it cannot change. Changed prompts or environments are detected by `Prepared.source`."""
 
 HARMLESS = (
-    # the step is that of the whole batch, but for rounding
+    # equal to whole-batch steps, up to rounding
     "actor_train.stream_groups",
-    # it computes what actor_train would
+    # computes what actor_train would
     "actor_logp*",
-    # where a run is, how long it is, what it reports
+    # names, length and reports of the run
     "exp_name", "output_dir", "max_steps", "save_steps", "max_ckpt_to_keep", "eval_steps", "logging_steps",
     "console_output", "track_with*", "tracker_*", "num_logged_samples", "val_batch_size", "validation*",
     "val_env_manager*", "mismatch_alarm", "mismatch_action",
-    # how it starts again, and what it does about failures
+    # restarts and failure handling
     "resume_from_checkpoint", "accept_config_changes", "restarts*", "stall_timeout_seconds", "chaos*",
     "max_group_retries", "max_consecutive_refunds", "actor_infer.*timeout_seconds", "actor_infer.max_replica_restarts",
     # devices and processes
@@ -94,15 +93,15 @@ HARMLESS = (
     "rewards.*.num_workers", "rewards.*.max_retries", "rewards.*.device_mapping*", "rewards.*.infer_batch_size",
     "rewards.*.reward_model.batch_wait_seconds", "rewards.*.judge.base_url", "rewards.*.judge.api_key_env",
     "rewards.*.judge.max_concurrency", "rewards.*.judge.request_*",
-    # how weights travel
+    # weight transfer
     "weight_update.content", "weight_update.transport", "weight_update.dual_buffer", "weight_update.*bucket_size_mb",
     "weight_update.checkpoint_dir", "weight_update.timeout_seconds", "weight_update.canary*",
     "weight_update.max_unavailable",
 )  # fmt: skip
-"""Patterns of keys that change how a run is carried out, but not what it learns."""
+"""Patterns of keys that affect how a run is executed, but not what it learns."""
 
 AFTER_THE_ROLLOUT = (
-    # the models that are trained, and the losses
+    # trained models and losses
     "pretrain", "actor_train*", "reference*", "teacher*", "critic*", "value_clip", "old_logprobs",
     "train_infer_correction*", "distillation*", "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode",
     "use_kl_loss", "kl_*", "entropy_loss_coef",
@@ -110,16 +109,18 @@ AFTER_THE_ROLLOUT = (
     "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "repetition_penalty*", "max_len_mask",
     "difficulty_*", "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip",
     "add_token_level_kl", "init_kl_coef", "target_kl", "episode_reward_weight", "step_reward_weight",
-    # how far ahead
+    # asynchrony
     "async_generation_ratio", "max_staleness", "consumption", "staleness_policy", "weight_update*",
 )  # fmt: skip
-"""Patterns of keys that cannot change a finished group. (Prompts and the initial model are judged elsewhere.) If a key
-is missing here, a resumed run repeats rollouts without need."""
+"""Patterns of keys that cannot change a finished group. (Changed prompts and models are detected elsewhere.)
+
+If a key is missing here, a resumed run only repeats rollouts unnecessarily.
+"""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key whose value differs."""
+    """A key whose value differs between two configurations."""
 
     path: str
     before: Any
@@ -133,7 +134,7 @@ class Change:
 
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
-    """List the keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
+    """Return the keys in which two resolved configurations differ, sorted by path. Secrets are masked."""
     old, new = _everything(before), _everything(after)
     falls_back = _falls_back(before, after) or _falls_back(after, before)
     found = []
@@ -151,7 +152,7 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
 
 
 def _falls_back(config: RunConfig, other: RunConfig) -> bool:
-    """Return True if ``other`` is the fallback of ``config`` after failures (`restarts.synchronous_after`)."""
+    """Return True if ``other`` is the synchronous fallback of ``config`` (`restarts.synchronous_after`)."""
     if not isinstance(config, PipelineConfig) or config.restarts.synchronous_after is None:
         return False
     fallback = derived.synchronous(config)
@@ -159,9 +160,9 @@ def _falls_back(config: RunConfig, other: RunConfig) -> bool:
 
 
 def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
-    """Return the keys that decide what a finished group is: how it was sampled, judged and filtered.
+    """Return the keys that determine a finished group: how it is sampled, scored and filtered.
 
-    Values are JSON-compatible, and secrets are masked.
+    Values are JSON-compatible. Secrets are masked.
     """
     leaves = _leaves(masked(asdict(config)))
     settings = {path: value for path, value in leaves if not _matches(path, (*HARMLESS, *AFTER_THE_ROLLOUT))}
@@ -170,9 +171,9 @@ def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _everything(config: RunConfig) -> dict[str, Any]:
-    """Return all keys, plus values that follow from several of them.
+    """Return all keys, plus values that are derived from several of them.
 
-    Devices and batch limits may change freely, but not the number of samples that one optimizer step trains on.
+    Devices and micro-batch sizes may change, but not the number of samples per optimizer step.
     """
     everything = dict(_leaves(masked(asdict(config))))
     for name, role in derived.trained_roles(config).items():
@@ -194,14 +195,14 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Restarts:
-    """Counter of the consecutive failures of one run."""
+    """Counts the consecutive failures of a run, and decides about restarts."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._newest_checkpoint = 0
 
     def after_failure(self, config: RunConfig, run: RunDirectory) -> tuple[RunConfig, str] | None:
-        """Return the next attempt after ``config`` failed in ``run``, and a message to the user; None: no more."""
+        """Return the configuration of the next attempt and a message to the user; None if the run must end."""
         newest = self._count(run)
         settings = config.restarts
         # A run that failed after its last step would find nothing left to do, which must not count as success.
@@ -220,10 +221,10 @@ class Restarts:
         return again, words
 
     def in_place(self, config: RunConfig, run: RunDirectory) -> str | None:
-        """Count a failure after which the trainers alone are started again, and return a message to the user.
+        """Count a failure, and return a message to the user if only the trainers are to be restarted.
 
-        Return None, and leave the counting to `after_failure`, if everything is to be started again: at the second
-        failure in a row, for the first remedy did not help; if another configuration follows; or if the run ends.
+        Returns None, without counting, if the whole run must restart or end: at the second consecutive failure, because
+        the first restart did not help; if the next attempt has another configuration; or if no restart is left.
         """
         before = self._in_a_row, self._newest_checkpoint
         newest = self._count(run)
@@ -235,11 +236,11 @@ class Restarts:
         return f"the trainers begin again after step {newest} {self._words(config)}; engines and rollouts stay"
 
     def take_back(self) -> None:
-        """Do not count the last failure: what `in_place` allowed could not be done, and everything is started again."""
+        """Undo the count of `in_place`, because the trainers could not be restarted and the whole run restarts."""
         self._in_a_row -= 1
 
     def _count(self, run: RunDirectory) -> int:
-        """Count a failure and return the step of the newest checkpoint."""
+        """Count a failure. Returns the step of the newest checkpoint."""
         checkpoint, _ = newest_whole(run.checkpoints)
         newest = 0 if checkpoint is None else checkpoint.step
         if newest > self._newest_checkpoint:
@@ -258,19 +259,19 @@ class Restarts:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state from which a run resumes."""
+    """The checkpoint from which a run resumes."""
 
     run: RunDirectory
     checkpoint: Checkpoint | None
-    """None if there is no checkpoint yet. The run restarts at step 0, with the groups already rolled out for it."""
+    """None if there is no checkpoint yet. Then the run restarts at step 0, with its finished groups."""
     chosen: bool = False
-    """True if the user named this checkpoint, whatever the run did after it."""
+    """True if the user named this checkpoint, which may not be the newest."""
     notes: list[str] = field(default_factory=list)
-    """Messages to the user: changes of the configuration, damaged checkpoints."""
+    """Messages to the user: changed keys, damaged checkpoints."""
 
     @property
     def state(self) -> DriverState:
-        """State from which the driver resumes; that of a new run if there is no checkpoint."""
+        """Driver state to resume from; that of a new run if there is no checkpoint."""
         return DriverState(RolloutProgress.at_start(), "") if self.checkpoint is None else self.checkpoint.state
 
     @property
@@ -280,11 +281,11 @@ class ResumePoint:
 
     @property
     def last_record(self) -> int:
-        """Last step whose recorded metrics are kept; -1 without a checkpoint, because step 0 is then recorded again."""
+        """Last step whose metrics are kept; -1 without a checkpoint, because step 0 is then recorded again."""
         return -1 if self.checkpoint is None else self.checkpoint.step
 
     def has_ended(self, max_steps: int) -> bool:
-        """Return True if all steps of the run are done already."""
+        """Return True if the run has already completed all steps."""
         if self.chosen or self.step >= max_steps:
             return self.step >= max_steps
         model = _model_without_state(self.run, max_steps)
@@ -292,10 +293,10 @@ class ResumePoint:
 
 
 def find_resume_point(config: RunConfig, source: str) -> ResumePoint | None:
-    """Return the point where `resume_from_checkpoint` resumes; None for a new run.
+    """Return the point where the run resumes according to `resume_from_checkpoint`; None for a new run.
 
-    ``source``: fingerprint of the items that groups are made of. Raises `ConfigError` if there is nothing to resume
-    where the configuration says so, or if this configuration may not resume it.
+    ``source``: see `Prepared.source`. Raises `ConfigError` if there is nothing to resume in the configured place, or if
+    this configuration may not resume it.
     """
     if config.resume_from_checkpoint is False:
         return None
@@ -308,12 +309,12 @@ def find_resume_point(config: RunConfig, source: str) -> ResumePoint | None:
 
 
 def look_again(point: ResumePoint, config: RunConfig, source: str) -> ResumePoint:
-    """Find the point again once this process holds the run. Another process may have continued the run until then."""
+    """Find the resume point again after locking the run, since another process may have continued the run before."""
     return _point(point.run, point.step if point.chosen else None, config, source)
 
 
 def _model_without_state(run: RunDirectory, step: int) -> Path | None:
-    """Return the folder of a step that has a model only, as the last one of a run without `save_steps`; else None."""
+    """Return a step's folder if it has a model but no training state (last step without `save_steps`)."""
     folder = checkpoint_folder(run.checkpoints, step)
     return folder if folder.is_dir() and not (folder / STATE).is_dir() else None
 
@@ -340,10 +341,10 @@ def _point(run: RunDirectory, wanted: int | None, config: RunConfig, source: str
 
 
 def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
-    """Move aside everything in the run's folder that came after the step from which it resumes.
+    """Move aside everything in the run directory that is later than the resume point.
 
-    The newest ``keep_abandoned`` of the abandoned checkpoints stay (0: all). If the process is killed here, the next
-    one completes the work.
+    Keeps the newest ``keep_abandoned`` abandoned checkpoints (0: all). If the process is killed during this, the next
+    one completes it.
     """
     run, last = point.run, point.last_record
     asides = [_next_aside(path) for path in (run.metrics, run.samples)]
@@ -364,14 +365,14 @@ def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
 
 
 def _put_aside(path: Path, lines: str) -> None:
-    """Save lines that are taken out of a file, unless a process that was killed had saved the same lines."""
+    """Save the lines removed from a file, unless an earlier, killed process has already saved the same lines."""
     before = _put_aside_before(path)
     if not before or before[-1].read_text(encoding="utf-8") != lines:
         write_atomically(_next_aside(path), lines)
 
 
 def _put_aside_before(path: Path) -> list[Path]:
-    """Return `metrics-before.jsonl`, `metrics-before-2.jsonl`, ...: oldest first."""
+    """Return the moved-aside versions, `metrics-before.jsonl`, `metrics-before-2.jsonl`, ..., oldest first."""
     return sorted(path.parent.glob(f"{path.stem}-before*{path.suffix}"), key=_number)
 
 
@@ -387,10 +388,9 @@ def _number(aside: Path) -> int:
 
 
 def _named_run(config: RunConfig) -> tuple[RunDirectory | None, int | None]:
-    """Return the run and the step that the user wants; None, None for a run that has not begun.
+    """Return the run and the step that `resume_from_checkpoint` names; (None, None) for a new run.
 
-    Raises `FileNotFoundError` if the configuration names a run that does not exist, and `ConfigError` if `output_dir`
-    names another folder.
+    Raises `FileNotFoundError` if the named run does not exist, and `ConfigError` if `output_dir` is another folder.
     """
     named = config.resume_from_checkpoint
     if named is True:
@@ -447,7 +447,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def model_problems(config: RunConfig, checkpoint: Checkpoint) -> list[ConfigProblem]:
-    """Return a problem for each trained role whose model has other tensors than its state in the checkpoint."""
+    """Return a problem for each trained role whose model does not fit its state in the checkpoint."""
     problems = []
     for name, role in derived.trained_roles(config).items():
         path = Path(derived.model_path(config, role))
@@ -465,9 +465,9 @@ def model_problems(config: RunConfig, checkpoint: Checkpoint) -> list[ConfigProb
 
 
 def _difference(folder: Path, state: SavedState) -> str | None:
-    """Return the first difference, or None. Tensors of the same name are compared, and the numbers of layers.
+    """Return the first difference in tensor shapes or in the number of layers, or None.
 
-    Heads and experts have other names in some files than in the model.
+    Only tensors of the same name are compared: heads and experts may be named differently in files and in the model.
     """
     files, weights = CheckpointFiles(folder), sorted(state.weights())
     for weight in sorted(set(weights) - set(files.missing(weights))):
@@ -475,7 +475,7 @@ def _difference(folder: Path, state: SavedState) -> str | None:
         if there != here:
             return f"that is another model: {weight} is {list(there)} in the checkpoint, {list(here)} in the model"
     trained, known = _layers(weights), _layers(files.names())
-    # The files may have more layers: some that transformers leaves out, and some that have no adapter.
+    # The files may have more layers: transformers ignores some, and others may have no adapter.
     return None if trained <= known else f"that is another model, of {known} layers, not {trained}"
 
 

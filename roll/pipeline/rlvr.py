@@ -1,7 +1,7 @@
-"""The rollout side of RLVR: prompts are sampled, responses are judged by verifiers, judges and reward models.
+"""The rollout side of RLVR: the policy generates responses to prompts, and rewards score them.
 
-Verifiers and judges run in processes without devices, reward models on the run's devices. Everything random derives
-from (run seed, group id, sample index, turn), so a group can be generated again.
+Verifiers and LLM judges run in CPU processes, reward models on the run's devices. All randomness derives from (run
+seed, group id, sample index, turn), so a group can be generated again.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rewards(WorkerProcesses):
-    """All rewards of a run, by the domains they judge."""
+    """All rewards of a run, selected by the domain of the prompt."""
 
     routes: Mapping[str, str]
-    """Domain tag -> reward's name."""
+    """Domain -> name of its reward."""
     pools: Mapping[str, RewardPool | ScorePool]
-    """Reward's name -> its processes."""
+    """Name of a reward -> its worker processes."""
 
     async def start(self) -> None:
         async def start(name: str, pool: RewardPool | ScorePool) -> None:
@@ -67,10 +67,10 @@ class Rewards(WorkerProcesses):
                 tasks.create_task(start(name, pool))
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Judge responses to prompts of one domain, usually those of one group; return the outputs in the same order.
+        """Score responses to prompts of one domain, usually those of one group. Returns the outputs in the same order.
 
-        Without any rewards, as in distillation alone, each score is 0. Raises `RewardFailed` if a response cannot be
-        judged.
+        If the run has no rewards (distillation alone), each score is 0. Raises `RewardFailed` if a response cannot be
+        scored.
         """
         if not self.routes:
             return [RewardOutput(0.0) for _ in records]
@@ -81,11 +81,12 @@ class Rewards(WorkerProcesses):
             return await pool.score(records)
 
     def handles(self) -> list[WorkerHandle]:
-        """Return the current processes of reward models. Pools of verifiers replace their own processes."""
+        """Return the current processes of reward models. Pools of verifiers replace dead processes themselves."""
         return [handle for pool in self.pools.values() if isinstance(pool, ScorePool) for handle in pool.handles()]
 
     def metrics(self) -> dict[str, float]:
-        """Return totals as ``rewards/<name>/<count>``: those of `ScoreCounts` (models) or `RewardCounts` (others)."""
+        """Return totals as ``rewards/<name>/<count>``, from `ScoreCounts` (reward models) or `RewardCounts`
+        (verifiers)."""
         return {
             f"rewards/{reward}/{name}": float(value)
             for reward, pool in self.pools.items()
@@ -107,7 +108,7 @@ def build_rewards(
     run: RunDirectory,
     on_event: Callable[[str], None],
 ) -> Rewards:
-    """Build the rewards that the configuration names. Starts nothing."""
+    """Build the pools of all configured rewards. Starts no process."""
     models = derived.reward_models(config)
 
     def score_pool(role: str, reward: RewardConfig) -> ScorePool:
@@ -157,7 +158,7 @@ class RLVRSide(RolloutSide):
         return [prompt.token_ids for prompt in self._plan.prompts]
 
     def source(self) -> Iterator[Prompt]:
-        """Return the training prompts, interleaved by domain and shuffled at each epoch."""
+        """Return an endless iterator over the training prompts, interleaved by domain and shuffled each epoch."""
         data_args = self._config.actor_train.data_args
         return iter(
             PromptStream(
@@ -192,7 +193,7 @@ class RLVRSide(RolloutSide):
         return self.workers.metrics()
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
-        """Return the function that makes a group, in training or in validation."""
+        """Build the `RolloutFunction` of training or validation (``purpose``)."""
         config, training = self._config, purpose == "train"
         engine, trainer = config.actor_infer, config.actor_train
         same_tokenizer = (
@@ -216,7 +217,7 @@ class RLVRSide(RolloutSide):
 
 @dataclass(frozen=True)
 class RolloutFunction:
-    """Generation and reward of one group; one object serves training, another one validation."""
+    """Generates and scores one group per call. Training and validation have one object each."""
 
     generator: Generator
     judge: Rewards
@@ -225,18 +226,18 @@ class RolloutFunction:
     samples_per_group: int
     run_seed: int
     purpose: str
-    """Part of each request's name and seed: ``train`` or ``validation``."""
+    """``train`` or ``validation``; part of each request's id and seed."""
     separate_requests: bool = True
-    """False keeps the samples of a group on one replica."""
+    """False to keep all samples of a group on one replica."""
     greedy_baseline: bool = False
-    """True if each group also gets the score of one greedy response."""
+    """True to add the score of a greedy response to each group."""
     sample_weight: str | None = None
-    """Name of the weight of samples, which may be in the row of their prompt."""
+    """Name of the sample weight, which may come from the metadata of the prompt."""
     decoded_there: bool = False
-    """True if the engines decode responses, because they have the same tokenizer."""
+    """True if the engines decode the responses, because they use the same tokenizer as the trainer."""
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
-        """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
+        """Make a group with weights of version ``min_version`` or newer. Raises the errors of engine and rewards."""
         sticky_key = None if self.separate_requests else self._name(group_id)
         samples = await self._judged_samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
         if not self.greedy_baseline:
@@ -249,7 +250,7 @@ class RolloutFunction:
         return f"{self.purpose}-{group_id}"
 
     def _requests(self, group_id: int, prompt: Prompt) -> list[GenerateRequest]:
-        """Return the requests of a group, that of the greedy baseline last."""
+        """Return the requests of a group; the last one is the greedy baseline, if any."""
         samplings = [self.sampling] * self.samples_per_group
         if self.greedy_baseline:
             samplings.append(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0))
@@ -264,14 +265,14 @@ class RolloutFunction:
     async def _judged_samples(
         self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
     ) -> list[Sample]:
-        """Return the samples of the requests, in their order, when all are there and have been judged."""
+        """Run the requests, and score the samples when all are finished. Returns them in the order of requests."""
         running: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request in requests:
                     running.append(tasks.create_task(self._sample(request, prompt, sticky_key, min_version)))
         except BaseException:
-            running.clear()  # the exception is in a cycle with this frame, and cycles are collected rarely
+            running.clear()  # breaks the reference cycle of exception and frame; garbage collection is rare
             raise
         finally:
             self._forget(sticky_key)
@@ -296,7 +297,7 @@ class RolloutFunction:
         return sample_from_completion(prompt, completion, text)
 
     def _input(self, prompt: Prompt, sample: Sample) -> RewardInput:
-        """Return what is judged."""
+        """Return the input of the rewards for a sample."""
         return RewardInput(
             prompt_id=prompt.prompt_id,
             prompt_text=prompt.text,
@@ -321,7 +322,7 @@ class RolloutFunction:
 
 
 def sample_from_completion(prompt: Prompt, completion: Completion, text: str) -> Sample:
-    """Return prompt and completion as one record; only the completion's tokens are marked as chosen by the policy."""
+    """Combine prompt and completion into one sample. The response mask covers the tokens of the completion."""
     given, length = len(prompt.token_ids), len(prompt.token_ids) + len(completion.token_ids)
 
     def filled(start: np.ndarray | int, values: np.ndarray | int, dtype: type) -> np.ndarray:
@@ -341,12 +342,12 @@ def sample_from_completion(prompt: Prompt, completion: Completion, text: str) ->
 
 @dataclass(frozen=True)
 class PromptValidator(Validator):
-    """Runs a validation set of prompts, on a budget of its own."""
+    """Validator that runs the validation prompts."""
 
     prompts: Sequence[Prompt]
     rollout: RolloutFunction
     batch_size: int
-    """Number of responses generated at once."""
+    """Maximum number of responses that are generated concurrently."""
 
     async def measure(self, version: int) -> ValidationResult:
         slots = asyncio.Semaphore(max(1, self.batch_size // self.rollout.samples_per_group))

@@ -1,9 +1,9 @@
 """All worker processes of a run: how they start, load their models, and end.
 
-The worker processes start at once because each spends seconds on imports, and the slowest one decides when the first
-step can begin. Roles that share devices load their models in turn, and each leaves the devices before the next one
-comes: an engine that sizes its caches by the free memory must not find a trainer there. `shutdown` leaves no process
-behind, whatever happens during start or run.
+All processes start concurrently, because each spends seconds on imports and the slowest one delays the first step.
+Roles that share devices load their models one after the other, and each leaves the devices before the next one: an
+engine that sizes its caches by free memory must not find a trainer there. `shutdown` leaves no process behind, even if
+the start or the run failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from roll.weights.transports import TransportSpec, claim_weight_folder, clear_we
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 120.0
-"""Longest wait for the processes of the rollout side to end."""
+"""Longest wait for the rollout side's processes to end."""
 
 
 class Roles:
@@ -55,9 +55,9 @@ class Roles:
         checkpoint: Checkpoint | None = None,
         corrupted_versions: frozenset[int] = frozenset(),
     ) -> None:
-        """Build the engine pool and claim the folder of published weights; start nothing yet.
+        """Build the engine pool and choose the folder for published weights. Starts no process.
 
-        The trained roles resume from ``checkpoint``. ``corrupted_versions``: see `TransportSpec`.
+        Trained roles resume from ``checkpoint``. ``corrupted_versions``: see `TransportSpec`.
         """
         self.locks = locks
         self._checkpoint = checkpoint
@@ -75,30 +75,30 @@ class Roles:
         self.critic: TrainerGroup | None = None
 
     def trained(self) -> dict[str, TrainerGroup]:
-        """Return the roles that learn, the policy first."""
+        """Return the trained roles, the policy first."""
         critic = {} if self.critic is None else {"critic": self.critic}
         return {"actor_train": self.trainer, **critic}
 
     async def start(self) -> None:
-        """Start every process and load every model. Among roles that share devices, the last one loaded stays there."""
+        """Start all processes and load all models. Among roles that share devices, the last one to load stays there."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._start_pool())
             tasks.create_task(self._workers.start())
             await self._start_trainers()
 
     def trainer_roles(self) -> list[str]:
-        """Return the roles with devices that are no engines: those that learn, and those that only compute."""
+        """Return the trained and the forward-only roles: all except the engines and reward models."""
         return [role for role in derived.present_roles(self._config) if role != "actor_infer"]
 
     async def end_trainers(self) -> None:
-        """End the processes of these roles. Call it when the engines have forgotten the weights that they published."""
+        """End the processes of `trainer_roles`. The engines must have dropped the weights that these published."""
         ended, self._groups = self._groups, []
         await asyncio.gather(*(worker.end() for group in ended for worker in group.workers))
         for role in self.trainer_roles():
             self.locks[role].forget(role)
 
     async def start_trainers(self, checkpoint: Checkpoint | None, corrupted_versions: frozenset[int]) -> None:
-        """Start new processes in the place of those that `end_trainers` has ended; they resume from ``checkpoint``."""
+        """Start new processes in place of those that `end_trainers` has ended. They resume from ``checkpoint``."""
         self._checkpoint, self._transport = checkpoint, self._claim_transport(corrupted_versions)
         await self._start_trainers()
 
@@ -113,13 +113,13 @@ class Roles:
         self.critic, self.logp = started.get("critic"), started.get("actor_logp")
 
     def handles(self) -> list[WorkerHandle]:
-        """Return the current processes that have models."""
+        """Return the current processes with models."""
         return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
 
     async def shutdown(self) -> None:
-        """End every process. Errors are only logged, so they do not hide why the run ends.
+        """End all processes. Errors are only logged, so that they do not hide why the run ended.
 
-        Processes that cannot be ended here end with Ray.
+        Processes that survive this end with Ray.
         """
         try:
             self.pool.kill()
@@ -133,7 +133,7 @@ class Roles:
             logger.error("processes could not be ended in order; they end with Ray", exc_info=failure)
         finally:
             self._placement.release()
-            # The trainer was killed and could not delete the weights that it published last.
+            # The trainer was killed, so it has not deleted its last published weights.
             clear_weight_folder(self._run)
 
     def _claim_transport(self, corrupted_versions: frozenset[int]) -> TransportSpec:
@@ -141,7 +141,7 @@ class Roles:
         return TransportSpec(
             name=derived.weight_transport(self._config),
             buffers=2 if derived.has_two_buffers(self._config) else 1,
-            # Weights of earlier processes are deleted there.
+            # Also deletes the weights of earlier processes.
             directory=claim_weight_folder(self._run, update.checkpoint_dir, self._config.exp_name),
             bucket_bytes=derived.load_bucket_bytes(self._config),
             timeout_seconds=update.timeout_seconds,
@@ -192,7 +192,7 @@ class Roles:
     def _start_worker(
         self, role: str, default: type[Worker], devices: Sequence[Sequence[int]], rank: int
     ) -> WorkerHandle:
-        """Start one process of a role; ``devices``: those of each rank."""
+        """Start one process of a role. ``devices``: the devices of each rank."""
         return start_worker(
             self._prepared.worker_classes.get(role, default),
             self._placement,
@@ -205,14 +205,14 @@ class Roles:
 
 
 async def trainer_processes(config: RunConfig, start: Callable[[int], WorkerHandle], ranks: int) -> TrainerGroup:
-    """Start the processes of a trainer, whose models are not loaded yet. ``start`` starts that of a rank."""
+    """Start the processes of a trainer; models are loaded later. ``start`` starts the process of a rank."""
     timeout = config.cluster.worker_start_timeout_seconds
     group = await start_group(start, ranks, timeout)
     return TrainerGroup(group, start_timeout_seconds=timeout, call_timeout_seconds=config.stall_timeout_seconds)
 
 
 def role_locks(config: PipelineConfig) -> dict[str, DeviceLock]:
-    """Return the device lock of each role, reward models included."""
+    """Return the device lock of each role, including reward models."""
     mappings = derived.device_mappings(config)
     return build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings.items()})
 
@@ -224,7 +224,7 @@ def build_side(
     run: RunDirectory,
     on_event: Callable[[str], None],
 ) -> RolloutSide:
-    """Build the rollout side of the pipeline; start nothing yet."""
+    """Build the rollout side of the pipeline. Starts no process."""
     plan = prepared.rollouts
     if isinstance(plan, AgenticPlan):
         return AgenticSide(prepared, plan, str(run.logs.absolute()), on_event)
@@ -233,7 +233,7 @@ def build_side(
 
 
 def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
-    """Return the setup of a trainer or a forward-only role, but for its place among the ranks."""
+    """Return the setup that all ranks of a trainer or forward-only role have in common."""
     section = derived.present_roles(config)[role]
     return TrainerSetup(
         section,
@@ -247,7 +247,7 @@ def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
 
 
 def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
-    """Return what an engine process is built from."""
+    """Return the specification from which an engine process builds its engine."""
     role = config.actor_infer
     return EngineSpec(
         strategy_name=role.strategy_args.strategy_name,

@@ -1,15 +1,14 @@
-"""Common parts of the rollouts of both pipelines: interfaces, generation on shared devices, and validation.
+"""Common parts of the rollouts of all pipelines: interfaces, generation on shared devices, and validation.
 
-The rollout side (the source of groups and the rollout of one group) is the only part that RLVR and agentic runs do not
-share. A pipeline contributes a *plan*, which `preflight` finds and checks before anything starts, and which builds the
-side.
+The rollout side (the source of prompts or tasks, and the function that makes a group) is the only part in which the
+pipelines differ. A pipeline contributes a *plan*, which `preflight` builds and checks before anything starts.
 
-The gate holds the engine's devices while requests are running. When another role waits for them, the gate lets go, and
-the device lock interrupts the requests by putting the engine to sleep. They continue when the gate has the devices
-again. An engine with devices of its own is never interrupted.
+The gate holds the engine's devices while requests are running. When another role waits for the devices, the gate
+releases them, and the device lock interrupts the requests by putting the engine to sleep. The requests continue once
+the gate holds the devices again. An engine that shares no devices is never interrupted.
 
-Validation measures one policy version. It runs inside the stage that publishes weights, so no newer version can arrive
-before it ends; or on replicas that keep the version, beside the stages (`roll.pipeline.records`).
+Validation measures one policy version. It runs either within the stage that publishes weights, so no newer version can
+arrive before it ends, or in parallel to the stages on replicas pinned to the version (`roll.pipeline.records`).
 """
 
 from __future__ import annotations
@@ -42,69 +41,69 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Protocol):
-    """An object that runs generation requests."""
+    """Interface that runs generation requests on an engine."""
 
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run a request to its end on an engine that holds ``min_version`` or newer.
+        """Run a request to completion on an engine with version ``min_version`` or newer.
 
-        All requests with one ``sticky_key`` go to the same engine.
+        All requests with the same ``sticky_key`` go to the same engine.
         """
 
     def forget(self, sticky_key: str) -> None:
-        """Drop the routing of this key; no request with it will follow."""
+        """Drop the routing of a sticky key that will not be used again."""
 
 
 class WorkerProcesses(Protocol):
-    """The processes of a rollout side: reward workers and models, or environment workers.
+    """Worker processes of a rollout side: reward workers and reward models, or environment workers.
 
-    They recover from failures by themselves. A failure that they cannot recover from ends the rollouts that need them.
+    They recover from failures themselves. If they cannot, the rollouts that need them fail.
     """
 
     async def start(self) -> None:
-        """Start all processes. Wrap waits for devices in `part`, since other roles wait for them at the same time."""
+        """Start all processes. Wrap waits for devices in `part`, since other roles wait for the same devices."""
 
     async def shutdown(self) -> None:
         """End all processes."""
 
     def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
-        """Return the recent spans of work by role, in seconds since the epoch."""
+        """Return the recent busy spans by role, as (start, end) in seconds since the epoch."""
 
 
 class RolloutSide(Protocol):
-    """The rollout side of a running pipeline."""
+    """The part of a run that produces groups; it differs between pipelines."""
 
     workers: WorkerProcesses
-    """The processes that run beside the driver."""
+    """Its processes, apart from the driver and the engines."""
     sample_metrics: str
-    """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
+    """Prefix for metrics of samples; ``{domain}`` in it is replaced by the sample's domain."""
 
     def canary_prompts(self) -> Sequence[np.ndarray]:
-        """Return token sequences (int32) for the log-probability parity check of trainer and engines."""
+        """Return token sequences (int32) for the log-probability parity check between trainer and engines."""
 
     def source(self) -> Iterator[Any]:
-        """Return the item that each group starts from, in order."""
+        """Return an iterator over the prompts or tasks of the groups, in order."""
 
     def rollout(self, generator: Generator) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
-        """Return the function that makes a training group."""
+        """Return the coroutine function that makes a training group."""
 
     def validator(self, generator: Generator) -> Validator | None:
-        """Return the validator; None if this run does not validate."""
+        """Return the validator, or None if this run does not validate."""
 
     def handles(self) -> Sequence[WorkerHandle]:
         """Return the current processes that have models on devices."""
         return ()
 
     def metrics(self) -> dict[str, float]:
-        """Return totals of the worker processes for the record of a step.
+        """Return totals of the worker processes, to record with a step.
 
-        The totals change while work is done, and a run in which nothing changes counts as stalled.
+        Totals must change while work is done, because a run without any change counts as stalled.
         """
 
 
 class EngineGate(Generator):
-    """Generator that lets requests of rollouts and validation through while the engine holds its devices."""
+    """Generator that holds back requests while another role uses the engine's devices."""
 
     def __init__(self, pool: InferencePool, lock: DeviceLock, role: str) -> None:
         self._pool = pool
@@ -142,8 +141,7 @@ class EngineGate(Generator):
     async def run(self) -> None:
         """Hold the engine's devices while there are requests, and release them when another role waits for them.
 
-        If other roles use the devices one after the other for a batch, the gate waits until all of them are done. Runs
-        until cancelled.
+        If several roles use the devices in turn for one batch, wait until all of them are done. Runs until cancelled.
         """
         while True:
             await self._demanded.wait()
@@ -160,19 +158,19 @@ class EngineGate(Generator):
 
 
 class Pace:
-    """A limit on how many groups begin in one turn of the event loop: a step may allow thousands at once.
+    """Limits how many groups start per turn of the event loop, because a step may admit thousands at once.
 
-    They begin in the order in which they ask.
+    Groups start in the order in which they call `turn`.
     """
 
     def __init__(self, most: int) -> None:
-        """Let at most so many begin in a turn."""
+        """Allow at most ``most`` starts per turn."""
         self._most = most
         self._begun = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def turn(self) -> None:
-        """Wait for a turn of the event loop that has room."""
+        """Wait for a turn of the event loop with a free place."""
         loop = asyncio.get_running_loop()
         if self._begun == 0:
             loop.call_soon(self._next_turn)
@@ -196,7 +194,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class ValidationGenerator(Generator):
-    """Generator of a validation: its requests go to the replicas that keep the validated version, if some do."""
+    """Generator for validation requests. They go to the replicas that are pinned to the validated version, if any."""
 
     gate: EngineGate
 
@@ -210,7 +208,7 @@ class ValidationGenerator(Generator):
 
 
 def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
-    """Return the engine's parameters for the configured ones; the seed is set per request."""
+    """Convert the configured arguments to sampling parameters. The seed is set per request."""
     return SamplingParams(
         max_new_tokens=arguments.max_new_tokens or response_length,
         temperature=arguments.temperature,
@@ -222,38 +220,38 @@ def sampling_params(arguments: GeneratingArguments, response_length: int) -> Sam
 
 
 def has_score_variance(group: Group) -> bool:
-    """Return True if the samples of a group differ in score. Otherwise a group baseline learns nothing from them."""
+    """Return True if the scores of a group differ. Otherwise all its group-relative advantages are 0."""
     return bool(np.ptp(group.scores) > 0)
 
 
 @dataclass
 class ValidationResult:
-    """Metrics of a validation by name, and the groups behind them."""
+    """Metrics of a validation by name, and its groups."""
 
     version: int
     metrics: dict[str, float]
     groups: list[Group]
     episodes: Sequence[Episode] = ()
-    """All episodes that were played, if the validation plays environments."""
+    """All episodes, if the validation runs in environments."""
 
 
 class MixedVersions(AssertionError):
-    """A validation saw tokens of a version other than the one it measures."""
+    """A validation generated tokens with another version than the one it measures."""
 
 
 @dataclass(frozen=True)
 class Validator(ABC):
-    """Validator that measures one policy version."""
+    """Generates and scores the validation set with one policy version."""
 
     timeout_seconds: float = field(kw_only=True)
     attempts: int = field(kw_only=True)
-    """Number of tries per group."""
+    """Maximum number of attempts per group."""
     on_event: Callable[[str], None] = field(kw_only=True)
 
     async def run(self, version: int) -> ValidationResult:
-        """Generate and judge the whole validation set.
+        """Run the validation set with ``version``.
 
-        Raises `TimeoutError` at the deadline and `MixedVersions` if the weights changed meanwhile.
+        Raises `TimeoutError` at the deadline, and `MixedVersions` if the weights changed in the meantime.
         """
         try:
             async with asyncio.timeout(self.timeout_seconds):
@@ -271,13 +269,13 @@ class Validator(ABC):
 
     @abstractmethod
     async def measure(self, version: int) -> ValidationResult:
-        """Generate and judge the validation set, however long it takes."""
+        """Generate and score the validation set, without a deadline."""
 
     async def made(self, count: int, make: Callable[[int], Awaitable[Made]]) -> dict[int, Made]:
-        """Return the result of ``make`` for each group number below ``count``, without the groups that keep failing.
+        """Call ``make`` for each group number below ``count``; return the results of the groups that succeed.
 
-        A failed group is tried again as in training; groups that fail each time are reported. Raises the first failure
-        if no group could be made, and a fatal error at once.
+        Failed groups are retried; those that fail every attempt are reported. If all groups fail, raises the first
+        failure. Fatal errors are raised at once.
         """
         failures: list[Exception] = []
 

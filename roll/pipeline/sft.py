@@ -1,11 +1,9 @@
-"""Supervised fine-tuning, top to bottom: start the trainer, take one batch of examples after another, keep what it
-learns.
+"""Supervised fine-tuning: start the trainer, and train on batches of examples to the last step.
 
-A step is one optimizer step on the next `train_batch_size` examples of an endless stream, which is a pure function of
-examples and seed. So a checkpoint needs the number of its step only, and a resumed run learns the same examples in the
-same order. Trainer, checkpoints, records and watches are those of reinforcement learning; there is no engine, and
-nothing is published. Validation is the mean cross-entropy of examples that are not trained on, at the weights between
-two steps.
+A step is one optimizer step on the next `train_batch_size` examples of an endless stream. The stream is a pure function
+of examples and seed. So a checkpoint needs only its step number, and a resumed run learns the same examples in the same
+order. Trainer, checkpoints, records and watchers are those of reinforcement learning; there are no engines and no
+weight updates. Validation is the mean cross-entropy on held-out examples, measured between two steps.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 ROLE = "actor_train"
 Background = dict[str, Callable[[], Awaitable[None]]]
-"""Tasks beside the steps, by name."""
+"""Tasks that run beside the training loop, by name."""
 
 
 async def run_sft(
     prepared: PreparedSFT, recorder: RunRecorder, status_file: StatusFile, point: ResumePoint | None = None
 ) -> None:
-    """Learn to the last step, from the first one or from ``point``. Raises the first failure."""
+    """Train until the last step, starting at step 0 or resuming at ``point``. Raises the first failure."""
     config, first_step = prepared.config, 0 if point is None else point.step
     _tell_arithmetic(prepared, recorder)
     placement = Placement(config.cluster)
@@ -76,7 +74,7 @@ async def run_sft(
 
 
 def _end(handles: Sequence[WorkerHandle], placement: Placement) -> None:
-    """End every process. Errors are only logged, so they do not hide why the run ends."""
+    """End all processes. Errors are only logged, so that they do not hide why the run ended."""
     try:
         for handle in handles:
             handle.kill()
@@ -86,10 +84,10 @@ def _end(handles: Sequence[WorkerHandle], placement: Placement) -> None:
 
 
 class SupervisedRun:
-    """The steps of a run."""
+    """The training loop of supervised fine-tuning."""
 
     def __init__(self, prepared: PreparedSFT, recorder: RunRecorder, trainer: TrainerGroup, first_step: int) -> None:
-        """Wire the parts. ``first_step``: the steps that are done already."""
+        """Connect the parts. ``first_step``: number of steps that are already done."""
         self._prepared, self._config = prepared, prepared.config
         self._recorder, self._trainer = recorder, trainer
         self._first_step = self._done = first_step
@@ -105,13 +103,13 @@ class SupervisedRun:
         )
 
     def moved(self) -> tuple[int, *tuple[object, ...]]:
-        """Return the number of steps that are over, and what else changes whenever something moves."""
+        """Return the number of completed steps, and other values that change whenever the run makes progress."""
         return self._done, self._validated, self.checkpoints.progress()
 
     async def learn(self) -> None:
-        """Take all steps that are left, and wait for the last checkpoint."""
+        """Take all remaining steps, and wait for the last checkpoint."""
         config, recorder = self._config, self._recorder
-        # What a resumed run skips may take long.
+        # In a thread: skipping the examples of earlier steps may take long.
         stream = await asyncio.to_thread(stream_from, config, self._prepared.examples, self._first_step)
         if self._first_step == 0 and config.eval_steps:
             metrics = await self._validation(0)
@@ -146,7 +144,7 @@ class SupervisedRun:
         }
 
     async def _validation(self, step: int) -> dict[str, float]:
-        """Return the mean cross-entropy of the validation examples in nats per learned token, and that by domain."""
+        """Return the mean cross-entropy of the validation examples (nats per target token), in total and by domain."""
         held_out = self._prepared.validation
         if held_out is None:
             raise RuntimeError("this run has no validation examples")
@@ -167,7 +165,7 @@ class SupervisedRun:
 
 
 def stream_from(config: SFTConfig, examples: Examples, steps: int) -> Iterator[Example]:
-    """Return the examples in the order in which they are learned, from those after ``steps`` training steps on."""
+    """Return the stream of examples in training order, without those of the first ``steps`` training steps."""
     data_args = config.actor_train.data_args
     stream = PromptStream(
         examples.examples,
@@ -187,8 +185,7 @@ async def _start_trainer(
     point: ResumePoint | None,
     handles: list[WorkerHandle],
 ) -> TrainerGroup:
-    """Start the trainer's processes, and load the model or the state of a checkpoint into them. Each process is added
-    to ``handles`` at once."""
+    """Start the trainer and load the model or a checkpoint. Appends each process to ``handles`` at once."""
     config = prepared.config
     devices = parse_device_mapping(config.actor_train.device_mapping)
 
@@ -209,15 +206,17 @@ async def _start_trainer(
     trainer = await trainer_processes(config, start, len(devices))
     checkpoint = None if point is None else point.checkpoint
     state = None if checkpoint is None else checkpoint.role(ROLE)
-    # An engine that samples from the exported model must stop at the end that it has learned.
+    # Exported with the model, so that engines stop at the end token of the examples.
     setup = replace(trainer_setup(config, ROLE), end_tokens=(prepared.examples.end,))
     await trainer.start(TrainerSpec(setup, None, state))
     return trainer
 
 
 async def _first_failure(learn: Callable[[], Awaitable[None]], background: Background, recorder: RunRecorder) -> None:
-    """Run ``learn`` to its end beside the ``background`` tasks, which are then cancelled. Raises the first failure
-    itself, not an exception group."""
+    """Run ``learn`` beside the ``background`` tasks, then cancel these.
+
+    Raises the first failure itself, not an exception group.
+    """
 
     async def act(name: str, work: Callable[[], Awaitable[None]]) -> None:
         with acting(name, recorder.waits):
@@ -239,7 +238,7 @@ async def _first_failure(learn: Callable[[], Awaitable[None]], background: Backg
 
 
 def _tell_arithmetic(prepared: PreparedSFT, recorder: RunRecorder) -> None:
-    """Print what the data come to."""
+    """Print how many passes over the data the run takes."""
     config, known, overlong = prepared.config, len(prepared.examples.examples), prepared.examples.overlong
     overlong += 0 if prepared.validation is None else prepared.validation.overlong
     passes = config.max_steps * config.train_batch_size / known

@@ -1,11 +1,11 @@
 """The runner of a stage, a small state machine around a function, and the channels between stages.
 
-Every change of state is recorded with its time. That record is the timeline, the idle shares and the hang report. A
-stage whose function raises is FAILED and stops the whole graph: no error is swallowed and nothing spins.
+Every change of state is recorded with its time. The record is the source of the timeline, the idle shares and the
+report of a stalled run. A stage whose function raises becomes FAILED and stops the whole graph; no error is swallowed.
 
-A channel has one producer and one consumer. A full channel makes the producer wait; this is how back-pressure reaches
-the rollout. `close` marks the end of the data, never a sentinel item, so a crash cannot be mistaken for a normal end. A
-producer that fails leaves its channel open, and the graph cancels the consumer.
+A channel has one producer and one consumer. A full channel blocks the producer, which is how back-pressure reaches the
+rollouts. The end of the data is marked by `close` rather than a sentinel item, so a crash cannot be mistaken for a
+normal end: a producer that fails leaves its channel open, and the graph cancels the consumer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from roll.tracking.waits import START, TRAIN, WaitBoard, acting, waiting
 
 
 class ChannelClosed(Exception):
-    """The channel was closed and accepts no more items."""
+    """`Channel.put` was called after `Channel.close`."""
 
 
 class Channel:
-    """A channel of at most ``capacity`` items, in order; the consumer iterates over it."""
+    """First-in, first-out channel with at most ``capacity`` items. The consumer iterates over it."""
 
     capacity = 1
 
@@ -42,7 +42,7 @@ class Channel:
         return len(self._items)
 
     async def put(self, item: Any) -> None:
-        """Wait for room and append. Raises `ChannelClosed` after `close`."""
+        """Wait for room and append an item. Raises `ChannelClosed` after `close`."""
         async with self._changed:
             with waiting(f"room/{self.name}", "room for an item"):
                 await self._changed.wait_for(lambda: self._closed or len(self) < self.capacity)
@@ -55,7 +55,7 @@ class Channel:
         return self
 
     async def __anext__(self) -> Any:
-        """Wait for an item. The iteration ends once the channel is closed and empty."""
+        """Wait for the next item. Iteration ends when the channel is closed and empty."""
         async with self._changed:
             with waiting(f"items/{self.name}", "an item"):
                 await self._changed.wait_for(lambda: self._closed or self._items)
@@ -66,14 +66,14 @@ class Channel:
             return item
 
     async def close(self) -> None:
-        """Close the channel to new items. Items already put are still delivered."""
+        """Accept no more items. Items already in the channel are still delivered."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class StageState(enum.Enum):
-    """States of a stage, with their names in the timeline."""
+    """States of a stage; values are the names in the timeline."""
 
     IDLE = "idle"
     WAITING_INPUT = "waiting for input"
@@ -86,38 +86,38 @@ class StageState(enum.Enum):
 
 @dataclass(eq=False)
 class Stage:
-    """The loop of one stage: take an item, hold the devices, call the function, pass the result on."""
+    """The loop of one stage: take an item, hold the devices, call the function, and pass on the result."""
 
     name: str
     work: Callable[[Any], Awaitable[Any]]
-    """Function from an item to the item for the next stage, which notes the time spent on it (`note_time`)."""
+    """Function from an item to the item for the next stage. Items record the time spent on them (`note_time`)."""
     source: AsyncIterator[Any]
     timeline: Timeline
     outbox: Channel | None = None
     side: Channel | None = None
-    """A second channel, which gets each item as it is now (its `beside`), before the first one does."""
+    """Second output channel. Gets a snapshot of each complete item (`beside`) before ``outbox`` gets the item."""
     before: Callable[[Any], Awaitable[None]] | None = None
-    """Waits, before the devices are taken, for events that happen only while other roles have them."""
+    """Called before taking the devices, to wait for events that other roles on these devices must bring about first."""
     hold: Callable[[], Any] | None = None
     """Returns a context manager that holds the devices."""
     finish: Callable[[Any], Awaitable[None]] | None = None
-    """Gets each item of the last stage, with the time of this stage noted."""
+    """Called with each result of a stage that no other stage follows."""
     passes_parts: bool = False
-    """True if results that are not ``complete`` go on to the next stage, too. They never take the side channel."""
+    """True to pass on results that are not ``complete``. The side channel gets only complete ones."""
     state: StageState = field(default=StageState.IDLE, init=False)
     _task: asyncio.Task[Any] | None = field(default=None, init=False)
 
     @property
     def inbox(self) -> Channel | None:
-        """The channel from which items come; None if they come from elsewhere."""
+        """Input channel; None if items come from another source."""
         return self.source if isinstance(self.source, Channel) else None
 
     def place(self) -> str | None:
-        """Return the line of code in which the stage waits; None before `run`."""
+        """Return the line of code at which the stage is waiting; None before `run`."""
         return None if self._task is None else task_place(self._task)
 
     async def run(self) -> None:
-        """Work until the input ends, then close the output."""
+        """Process items until the input ends, then close the output channels."""
         self._task = asyncio.current_task()
         try:
             self._enter(StageState.WAITING_INPUT)
@@ -168,10 +168,10 @@ class Stage:
 
 
 class StageGraph:
-    """Stages and background tasks in one task group: the first failure cancels all others and is raised."""
+    """Stages and background tasks in one task group. The first failure cancels all of them and is raised."""
 
     def __init__(self, stages: Iterable[Stage], waits: WaitBoard | None = None) -> None:
-        """Keep the stages. ``waits`` records the waits of all tasks."""
+        """``waits``: board that records what each task waits for."""
         self.stages = list(stages)
         self._waits = WaitBoard() if waits is None else waits
 
@@ -180,10 +180,10 @@ class StageGraph:
         background: Mapping[str, Callable[[], Awaitable[None]]] | None = None,
         first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Run all stages to their end; then cancel the ``background`` tasks (name -> task).
+        """Run all stages to their end, then cancel the ``background`` tasks (name -> coroutine function).
 
-        ``first`` is awaited, with the background tasks running, before the stages start. Raises the first failure
-        itself, not an exception group, so that its cause is named plainly.
+        ``first`` runs beside the background tasks, before the stages start. Raises the first failure itself rather than
+        an exception group, so that the cause is plain.
         """
         failure: BaseException | None = None
         try:
@@ -204,17 +204,17 @@ class StageGraph:
         except BaseExceptionGroup as failures:
             failure = failures
             while isinstance(failure, BaseExceptionGroup):
-                failure = failure.exceptions[0]  # it came before everything else was cancelled
+                failure = failure.exceptions[0]  # the first one; it caused the cancellations
         if failure is not None:
-            # Raised outside the handler, so that the group that holds it does not become its own cause.
+            # Raised outside the handler, so that the exception group does not become its context.
             raise failure
 
     async def failure(
         self, background: Mapping[str, Callable[[], Awaitable[None]]], first: Callable[[], Awaitable[None]]
     ) -> Exception | None:
-        """Do what `run` does, and return what it raises; None if all stages came to their end.
+        """Like `run`, but return the failure instead of raising it; None if all stages finished.
 
-        It has a task of its own: in Python 3.11 a failed task group leaves its owner marked as cancelled.
+        Uses a separate task, because in Python 3.11 a failed task group leaves its parent task marked as cancelled.
         """
         running = asyncio.create_task(self.run(background, first))
         try:
@@ -229,16 +229,16 @@ class StageGraph:
 
 
 class StepCounter:
-    """Counter that stages can wait on. Belongs to one event loop."""
+    """Counter of completed steps that tasks can wait on. Use it in one event loop only."""
 
     def __init__(self, done: int = 0, stage: str = TRAIN) -> None:
-        """Count from ``done``. ``stage`` is the actor that counts, which waiting stages wait for."""
+        """Start at ``done``. ``stage``: the actor that advances the counter, shown as what waiting tasks wait for."""
         self.done = done
         self._stage = stage
         self._advanced = asyncio.Event()
 
     def advance(self, done: int) -> None:
-        """Record that ``done`` steps are over. Raises `ValueError` if ``done`` is less than before."""
+        """Set the number of completed steps. Raises `ValueError` if it is less than before."""
         if done < self.done:
             raise ValueError(f"{done} steps cannot be over after {self.done} were")
         self.done = done
@@ -246,7 +246,7 @@ class StepCounter:
         self._advanced = asyncio.Event()
 
     async def reached(self, steps: int) -> None:
-        """Wait until ``steps`` steps are over."""
+        """Wait until ``steps`` steps are completed."""
         while self.done < steps:
             with waiting(self._stage, f"the end of training step {steps}"):
                 await self._advanced.wait()

@@ -1,12 +1,12 @@
-"""The stages of a training step, in the order a batch passes through them.
+"""The stages of a training step, in the order in which a batch passes through them.
 
     rollout -> reference -> teacher -> value -> advantage -> train -> param_update
                                                           -> critic
 
-A stage is a function of the run and a batch that returns the batch. The scheduler, the workers and the algorithms do
-the work. Log-probabilities before the update are computed in `train`, or for it by a role beside the stages
-(`logp.py`). The first stage gets the scheduler's groups. The last one publishes the new weights, which lets the
-scheduler start more groups. A user's own stage replaces one of these, or is inserted before or after it.
+A stage is a coroutine function that takes the run and a batch, and returns the batch. It delegates the work to the
+scheduler, the workers and the algorithms. Log-probabilities from before the update are computed in `train`, or by the
+role `actor_logp` (`logp.py`). The first stage receives the scheduler's groups. The last one publishes the new weights,
+which lets the scheduler start more groups. A user's own stage replaces one of these, or is inserted before or after it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from roll.weights.verify import CanaryScores, canary_metrics
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The finished groups of one training step, counted from 0, or some of them."""
+    """Finished groups of one training step (counted from 0): all of them, or a part."""
 
     step: int
     groups: list[FinishedGroup[Any, Group]]
     complete: bool = True
-    """False if others of this step follow."""
+    """False if more groups of this step follow."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step."""
+    """Metrics of the step, shared by its parts."""
 
 
 async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
-    """Yield the scheduler's groups, training step by training step, in parts if stages can use them."""
+    """Yield the scheduler's groups step by step; in parts, if the stages can process parts."""
     for step in range(run.first_step, run.config.max_steps):
         metrics: dict[str, float] = {}
         complete = False
@@ -70,7 +70,7 @@ async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
 
 
 async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
-    """Make a batch of finished groups, and check it against the staleness bound and the ledger."""
+    """Build a batch from finished groups, and check the staleness bound and the ledger."""
     run.scheduler.ledger.check()
 
     def make() -> TrainingBatch:
@@ -91,7 +91,7 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
 
 
 async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Add the log-probabilities under the frozen reference policy, for a KL term."""
+    """Add the log-probabilities under the frozen reference policy, for a KL penalty or KL loss."""
     return await _compared(run, batch, "reference")
 
 
@@ -101,7 +101,7 @@ async def teacher(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def _compared(run: RunContext, batch: TrainingBatch, role: str) -> TrainingBatch:
-    """Add the log-probabilities under a role that the policy is compared with."""
+    """Add the log-probabilities under a forward-only role (reference or teacher)."""
     data = batch.data
     seen = data if role != "teacher" else await asyncio.to_thread(seen_by_teacher, batch, run.teacher_prompts)
     with run.recorder.busy(role):
@@ -112,18 +112,19 @@ async def _compared(run: RunContext, batch: TrainingBatch, role: str) -> Trainin
 
 
 async def value(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Add the critic's values, for advantages."""
+    """Add the critic's values, for the advantage estimation."""
     with run.recorder.busy("critic"):
         batch.data.tokens["values"] = await run.require_critic().values(batch.data)
     return batch
 
 
 async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Put the batch together and convert rewards (and the KL penalty, if any) to advantages.
+    """Collect the parts of a batch, and compute advantages from rewards (and the KL penalty, if any).
 
-    If groups are trained on as they finish, a part goes on with its own advantages, and the last one with its batch.
+    When streaming, each part is passed on with its own advantages, the last one as `TrainingBatch.untrained` of the
+    batch.
     """
-    # In threads: long responses take a good part of a second, and rollouts continue meanwhile.
+    # In threads, so that rollouts continue: long responses take a good part of a second.
     part, whole = batch, await asyncio.to_thread(run.parts.add, batch)
     if run.streams and whole is not batch:
         part = await asyncio.to_thread(with_own_advantages, batch, run.advantages)
@@ -139,7 +140,7 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Take the optimizer steps of the critic, on the returns of this batch, while the policy takes its own."""
+    """Take the critic's optimizer steps on the returns of this batch, in parallel to the policy's steps."""
     with run.recorder.busy("critic"):
         plan = train_plan(run.config, "critic", batch)
         metrics = await run.require_critic().train(batch.data, run.value_objective, plan)
@@ -151,9 +152,9 @@ async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Take the optimizer steps of one training step; then set the new weights aside for the weight update.
+    """Take the optimizer steps of one training step, then copy the new weights into a weight buffer.
 
-    A part of a batch only adds to the gradients of its step.
+    A part of a batch only accumulates gradients.
     """
     config, version = run.config, batch.step + 1
     metrics: dict[str, float] = {}
@@ -180,7 +181,7 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
-    """Train on a batch or a part of it. Returns the metrics of the optimizer steps, if they were taken."""
+    """Train on a batch or a part of one. Returns the metrics of the optimizer steps, empty if none was taken."""
     plan = train_plan(run.config, "actor_train", batch)
     if not run.streams:
         if run.needs_proximal:
@@ -209,9 +210,9 @@ async def _learn(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
 
 
 async def _learn_in_pieces(run: RunContext, batch: TrainingBatch, logp: LogProbRole) -> dict[str, float]:
-    """Train on each piece of a batch when its log-probabilities are there. Returns the metrics of the optimizer steps.
+    """Train on each piece of a batch as soon as its log-probabilities are computed. Returns the mean optimizer metrics.
 
-    The steps are those of `_learn`, on the same rows in the same order.
+    The optimizer steps are those of `_learn`, on the same rows in the same order.
     """
     plan, data, loop = train_plan(run.config, "actor_train", batch), batch.data, asyncio.get_running_loop()
     updates = optimizer_batches(len(data), plan, run.config.seed)
@@ -260,7 +261,7 @@ async def _learn_in_pieces(run: RunContext, batch: TrainingBatch, logp: LogProbR
 
 
 async def _correct(run: RunContext, batch: TrainingBatch) -> None:
-    """Weigh and reject tokens by the distance of the batch's proximal log-probabilities from those that sampled."""
+    """Apply the off-policy correction (ratio of proximal to behaviour policy), and record its metrics."""
     metrics = await _weigh(run, batch)
     batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
 
@@ -272,12 +273,12 @@ async def _weigh(run: RunContext, batch: TrainingBatch) -> dict[str, float]:
 
 
 async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Send the weights, load them into every replica, and validate when due."""
+    """Send the weights, load them into all replicas, and validate if due."""
     version = batch.step + 1
     if batch.gathered:
         batch.metrics.update(await publish(run, version, batch.canaries))
     else:
-        run.pool.buffers.published(version)  # which a stage in place of `train` may not have written into
+        run.pool.buffers.published(version)  # frees the buffer, if a custom stage replaced `train` and gathered nothing
     run.published.advance(version)
     if batch.gathered:
         batch.metrics.update(await announce(run, version))
@@ -285,12 +286,12 @@ async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 
 async def critic_learned(run: RunContext, batch: TrainingBatch) -> None:
-    """Count a step of the critic."""
+    """Count a training step of the critic."""
     run.critic_steps.advance(batch.step + 1)
 
 
 async def record(run: RunContext, batch: TrainingBatch) -> None:
-    """Record a step that has passed all stages. After the last one, wait for all records and checkpoints."""
+    """Record a step that has passed all stages. After the last step, wait for all records and checkpoints."""
     step = batch.step + 1
     if run.critic is not None:
         await run.critic_steps.reached(step)
@@ -302,30 +303,30 @@ async def record(run: RunContext, batch: TrainingBatch) -> None:
 
 
 def train_plan(config: PipelineConfig, role: str, batch: TrainingBatch) -> TrainPlan:
-    """Return how a trained role uses a batch."""
+    """Return the `TrainPlan` of a trained role: how it splits a batch into optimizer steps."""
     size = derived.optimizer_batch_size(config, derived.trained_roles(config)[role], len(batch.data))
     return TrainPlan(batch.step, config.ppo_epochs, size, config.actor_infer.generating_args.temperature)
 
 
 def validation_due(config: PipelineConfig, version: int) -> bool:
-    """Return True if this version is validated: every `eval_steps` versions, and the first and last one.
+    """Return True if this version is validated: every `eval_steps` versions, and the first and the last one.
 
-    With `eval_steps: 0` no version is.
+    Always False with `eval_steps: 0`.
     """
     steps = config.eval_steps
     return steps > 0 and (version % steps == 0 or version == config.max_steps)
 
 
 def publication_due(config: PipelineConfig, version: int) -> bool:
-    """Return True if this version goes to the engine: every `interval_steps`, the last one, and all validated ones."""
+    """Return True if this version is published: every `interval_steps`, the last one, and all validated ones."""
     interval = config.weight_update.interval_steps
     return version % interval == 0 or version == config.max_steps or validation_due(config, version)
 
 
 async def gather(run: RunContext, version: int) -> CanaryScores | None:
-    """Copy the trainer's weights into a weight buffer, as soon as one is free. The trainer is idle until then.
+    """Wait for a free weight buffer, and copy the trainer's weights into it. The trainer is idle until then.
 
-    Returns the trainer's scores of the canary sequences, if this weight update is checked.
+    Returns the trainer's log-probabilities of the canary sequences, if this weight update is checked.
     """
     buffer = await run.pool.buffers.acquire(version)
     with run.recorder.busy("actor_train"):
@@ -336,9 +337,9 @@ async def gather(run: RunContext, version: int) -> CanaryScores | None:
 
 
 async def publish(run: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
-    """Load the gathered weights into every replica.
+    """Send the gathered weights, and load them into all replicas.
 
-    Returns the seconds of each part and, if checked, the log-probability differences of the canary sequences.
+    Returns the durations and, if checked, the log-probability differences of the canary sequences.
     """
     if run.logp is None:
         await run.chaos.publication(version)
@@ -359,13 +360,13 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
 
 
 async def announce(run: RunContext, version: int) -> dict[str, float]:
-    """Report a published version to the scheduler, and validate it when due: now, or beside the stages on replicas that
-    keep it. Returns the metrics of a validation that has ended.
+    """Report a published version to the scheduler, and validate it if due. Returns the metrics of the validation.
 
-    With `validation.mode: pause` no training group starts until then.
+    The validation runs here or, in parallel to the stages, on pinned replicas; then its metrics are recorded later.
+    With `validation.mode: pause`, no training group starts until it has finished.
     """
     due = run.validator is not None and validation_due(run.config, version)
-    # After the last step nothing else needs the replicas: all of them validate.
+    # After the last step all replicas are free to validate.
     beside = run.pool.can_pin and version < run.config.max_steps
     if run.validator is None or not due or beside:
         reached_engines(run, version)
@@ -380,7 +381,7 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
         run.scheduler.pause_admission()
     else:
         reached_engines(run, version)
-    # A replica that dies meanwhile must find this version, the only one that is measured.
+    # A replica that restarts meanwhile must be able to load this version, the only one to be measured.
     with run.pool.buffers.kept(version):
         await run.records.validated()
         with run.recorder.validating(version):
@@ -394,21 +395,21 @@ async def announce(run: RunContext, version: int) -> dict[str, float]:
 
 
 def reached_engines(run: RunContext, version: int) -> None:
-    """Report a version that all engines have to the scheduler. If they pull, the pool does so."""
+    """Report to the scheduler that all engines have a version. If replicas pull weights, the engine pool does so."""
     if not run.pool.pulls:
         run.scheduler.weights_published(version)
 
 
 async def critic_is_next(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait until the critic has learned from all earlier batches, then for roles that share the critic's devices."""
+    """Wait until the critic has learned from all earlier batches, and then for roles on the same devices."""
     await run.critic_steps.reached(batch.step)
     await shared_devices_free(run, "critic", batch)
 
 
 async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) -> None:
-    """Wait for the roles that work on the previous batch on the devices of ``role``.
+    """Wait for the roles that still process the previous batch on the devices of ``role``.
 
-    A stage that did not wait would take the devices from these roles, and they would take the devices back.
+    A stage that did not wait would take the devices from these roles, which would then take them back.
     """
     lock = run.locks[run.holder(role)]
     if lock is run.locks["actor_train"]:
@@ -418,16 +419,16 @@ async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) 
 
 
 async def compared_is_next(run: RunContext, batch: TrainingBatch, role: str) -> None:
-    """Wait for the roles that need the devices of ``role`` for earlier batches, if the trainer is one of them."""
+    """If the trainer shares devices with ``role``, wait for the roles that need these devices for earlier batches."""
     if run.locks[run.holder(role)] is run.locks["actor_train"]:
         await shared_devices_free(run, role, batch)
 
 
 async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
-    """Wait for a free weight buffer before taking devices that other roles use, too.
+    """On shared devices, wait for a free weight buffer before taking the devices.
 
     The role that frees a buffer may need these devices first: the engine to load newer weights, or a reward model to
-    end a validation that a publication waits for. A trainer with devices of its own need not wait, since `gather`
+    finish a validation that blocks a weight update. On its own devices the trainer need not wait here, since `gather`
     does.
     """
     version = batch.step + 1
@@ -440,18 +441,18 @@ StageFunction = Callable[[RunContext, Any], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class ChainedStage:
-    """A stage at its place in a run."""
+    """A stage and its place in the chain."""
 
     name: str
     function: StageFunction
     role: str | None = None
-    """The role whose devices the stage holds, and without which it is left out; None if it needs no role."""
+    """The role whose devices the stage holds. Without this role the stage is omitted. None: no role."""
     before: Callable[[RunContext, Any], Awaitable[None]] | None = None
-    """Waits, before the devices are taken, for events that happen only while other roles have them."""
+    """Called before taking the devices, to wait for events that other roles on these devices must bring about first."""
     finish: Callable[[RunContext, Any], Awaitable[None]] | None = None
-    """Called with each batch; the stage then works beside the stages that follow."""
+    """Called with each batch. If set, the stage runs in parallel to the stages that follow."""
     passes_parts: bool = False
-    """True if the next stage gets parts of a batch, too."""
+    """True to pass on parts of a batch to the next stage."""
 
 
 BUILT_IN = (
@@ -466,14 +467,14 @@ BUILT_IN = (
     ChainedStage("train", train, "actor_train", before=room_for_weights),
     ChainedStage("param_update", param_update),
 )
-"""The stages of every run, in their order."""
+"""The built-in stages, in order."""
 STAGES = Kind("stage", "roll.stages", {each.name: PlugIn(f"{__name__}:{each.name}") for each in BUILT_IN}, PlugIn)
 
 
 def stage_chain(chosen: Mapping[str, str | InsertedStage]) -> list[ChainedStage]:
-    """Return the stages of a run, with those of a user's own (`stages` of the configuration).
+    """Return the stages of a run, including the user's own (`stages` in the configuration).
 
-    Raises `ConfigError` for functions that cannot be found or are no stages, and for places that do not exist.
+    Raises `ConfigError` for functions that cannot be found or are not stages, and for positions that do not exist.
     """
     chain = list(BUILT_IN)
     problems = Problems()
@@ -508,7 +509,7 @@ def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
     if where == "before" and neighbour == names[0]:
         raise problem(f"{path}.{where}", f"there is no batch before `{neighbour}`", f"set `after: {neighbour}`")
     index = names.index(neighbour) + (where == "after")
-    # A stage beside one that is left out without its role is itself always there.
+    # Inserted stages have no role, so they are never omitted.
     chain.insert(index, ChainedStage(name, _function(stage.use, f"{path}.use")))
 
 

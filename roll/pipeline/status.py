@@ -1,7 +1,7 @@
-"""The current state of a run, for `status.json`, `roll doctor` and the watch over a run in which nothing moves.
+"""The current status of a run, for `status.json`, `roll doctor` and the detection of stalled runs.
 
-All stages, waits and workers are read in one turn of the event loop, so the picture is of one instant. A run that
-stands still for too long fails with a report of its waits.
+Stages, waits and workers are read in one turn of the event loop, so they form a consistent snapshot. A run without
+progress fails after a timeout, with a report of its waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from roll.tracking.waits import GROUP, Wait
 logger = logging.getLogger(__name__)
 
 LISTED_GROUPS = 32
-"""Most waits of groups that are listed one by one, oldest first."""
+"""Maximum number of groups whose waits are listed individually, oldest first."""
 
 
 class RunStalled(RuntimeError):
@@ -47,9 +47,9 @@ class RunStalled(RuntimeError):
 
 
 async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
-    """Raise `RunStalled` if nothing has moved for ``limit`` seconds. Runs until cancelled.
+    """Raise `RunStalled` after ``limit`` seconds without progress. Runs until cancelled.
 
-    A check counts for at most twice its interval, so time in which the whole process was stopped hardly counts.
+    Each check counts for at most twice its interval, so that time in which the process was suspended hardly counts.
     """
     interval = min(5.0, limit / 4)
     attention = Attention(2 * interval, asyncio.get_running_loop().time)
@@ -64,7 +64,7 @@ async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
 
 
 class StatusKeeper:
-    """Keeper of a run's status, from its start to its end."""
+    """Tracks the status of a run, from its start to its end."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class StatusKeeper:
         handles: Callable[[], Iterable[WorkerHandle]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the sources. ``handles`` returns the current workers. ``clock``: seconds, as for the recorder."""
+        """``handles`` returns the current workers. ``clock`` returns seconds, as the recorder's clock does."""
         self._clock = clock
         self._config = config
         self._recorder = recorder
@@ -88,21 +88,21 @@ class StatusKeeper:
         self._stages: Sequence[Stage] = ()
 
     def running(self, context: RunContext, stages: Sequence[Stage]) -> None:
-        """Switch from the start of the roles to the running stages."""
+        """Switch from the phase `starting` to `running`."""
         self._context, self._stages = context, stages
 
     def supervised(self, moved: Callable[[], tuple[int, *tuple[object, ...]]]) -> None:
-        """Switch from the start to the steps of a run without rollouts. ``moved`` returns the steps that are over, and
-        what else changes whenever something moves."""
+        """Switch to the phase `running` in supervised fine-tuning. ``moved`` returns the number of completed steps and
+        further values that change with any progress."""
         self._supervised = moved
 
     def starting(self) -> None:
-        """Switch back to the start of roles, some of which begin again."""
+        """Switch back to the phase `starting`, because some roles restart."""
         self._context, self._stages = None, ()
 
     @asynccontextmanager
     async def kept(self, file: StatusFile) -> AsyncIterator[None]:
-        """Keep the file up to date while this is open."""
+        """Keep the status file up to date inside this context."""
         tasks = [asyncio.create_task(self._heartbeats.run()), asyncio.create_task(self._keep(file))]
         for task in tasks:
             task.add_done_callback(_log_failure)
@@ -115,7 +115,7 @@ class StatusKeeper:
             file.ending()
 
     def now(self) -> RunStatus:
-        """Return the status of the run at this instant."""
+        """Return the current status of the run."""
         context, at = self._context, self._clock()
         step, counts = 0, () if context is None else _counts(context)
         if self._supervised is not None:
@@ -197,7 +197,7 @@ class StatusKeeper:
 
 
 def _counts(context: RunContext) -> tuple[object, ...]:
-    """Return what changes whenever a stage, a group, a response, an environment or bytes of a checkpoint move."""
+    """Return values that change whenever a stage, group, response, environment or checkpoint makes progress."""
     states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
     counts = tuple(context.scheduler.ledger.counts().items())
     side = tuple(sorted(context.side.metrics().items()))
@@ -206,9 +206,9 @@ def _counts(context: RunContext) -> tuple[object, ...]:
 
 
 def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
-    """Return each wait once per actor, and the number of groups by what they wait for.
+    """Return each actor's waits without duplicates, and the number of groups by what they wait for.
 
-    Only the oldest waits of groups are included.
+    Of the groups, only those that have waited longest are included.
     """
     first: dict[tuple[str, str, str], Wait] = {}
     for wait in waits:

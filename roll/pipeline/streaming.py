@@ -1,13 +1,13 @@
-"""Batches in parts: what may be done with the groups of a step before the last one has finished.
+"""Batches in parts: processing the groups of a step before the last one has finished.
 
-Parts pass through the stages one after the other. Reference, teacher, critic and `actor_logp` compute what they know of
-each token as soon as a part is there (at ratio 0 without streaming they wait for the batch, since nothing there may
-depend on timing). With `actor_train.stream_groups` the trainer also computes the loss of a part and adds up its
-gradients; after the last part it divides by the totals of the batch and updates. This is the step that the whole batch
-would have taken, but for rounding: advantages of a group depend on that group only, which is checked on every batch
-before its update, and all other sums are over tokens.
+Parts pass through the stages one after the other. Reference, teacher, critic and `actor_logp` process a part as soon as
+it arrives (but at ratio 0 without streaming they wait for the batch, since nothing there may depend on timing). With
+`actor_train.stream_groups` the trainer also computes the loss of each part and accumulates gradients; after the last
+part it divides by the totals of the batch and updates. The result is the optimizer step of the whole batch, up to
+rounding: all sums are over tokens, and a group's advantages depend on that group only, which is checked for every batch
+before its update.
 
-A part is at least a sixteenth of the batch, and has a sample for each rank of every role that works on parts.
+A part is at least a sixteenth of the batch, and has at least one sample for each rank of every role that processes it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from roll.pipeline.algorithm import TrainingBatch
 
 PARTS_PER_BATCH = 16
-"""Number of parts into which a batch is cut at most."""
+"""Maximum number of parts per batch."""
 WORKING_ON_PARTS: list[str] = [*COMPARED_ROLES, "critic", "actor_logp"]
-"""Roles that compute on a part of a batch as on the whole, in runs that do not stream as well."""
+"""Roles that can process a batch in parts even if the trainer does not stream."""
 WHOLE_BATCH_MOMENTS = ("batch", "tag", "running")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-"""Allowed difference between advantages of a part and of the batch: sums in another order, and no more."""
+"""Tolerance between advantages computed for a part and for the batch; covers only the order of summation."""
 
 
 class AdvantagesNeedBatch(RuntimeError):
-    """An advantage estimator gave a group other advantages in its batch than by itself. No update was made."""
+    """An estimator gave a group different advantages in its batch than in a part of it. No update was made."""
 
 
 def obstacles(
@@ -49,7 +49,7 @@ def obstacles(
     correction: Correction | None,
     objective: PolicyObjective | None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why groups cannot be trained on before their batch is whole, each with a remedy."""
+    """Yield the reasons why groups cannot be trained on before their batch is complete, each with a remedy."""
     present = derived.present_roles(config)
     for role in ("actor_train", *WORKING_ON_PARTS):
         if role in present and derived.shares_devices(config, role):
@@ -58,7 +58,7 @@ def obstacles(
     if steps > 1:
         yield f"{steps} optimizer steps are taken on each batch", "take one: `ppo_epochs: 1`, no accumulation steps"
     elif isinstance(config, AgenticConfig) and config.actor_train.training_args.gradient_accumulation_steps is not None:
-        # An episode may be several samples, so the number of optimizer steps is known with the batch only.
+        # An episode may be several samples, so only the whole batch determines the number of optimizer steps.
         yield "accumulation steps cut a batch by its samples", "remove `gradient_accumulation_steps`"
     if estimator.requirements.whitens:
         yield f"{estimator.name} gives advantages the moments of the whole batch", "use grpo, rloo or another estimator"
@@ -81,13 +81,13 @@ def obstacles(
 
 
 def least_groups(config: PipelineConfig, streams: bool) -> int:
-    """Return the number of groups that are handed out together: those of a batch, or of a part."""
+    """Return the minimum number of groups to process together: those of a batch, or of a part."""
     roles = derived.present_roles(config)
     by_part = [role for role in WORKING_ON_PARTS if role in roles and not derived.shares_devices(config, role)]
     if streams:
         by_part.append("actor_train")
     elif config.async_generation_ratio == 0:
-        by_part = []  # which groups are computed on together would depend on timing, and low bits with them
+        by_part = []  # timing would decide which groups share a forward pass, which changes low-order bits
     if config.stages or not by_part:
         return config.rollout_batch_size
     ranks = max(derived.data_parallel_ranks(roles[name]) for name in by_part)
@@ -97,12 +97,12 @@ def least_groups(config: PipelineConfig, streams: bool) -> int:
 
 @dataclass
 class PartsOfBatch:
-    """The parts so far of the batch that is being put together, in one of the stages."""
+    """Collects the parts of a batch in a stage that needs the whole batch."""
 
     parts: list[TrainingBatch] = field(default_factory=list)
 
     def add(self, part: TrainingBatch) -> TrainingBatch | None:
-        """Add a part. Return the whole batch, sorted by group id, if it was the last one, else None."""
+        """Add a part. After the last one, return the whole batch, sorted by group id; otherwise None."""
         self.parts.append(part)
         if not part.complete:
             return None
@@ -111,7 +111,7 @@ class PartsOfBatch:
 
 
 def joined(parts: list[TrainingBatch]) -> TrainingBatch:
-    """Return the batch of these parts, with its groups sorted by id. Metrics are those that the parts share."""
+    """Return the batch made of these parts, sorted by group id. All parts share the same metrics."""
     groups = [group for part in parts for group in part.groups]
     order = sorted(range(len(groups)), key=lambda index: groups[index].group_id)
     samples = np.array([len(group.samples) for group in groups])
@@ -123,20 +123,19 @@ def joined(parts: list[TrainingBatch]) -> TrainingBatch:
 
 @dataclass
 class StreamedStep:
-    """The training step that the trainer has begun: what it was given, and what it found, by group id."""
+    """Record of a streamed training step: what the trainer was given, and what it computed, by group id."""
 
     advantages: dict[int, np.ndarray] = field(default_factory=dict)
-    """float32 ``[tokens of the group]``."""
+    """Advantages that the trainer used, float32 ``[tokens of the group]``."""
     proximal: dict[int, np.ndarray] = field(default_factory=dict)
-    """Log-probabilities of the first forward pass, float32 ``[tokens of the group]``, if the loss needs them."""
+    """Log-probabilities from before the update, float32 ``[tokens of the group]``, if the loss needs them."""
 
     def note_advantages(self, part: TrainingBatch) -> None:
-        """Note the advantages that the trainer is given for the groups of a part."""
+        """Record the advantages of a part that is given to the trainer."""
         self.advantages |= by_group(part, part.data.tokens["advantages"])
 
     def check(self, batch: TrainingBatch, estimator: AdvantageEstimator) -> None:
-        """Compare with the advantages of the whole batch. Raises `AdvantagesNeedBatch` for the first group that
-        differs."""
+        """Compare with the advantages of the whole batch. Raises `AdvantagesNeedBatch` if those of a group differ."""
         wanted = by_group(batch, batch.data.tokens["advantages"])
         for group_id, given in self.advantages.items():
             if not np.allclose(given, wanted[group_id], equal_nan=True, **TOLERANCE):
@@ -147,12 +146,12 @@ class StreamedStep:
 
 
 def by_group(batch: TrainingBatch, values: np.ndarray) -> dict[int, np.ndarray]:
-    """Split a token field ``[total_tokens]`` of a batch by the ids of its groups."""
+    """Split a token field ``[total_tokens]`` of a batch by group id."""
     ends = batch.data.offsets[np.cumsum([len(group.samples) for group in batch.groups])]
     parts = np.split(values, ends[:-1])
     return {group.group_id: part for group, part in zip(batch.groups, parts, strict=True)}
 
 
 def in_order(batch: TrainingBatch, values: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Undo `by_group`."""
+    """Concatenate values by group id to a token field ``[total_tokens]`` of a batch: the inverse of `by_group`."""
     return np.concatenate([values[group.group_id] for group in batch.groups])

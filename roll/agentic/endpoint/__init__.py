@@ -1,1 +1,1 @@
-"""An address at which agents reach the policy that is trained."""
+"""The HTTP endpoint through which agents call the policy in training."""

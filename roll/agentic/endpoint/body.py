@@ -1,7 +1,7 @@
-"""Reading the body of a request field by field, with its types checked and every error naming its field.
+"""Parsing of request bodies field by field, with type checks and errors that name the field.
 
-A field that nobody takes has no effect; its name is collected. What would change the answer and is not served is
-refused, with what to do instead. Nothing but `RequestRefused` is ever raised, whatever a client sends.
+Fields that are never read have no effect; their names are collected. A field that would change the answer but is not
+supported is refused, with a remedy. Whatever a client sends, only `RequestRefused` is raised.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _KINDS = {
 
 
 class Body:
-    """An object in a request."""
+    """A JSON object of a request: the whole body, or an object inside it."""
 
     def __init__(self, value: Any, path: str = "", without_effect: dict[str, None] | None = None) -> None:
-        """``path``: where it is in the request; ``without_effect``: names collected so far, for a part of a request.
-        Raises `RequestRefused` if the value is no object, or the whole request cannot be passed on."""
+        """Check that the value is an object, and the whole request valid JSON. Raises `RequestRefused`.
+
+        ``path``: where the object is in the request. ``without_effect``: names collected so far, for a nested object.
+        """
         if without_effect is None and (problem := problem_of(value)):
             raise RequestRefused(f"the request {problem}")
         if not isinstance(value, dict):
@@ -41,12 +43,12 @@ class Body:
         self._without_effect = {} if without_effect is None else without_effect
 
     def refuse(self, name: str, why: str) -> NoReturn:
-        """Refuse the request because of a field."""
+        """Raise `RequestRefused` because of a field."""
         path = self.where(name)
         raise RequestRefused(f"`{path}` {why}", field=path)
 
     def take(self, name: str, *kinds: type) -> Any:
-        """Return a field of one of the ``kinds``, which `_KINDS` has; None if it was left out."""
+        """Return a field whose type is one of ``kinds`` (keys of `_KINDS`); None if it is absent."""
         self._taken.add(name)
         value = self._values.get(name)
         if value is not None and type(value) not in kinds:
@@ -54,33 +56,33 @@ class Body:
         return value
 
     def text(self, name: str, *, required: bool = False) -> str:
-        """Return a text; empty if it was left out. One that is required may not be empty."""
+        """Return a string field; empty if it is absent. A ``required`` field may not be empty."""
         value = self.take(name, str) or ""
         if required and not value:
             self.refuse(name, "is missing")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false."""
+        """Return a boolean field, or ``default`` if it is absent."""
         value = self.take(name, bool)
         return default if value is None else value
 
     def count(self, name: str) -> int | None:
-        """Return a number of at least 1."""
+        """Return an integer field of at least 1; None if it is absent."""
         value = self.take(name, int)
         if value is not None and value < 1:
             self.refuse(name, "must be at least 1")
         return value
 
     def number(self, name: str, least: float, most: float) -> float | None:
-        """Return a number within these bounds."""
+        """Return a number field within bounds; None if it is absent."""
         value = self.take(name, float, int)
         if value is not None and not least <= value <= most:
             self.refuse(name, f"must be from {least:g} to {most:g}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a text or a list of them, none of them empty."""
+        """Return a field that is a non-empty string or a list of them."""
         value = self.take(name, str, list)
         found = tuple([value] if isinstance(value, str) else value or ())
         if not all(isinstance(each, str) and each for each in found):
@@ -88,16 +90,16 @@ class Body:
         return found
 
     def part(self, name: str) -> Body | None:
-        """Return an object."""
+        """Return a nested object; None if it is absent."""
         value = self.take(name, dict)
         return None if value is None else self._inside(value, name)
 
     def parts(self, name: str) -> list[Body]:
-        """Return a list of objects."""
+        """Return a list of nested objects."""
         return [self._inside(each, f"{name}[{i}]") for i, each in enumerate(self.take(name, list) or ())]
 
     def forbid(self, name: str, remedy: str, *allowed: Any) -> None:
-        """Refuse the field unless it was left out or is one of the values that change nothing."""
+        """Refuse the field, unless it is absent or has one of the ``allowed`` values, which change nothing."""
         self._taken.add(name)
         value = self._values.get(name)
         if value is not None and not any(
@@ -106,31 +108,31 @@ class Body:
             self.refuse(name, f"is not served: {remedy}")
 
     def has_no_effect(self, name: str) -> None:
-        """Collect the name of a field that was read and changes nothing."""
+        """Collect the name of a field that is accepted but changes nothing."""
         if len(self._without_effect) < _MOST_NAMES:
             shown = re.sub(r"\[\d+\]", "", self.where(name))[:100]
-            self._without_effect["".join(filter(str.isprintable, shown))] = None  # it goes into a log
+            self._without_effect["".join(filter(str.isprintable, shown))] = None  # printable, as it is logged
 
     def done(self) -> None:
-        """Collect the names of the fields that were not taken."""
+        """Collect the names of all fields that were not read."""
         for name in self._values:
             if name not in self._taken:
                 self.has_no_effect(name)
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """Names collected in the whole request, in order; at most 64."""
+        """Collected names of the whole request, in order; at most 64."""
         return tuple(self._without_effect)
 
     def content(self, name: str, kinds: Sequence[str] = ("text",)) -> str:
-        """Return a text, or a list of parts of these ``kinds`` as the lines of one; empty if it was left out."""
+        """Return a message's text: a string, or content parts of these ``kinds`` as lines. Empty if it is absent."""
         value = self.take(name, str, list)
         if value is None or isinstance(value, str):
             return value or ""
         return "\n".join(filter(None, (part.piece(kinds) for part in self.parts(name))))
 
     def piece(self, kinds: Sequence[str]) -> str:
-        """Return the text of this part of a content."""
+        """Return the text of this content part."""
         kind = self.text("type", required=True)
         if kind not in kinds:
             self.refuse("type", f"is `{kind[:40]}`, and only text is taken: leave it out, or say it in words")
@@ -139,8 +141,10 @@ class Body:
         return text
 
     def function(self, schema: str = "parameters") -> dict[str, Any]:
-        """Return the function that this object describes, as chat templates take it. ``schema``: where it has the
-        schema of its arguments."""
+        """Return the function that this object describes, in the format of chat templates.
+
+        ``schema``: name of the field with the schema of its arguments.
+        """
         return {
             "type": "function",
             "function": {
@@ -151,13 +155,15 @@ class Body:
         }
 
     def call(self, identifier: str) -> Message:
-        """Return the call of a function that this object describes, with arguments as an object if they are one."""
+        """Return the function call that this object describes, with its arguments decoded if they are a JSON object."""
         name, arguments = self.text("name", required=True), self.take("arguments", str, dict)
         return call(identifier, name, arguments)
 
     def may_call(self, free: Sequence[str] = ("auto",), forced: Sequence[str] = ("required",)) -> bool:
-        """Read `tool_choice`, a word or an object of such a type; false if the client wants no calls. That calls are
-        wanted changes nothing: the policy is not forced."""
+        """Read `tool_choice`. Return False if the client wants no tool calls.
+
+        ``free`` and ``forced``: values that allow and that demand a call. Calls are never forced on the policy.
+        """
         value = self.take("tool_choice", str, dict)
         word = value.get("type") if isinstance(value, dict) else value
         if word is None or word in free:
@@ -172,7 +178,7 @@ class Body:
         return True
 
     def where(self, name: str) -> str:
-        """Return the path of a field in the request."""
+        """Return the path of a field within the request."""
         return f"{self._path}.{name}" if self._path else name
 
     def _inside(self, value: Any, name: str) -> Body:
@@ -180,7 +186,7 @@ class Body:
 
 
 def call(identifier: str, name: str, arguments: str | dict[str, Any] | None) -> Message:
-    """Return a call of a function as chat templates take it. Arguments that are no JSON object stay text."""
+    """Return a function call in the format of chat templates. Arguments that are not a JSON object stay text."""
     value: Any = arguments or {}
     if isinstance(value, str):
         try:

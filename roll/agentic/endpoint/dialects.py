@@ -1,8 +1,8 @@
-"""The languages in which agents ask a model: one class for each path of the endpoint.
+"""The HTTP APIs of the endpoint: one `Dialect` for each path, with OpenAI's chat completions and completions here.
 
-`read` turns a request into a `ModelRequest`; what it cannot serve is refused with the field and what to do. `answer`
-and `events` write the policy's answer as the service of that language does, whole or as a stream, so that its clients
-take it for one. In training sampling belongs to the run: a temperature is taken and changes nothing.
+`read` parses a request into a `ModelRequest`; what is not supported is refused, with the field and a remedy. `answer`
+and `events` write the policy's answer as the original service would, as one body or as a stream. In training, the run
+decides how to sample: a client's temperature is accepted and has no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefu
 from roll.agentic.episode import Message
 
 Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids, special tokens included."""
+"""Function from token ids to text, including special tokens."""
 Json = dict[str, Any]
 
 _USE_TOOLS = "describe functions under `tools`"
@@ -27,24 +27,24 @@ _NOT_TRAINED = "leave it out, for the trainer would not know of it"
 _NOT_KNOWN = "leave it out, for sampling has a temperature, top_p, top_k and a seed only"
 _ONLY_SAMPLED = "leave it out, for only the sampled tokens have log-probabilities"
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which is no JSON."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class Dialect(ABC):
-    """A path of the endpoint and its language."""
+    """One API: a path of the endpoint, with its request and answer formats."""
 
     path: ClassVar[str]
-    """After the address and `/v1/`."""
+    """Path below `/v1/`."""
     too_long: ClassVar[str] = "This model's maximum context length is exceeded"
-    """The words of the service at which agents shorten their conversation."""
+    """The service's error message for prompts that are too long; agents then shorten their conversation."""
 
     def __init__(self, decode: Decode, *, client_samples: bool = False) -> None:
-        """``client_samples``: true for a model that is served, where the client says how to sample."""
+        """``client_samples``: True for a served model, for which the client chooses the sampling parameters."""
         self.decode = decode
         self.client_samples = client_samples
 
     def read(self, value: Any) -> ModelRequest:
-        """Return the request that the decoded JSON of a body makes. Raises `RequestRefused`, and nothing else."""
+        """Parse the decoded JSON body of a request. Raises only `RequestRefused`."""
         body = Body(value)
         sampling = _sampling(body) if self.client_samples else {}
         fields = {"model": body.text("model"), "stream": body.flag("stream"), **sampling, **self._read(body)}
@@ -53,7 +53,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def _read(self, body: Body) -> dict[str, Any]:
-        """Return the fields of the request but for ``model``, ``stream`` and ``without_effect``."""
+        """Return the fields of the request except ``model``, ``stream``, ``without_effect`` and sampling."""
 
     @abstractmethod
     def answer(self, request: ModelRequest, answer: ModelAnswer) -> Json:
@@ -63,20 +63,21 @@ class Dialect(ABC):
     def events(
         self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
     ) -> Iterator[str]:
-        """Yield the server-sent events that carry the answer; put together by a client, they are `answer`.
+        """Yield the server-sent events that carry the answer. Assembled by a client, they equal `answer`.
 
-        ``told``: what earlier events have carried of it; ``ended``: false if more thoughts or text will follow.
+        ``told``: the part of the answer that earlier events carried. ``ended``: False if more reasoning or text will
+        follow.
         """
 
     def error(self, refused: RequestRefused) -> Json:
-        """Return the body of an answer with the status of ``refused``."""
+        """Return the body of an error response."""
         kind = "server_error" if refused.status >= 500 else "invalid_request_error"
         kind = "authentication_error" if refused.status == 401 else kind
         message = self._message(refused)
         return {"error": {"message": message, "type": kind, "param": refused.field, "code": refused.code}}
 
     def error_event(self, refused: RequestRefused) -> str:
-        """Return the event that ends a stream which has begun and cannot be answered."""
+        """Return the event that ends a stream with an error."""
         return event(self.error(refused))
 
     def _message(self, refused: RequestRefused) -> str:
@@ -84,8 +85,8 @@ class Dialect(ABC):
         return f"{begin}{refused}"
 
     def _form(self, body: Body, name: str) -> str | None:
-        """Return the name of a field that asks for an answer of a given form; None if it does not. The form would have
-        to be forced by masking the distribution."""
+        """Return the path of a field that demands structured output, or None. Structured output is not supported,
+        because it would need constrained decoding."""
         form = body.part(name)
         if form is None or form.take("type", str) == "text":
             return None
@@ -93,7 +94,7 @@ class Dialect(ABC):
         return body.where(name)
 
     def _refuse_other_sampling(self, body: Body) -> None:
-        """Refuse what the trainer knows nothing of, and what would need several answers."""
+        """Refuse sampling options that the trainer does not know, and those that need several answers."""
         body.forbid("n", "ask once for each answer", 1)
         remedy = _NOT_KNOWN if self.client_samples else _NOT_TRAINED
         body.forbid("logit_bias", remedy, {})
@@ -111,7 +112,7 @@ class Dialect(ABC):
 
 
 class Chat(Dialect):
-    """OpenAI's chat completions."""
+    """OpenAI's chat completions API."""
 
     path = "chat/completions"
 
@@ -194,7 +195,7 @@ class Chat(Dialect):
 
 
 class Completions(Dialect):
-    """OpenAI's completions: a text or token ids are continued, and no chat template is involved."""
+    """OpenAI's completions API: continues a text or token ids, without a chat template."""
 
     path = "completions"
 
@@ -208,7 +209,7 @@ class Completions(Dialect):
             "messages": (),
             "form": self._form(body, "response_format"),
             "prompt": _prompt(body),
-            "max_tokens": body.count("max_tokens") or 16,  # the default of the service
+            "max_tokens": body.count("max_tokens") or 16,  # OpenAI's default
             "stop": body.texts("stop"),
             "include_usage": _include_usage(body),
             "logprobs": body.take("logprobs", int) == 0,
@@ -251,8 +252,8 @@ class Completions(Dialect):
 
 
 def model_list(name: str, *, created: int, max_model_len: int) -> Json:
-    """Return the answer of `GET models`, which clients of both services read. ``created``: seconds since 1970;
-    ``max_model_len``: tokens of a prompt and its answer."""
+    """Return the body of `GET models`, for clients of OpenAI and Anthropic. ``created``: seconds since the epoch;
+    ``max_model_len``: maximum tokens of prompt and answer together."""
     model = {"id": name, "object": "model", "created": created, "owned_by": "roll", "max_model_len": max_model_len}
     other = {"type": "model", "display_name": name, "created_at": created}
     page = {"has_more": False, "first_id": name, "last_id": name}
@@ -260,31 +261,31 @@ def model_list(name: str, *, created: int, max_model_len: int) -> Json:
 
 
 def event(data: Json | str, name: str | None = None) -> str:
-    """Return a server-sent event."""
+    """Format a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
 
 
 def rest(text: str | None, told: str | None) -> str:
-    """Return what is left of a text of which the beginning was told."""
+    """Return the remainder of ``text`` after the part that was already sent."""
     text, told = text or "", told or ""
     return text[len(told) :] if text.startswith(told) else text
 
 
 def _news(answer: ModelAnswer, told: ModelAnswer | None) -> tuple[str, str]:
-    """Return the thoughts and the text of an answer that were not told yet."""
+    """Return the reasoning and the text of an answer that were not sent yet."""
     if told is None:
         return answer.reasoning or "", answer.text
     return rest(answer.reasoning, told.reasoning), rest(answer.text, told.text)
 
 
 def model_name(request: ModelRequest) -> str:
-    """Return the name of the model as the client knows it."""
+    """Return the model name that the client used."""
     return request.model or "policy"
 
 
 def _sampling(body: Body) -> dict[str, Any]:
-    """Read how a client wants its answer sampled."""
+    """Parse the client's sampling parameters."""
     top_k = body.number("top_k", -1, 2**31)  # -1 and 0: all
     return {
         "temperature": body.number("temperature", 0.0, 100.0),

@@ -1,6 +1,6 @@
-"""JSON that can be passed on: finite, of bounded depth, and text that UTF-8 can write.
+"""Checks that JSON can be processed further: finite numbers, bounded depth, and strings that UTF-8 can encode.
 
-What is refused here would fail later and elsewhere: in a chat template, in a tokenizer, or in a client's decoder.
+Anything rejected here would fail later: in a chat template, in a tokenizer, or in a client's decoder.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 DEEPEST = 100
 _LARGEST = 2**1024
-"""Where double precision ends, and with it what most decoders take."""
+"""Just above the range of double precision, which is all that most decoders accept."""
 
 
 def problem_of(value: Any) -> str | None:
-    """Return what is wrong with a decoded JSON value; None if nothing is."""
+    """Return what is wrong with a decoded JSON value, or None."""
     level = [value]
     for _ in range(DEEPEST + 1):
         below: list[Any] = []
@@ -39,7 +39,7 @@ def problem_of(value: Any) -> str | None:
 
 
 def loaded(text: str) -> Any:
-    """Return the JSON value that ``text`` is. Raises `ValueError` if it is none, or one that cannot be passed on."""
+    """Decode JSON. Raises `ValueError` if it is invalid, or valid but not acceptable (`problem_of`)."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:

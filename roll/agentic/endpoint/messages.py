@@ -1,4 +1,4 @@
-"""Anthropic's messages: contents are blocks, and the results of tools come back inside of a message of the user."""
+"""Anthropic's messages API: contents are blocks, and tool results come back inside a user message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefu
 from roll.agentic.episode import Message
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a line that Claude Code puts first, and that changes with each request in some of its versions."""
+"""Prefix of a line that Claude Code puts first. Some versions change it with each request, so it is removed."""
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,7 +24,7 @@ _ERRORS = {
 
 
 class Messages(Dialect):
-    """Anthropic's messages, and the body of their `count_tokens`."""
+    """Anthropic's messages API, including the requests of `count_tokens`."""
 
     path = "messages"
     too_long = "prompt is too long"
@@ -79,7 +79,7 @@ class Messages(Dialect):
                 yield wrote("content_block_start", index=index, content_block=_empty(block))
             for delta in _deltas(block, known):
                 yield wrote("content_block_delta", index=index, delta=delta)
-            if index >= len(before) - 1 and (ended or index < len(blocks) - 1):  # an earlier one was ended before
+            if index >= len(before) - 1 and (ended or index < len(blocks) - 1):  # earlier blocks are already stopped
                 if block["type"] == "thinking":
                     signature = {"type": "signature_delta", "signature": block["signature"]}
                     yield wrote("content_block_delta", index=index, delta=signature)
@@ -98,7 +98,7 @@ class Messages(Dialect):
         return event(self.error(refused), "error")
 
     def token_count(self, prompt_tokens: int) -> Json:
-        """Return the answer of `count_tokens`."""
+        """Return the body of the answer to `count_tokens`."""
         return {"input_tokens": prompt_tokens}
 
     def _begun(self, request: ModelRequest, answer: ModelAnswer) -> Json:
@@ -138,14 +138,14 @@ def _blocks(request: ModelRequest, answer: ModelAnswer, *, ended: bool = True) -
 
 
 def _empty(block: Json) -> Json:
-    """Return a block as its stream begins."""
+    """Return a content block as it is at the start of its stream."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}
     return {**block, "thinking": "", "signature": ""} if block["type"] == "thinking" else {**block, "text": ""}
 
 
 def _deltas(block: Json, told: Json | None) -> Iterator[Json]:
-    """Yield what a stream still has to tell of a block; a new one tells at least something."""
+    """Yield the deltas that are still to be sent for a content block; at least one for a new block."""
     kind = block["type"]
     if kind == "tool_use":
         yield {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
@@ -154,7 +154,7 @@ def _deltas(block: Json, told: Json | None) -> Iterator[Json]:
 
 
 def _system_texts(holder: Body, name: str) -> list[str]:
-    """The texts of a system prompt without the line about billing."""
+    """Return the texts of a system prompt, without the billing line."""
     value = holder.take(name, str, list)
     texts = [value] if isinstance(value, str) else [_text(block) for block in holder.parts(name)] if value else []
     return [text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts]

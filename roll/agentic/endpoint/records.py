@@ -1,9 +1,7 @@
-"""What crosses between the languages of clients (`dialects.py`), the episodes behind the endpoint (`session.py`) and
-its server.
+"""Records that the APIs (`dialects.py`), the sessions (`session.py`) and the server exchange.
 
-A client's request is read into one form, whatever language it speaks: messages as a chat template takes them, with the
-arguments of tool calls as objects and contents as text. The answer is made from sampled tokens and written back in the
-client's language.
+A request has the same form whatever API it came through: messages in the format of chat templates, with text contents
+and decoded arguments of tool calls. The answer is built from sampled tokens, and written in the client's API.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from roll.agentic.episode import Message
 
 
 class RequestRefused(ValueError):
-    """A request that cannot be served; its words go back to the client."""
+    """A request that is not served. The message is returned to the client."""
 
     def __init__(self, message: str, *, status: int = 400, field: str | None = None, code: str | None = None) -> None:
-        """``message`` says what is wrong and what to do; ``status``: of HTTP; ``field``: name of the refused field;
-        ``code``: the word by which clients know the error, such as `context_length_exceeded`."""
+        """``message`` says what is wrong and how to fix it. ``status``: HTTP status. ``field``: path of the refused
+        field. ``code``: error code known to clients, such as `context_length_exceeded`."""
         super().__init__(message)
         self.status = status
         self.field = field
@@ -34,23 +32,23 @@ class ModelRequest:
     """A request to the policy."""
 
     messages: tuple[Message, ...]
-    """Roles `system`, `user`, `assistant`, `tool`; contents are text; empty if there is a ``prompt``."""
+    """Messages with the roles `system`, `user`, `assistant`, `tool` and text contents; empty with a ``prompt``."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions, each as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     may_call: bool = True
-    """False if the client wants no tool calls: then the tools stay in the prompt, and what is written is text."""
+    """False if the client wants no tool calls: the tools stay in the prompt, but all of the answer is text."""
     prompt: str | tuple[int, ...] | None = None
-    """Text or token ids to continue, in place of messages."""
+    """Text or token ids to continue, instead of messages."""
     model: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
-    """True if a stream ends with the numbers of tokens."""
+    """True to end a stream with token counts."""
     thoughts: bool = True
-    """False if the client wants no thoughts in the answer."""
+    """False to omit the reasoning from the answer."""
     form: str | None = None
-    """Name of the field that asks for an answer of a given form; None if none does."""
+    """Path of the field that demands structured output, or None."""
     temperature: float | None = None
     """Of a model that is served; in training sampling belongs to the run, and this and the next three are None."""
     top_p: float | None = None
@@ -59,16 +57,16 @@ class ModelRequest:
     logprobs: bool = False
     return_token_ids: bool = False
     without_effect: tuple[str, ...] = ()
-    """Names of the fields that were taken and change nothing, such as a temperature."""
+    """Names of accepted fields that have no effect, such as a temperature in training."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote."""
+    """A tool call in the policy's answer."""
 
     name: str
     arguments: str
-    """A JSON object as text."""
+    """JSON object, encoded."""
     id: str
 
 
@@ -78,9 +76,9 @@ class ModelAnswer:
 
     id: str
     created: int
-    """Seconds since 1970."""
+    """Seconds since the epoch."""
     text: str
-    """Without thoughts, tool calls, stop strings and special tokens."""
+    """Text without reasoning, tool calls, stop strings and special tokens."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_token_ids: np.ndarray
     """int32 ``[prompt]``."""

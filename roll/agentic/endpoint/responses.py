@@ -1,4 +1,4 @@
-"""OpenAI's responses: a conversation is a list of items, and each call and each thought is an item of its own."""
+"""OpenAI's responses API: a conversation is a list of items; tool calls and reasoning are separate items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class Responses(Dialect):
-    """OpenAI's responses, without stored conversations and hosted tools."""
+    """OpenAI's responses API, without stored conversations and hosted tools."""
 
     path = "responses"
 
@@ -71,7 +71,7 @@ class Responses(Dialect):
     def events(
         self, request: ModelRequest, answer: ModelAnswer, told: ModelAnswer | None = None, *, ended: bool = True
     ) -> Iterator[str]:
-        """Yield the events of the whole answer when it has ended, and nothing before: they are numbered."""
+        """Yield all events once the answer is complete, and none before, because they are numbered."""
         if not ended:
             return
         numbers = count()
@@ -148,7 +148,7 @@ def _items(answer: ModelAnswer) -> list[Json]:
 
 
 def _add_item(messages: list[Message], item: Body) -> None:
-    """Add what an item says. Thoughts, a text and calls that follow each other are one message of the assistant."""
+    """Append an item to the messages. Consecutive reasoning, text and calls form one assistant message."""
     kind = item.text("type") or "message"
     for name in ("id", "status"):
         item.take(name, str)
@@ -182,7 +182,7 @@ def _add_message(messages: list[Message], item: Body) -> None:
 
 
 def _assistant(messages: list[Message], free: tuple[str, ...]) -> Message:
-    """Return the assistant's message at the end if it has nothing under the names ``free``, else a new one there."""
+    """Return the last message if it is the assistant's and its fields ``free`` are empty; else append a new one."""
     if messages and messages[-1]["role"] == "assistant" and not any(messages[-1].get(name) for name in free):
         return messages[-1]
     messages.append({"role": "assistant", "content": ""})

@@ -1,7 +1,7 @@
-"""A finished model behind the endpoint: each request is answered by itself, and nothing of it is kept.
+"""A model served behind the endpoint, without training. Requests are independent, and nothing is stored.
 
-Conversations are rendered whole, as the chat template does; the engine's cache of prefixes is what makes a long one
-cheap. The client says how to sample. An answer is told while it is sampled, and ends when its client goes away.
+Each conversation is rendered whole by the chat template; the engine's prefix cache makes long ones cheap. The client
+chooses the sampling parameters. Answers can be streamed while they are sampled, and stop when the client disconnects.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from roll.agentic.endpoint.turns import TurnReader
 from roll.agentic.episode import SampledTurn
 
 TELL_SECONDS = 0.05
-"""Shortest time between two parts of an answer that is told while it is sampled."""
+"""Minimum time between two updates of a streamed answer."""
 TELL_SHARE = 0.2
-"""Largest share of the loop's time that all streams together take for telling. A part is made of all tokens so far."""
+"""Maximum share of the event loop's time for the updates of all streams. Each update decodes all tokens so far."""
 
 
 @dataclass(frozen=True)
 class ServedSampling:
-    """Sampling settings of a served model, for what a client leaves open."""
+    """Default sampling parameters of a served model."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,7 +42,7 @@ class ServedSampling:
 
 
 class ServedPolicy(Protocol):
-    """The sampler of a model that is served."""
+    """Samples the answers of a served model."""
 
     async def __call__(
         self,
@@ -53,14 +53,14 @@ class ServedPolicy(Protocol):
         sampling: ServedSampling,
         on_tokens: Callable[[np.ndarray], None],
     ) -> SampledTurn:
-        """Continue ``prompt_token_ids`` (int32). ``on_tokens`` is called with the new ones as they come."""
+        """Continue ``prompt_token_ids`` (int32). Calls ``on_tokens`` with new tokens as they are sampled."""
 
 
 class ServedModel:
-    """The answers of a model."""
+    """Answers the requests to a served model."""
 
     def __init__(self, reader: TurnReader, policy: ServedPolicy, sampling: ServedSampling, room: int) -> None:
-        """``policy`` is called in the loop that is running now. ``room``: tokens of a prompt and its answer."""
+        """``policy`` runs in the current event loop. ``room``: maximum tokens of prompt and answer together."""
         self._reader = reader
         self._policy = policy
         self._sampling = sampling
@@ -68,10 +68,10 @@ class ServedModel:
         self._home = asyncio.get_running_loop()
         self._streams = 0
         self.failure: BaseException | None = None
-        """What was raised first instead of an answer."""
+        """The first error of the policy."""
 
     async def respond(self, request: ModelRequest, tell: Callable[[ModelAnswer], None] | None = None) -> ModelAnswer:
-        """Return the answer. ``tell`` is called with what is certain of it while it is sampled.
+        """Return the answer. While it is sampled, ``tell`` is called with the part that is certain so far.
 
         Raises `RequestRefused`.
         """
@@ -95,10 +95,10 @@ class ServedModel:
             nonlocal next_at
             sampled.extend(token_ids.tolist())
             if tells and time.monotonic() >= next_at:
-                next_at = math.inf  # until this part is told
+                next_at = math.inf  # until this update is sent
                 here.call_soon_threadsafe(told)
 
-        # The numbers of tokens in a stream would have to be cut where its texts are.
+        # Log-probabilities and token ids are not streamed, as they do not split where the text does.
         tells = tell is not None and not request.logprobs and not request.return_token_ids
         limits = (left, self._sampling.max_tokens, request.max_tokens)
         call = self._policy(
@@ -121,14 +121,14 @@ class ServedModel:
         return self._reader.answer(request, prompt, turn, answer_id=answer_id, created=created, calls_id=answer_id)
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a request's prompt. Raises `RequestRefused`."""
+        """Return the number of tokens of the prompt. Raises `RequestRefused`."""
         return len(await self._prompt(request))
 
     def leave_out(self, answer_id: str, cause: str) -> None:
-        """Nothing is trained on."""
+        """Do nothing: no answer is trained on."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is stored."""
 
     async def _prompt(self, request: ModelRequest) -> np.ndarray:
         length = len(request.prompt or ()) + sum(len(message["content"]) for message in request.messages)
@@ -140,7 +140,7 @@ class ServedModel:
         return self._reader.begun(request.messages, request).prompt_token_ids
 
     def _room_behind(self, tokens: int) -> int:
-        """Return the length of the longest answer to a prompt of so many tokens. Raises `RequestRefused`."""
+        """Return the maximum length of an answer to a prompt of ``tokens`` tokens. Raises `RequestRefused`."""
         if tokens == 0:
             raise RequestRefused("the prompt is empty; write something", field="prompt")
         if tokens >= self.room:

@@ -1,9 +1,9 @@
-"""Tool calls and thoughts in what a policy wrote.
+"""Parsing of tool calls and reasoning in the policy's text.
 
-How a call is written belongs to the chat template that the model was trained with. A parser finds the same calls, and
-leaves the same text, as vLLM's parser of that name does for a complete answer, so that an agent meets in training what
-it will meet where the model is served. It is stricter in one respect: each call has a name, and arguments that are a
-JSON object. If one has not, or no call is complete, the whole answer stays text.
+The format of calls belongs to the chat template with which the model was trained. On a complete answer, a parser finds
+the same calls and the same text as vLLM's parser of that name, so that agents meet the same behaviour in training and
+in serving. It is stricter in one respect: each call must have a name, and arguments that are a JSON object. If any call
+does not, or no call is complete, the whole answer stays text.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from roll.agentic.endpoint.json_text import loaded, problem_of
 Tools = Sequence[Mapping[str, Any]]
 """Functions, as in `ModelRequest.tools`."""
 Call = tuple[str, str]
-"""Name, and arguments as the text of a JSON object."""
+"""Name, and arguments as an encoded JSON object."""
 Parser = Callable[[str, Tools], tuple[str, tuple[Call, ...]]]
-"""Splits an answer without thoughts into its text and its calls."""
+"""Function that splits an answer without reasoning into text and calls."""
 
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 
 
 def split_thoughts(text: str, *, begun: bool = False) -> tuple[str | None, str]:
-    """Return the thoughts (None: there are none) and the rest of an answer, both as they were written.
+    """Split an answer into reasoning (None if there is none) and the rest, both verbatim.
 
-    ``begun``: true if the prompt ends inside a thought. An end without a beginning says the same. A thought that does
-    not end is all there is.
+    ``begun``: True if the prompt ends inside a reasoning block; a closing tag without an opening one implies this. If a
+    block is not closed, all of it is reasoning.
     """
     before, begin, inside = text.partition(THOUGHT_BEGIN)
     if before.strip() or not begin:
@@ -44,8 +44,10 @@ def split_thoughts(text: str, *, begun: bool = False) -> tuple[str | None, str]:
 
 
 def parser_for(template: str) -> str | None:
-    """Return the name of the parser for the calls that a chat template writes; None: it takes tools, but writes calls
-    in another way, and the parser must be named. A template without tools has the parser `none`."""
+    """Return the name of the parser for a chat template: `none` if the template takes no tools.
+
+    None: it takes tools, but in an unknown format, so the user must name the parser.
+    """
     if "<function=" in template:
         return "qwen3_coder"
     if "[TOOL_CALLS]" in template:
@@ -58,18 +60,18 @@ def parser_for(template: str) -> str | None:
 
 
 def call_id(answer_id: str, index: int) -> str:
-    """Return the id of a call: nine letters and digits, which is what templates of Mistral insist on."""
+    """Return the id of a call: nine letters and digits, as Mistral's templates require."""
     number = int.from_bytes(hashlib.sha256(f"{answer_id}/{index}".encode()).digest())
     digits = string.ascii_letters + string.digits
     return "".join(digits[number // len(digits) ** place % len(digits)] for place in range(9))
 
 
 _Found = tuple[str, Sequence[tuple[Any, str]]]
-"""The text, and names and arguments as they were written."""
+"""The text, and for each call its name and arguments as written."""
 
 
 def _parser(find: Callable[[str, Tools], _Found]) -> Parser:
-    """Complete a function that finds calls, and may raise an error where one is malformed."""
+    """Turn a function that finds calls, and may raise on malformed ones, into a `Parser`."""
 
     def parse(text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
         if not tools:
@@ -97,7 +99,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(?:(.*?)</tool_call>|(.*))", re.DOTALL)
 
 @_parser
 def _hermes(text: str, tools: Tools) -> _Found:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last end may be missing."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last closing tag may be missing."""
     calls = [json.loads(match[1] or match[2] or "") for match in _HERMES_CALL.finditer(text)]
     return text.partition(HERMES_BEGIN)[0], [(call["name"], _dumped(call["arguments"])) for call in calls]
 
@@ -107,9 +109,9 @@ _DECODER = json.JSONDecoder()
 
 @_parser
 def _llama3_json(text: str, tools: Tools) -> _Found:
-    """`{"name": ..., "parameters": {...}}`, several with something between them. What is around them is dropped."""
+    """`{"name": ..., "parameters": {...}}`, possibly several with text between them. All text is dropped."""
     calls, end = [], -1
-    while (begin := text.find("{", end + 1)) >= 0:  # one character on: what begins right at an end is no call for vLLM
+    while (begin := text.find("{", end + 1)) >= 0:  # vLLM skips a call that follows the one before without a gap
         call, end = _DECODER.raw_decode(text, begin)
         calls.append((call["name"], _dumped(call["arguments"] if "arguments" in call else call["parameters"])))
     return "", calls
@@ -121,7 +123,7 @@ _MISTRAL_CALL = re.compile(r"\[TOOL_CALLS\](.*?)(?:\[ARGS\]|(?=\{)|\Z)(.*?)(?=\[
 
 @_parser
 def _mistral(text: str, tools: Tools) -> _Found:
-    """`[TOOL_CALLS]name{...}`, as newer models write it, or `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
+    """`[TOOL_CALLS]name{...}` (newer models), or `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
     before, *parts = text.split(_MISTRAL_BEGIN)
     first = next((part.strip() for part in parts if part.strip()), "")
     if first[:1] in ("[", "{"):
@@ -166,12 +168,12 @@ _QWEN_STEPS = {
     ("after", "<tool_call>"): "call",
     ("after", "<function="): "name",
 }
-"""Where the reader is, and the mark that it meets -> where it is then. Other marks are text."""
+"""(State, mark) -> next state. Other marks are text."""
 
 
 @_parser
 def _qwen3_coder(text: str, tools: Tools) -> _Found:
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; types are the schema's."""
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, typed by the schema."""
     place, before, found = "text", list[str](), list[dict[str, list[str]]]()
     for piece in _QWEN_MARK.split(text):
         step = _QWEN_STEPS.get((place, piece))
@@ -192,7 +194,7 @@ def _qwen3_coder(text: str, tools: Tools) -> _Found:
 
 
 def _qwen_parameters(text: str) -> dict[str, str]:
-    """Return the values by name. One expression for all of this would take quadratic time where ends are missing."""
+    """Return values by parameter name. One regular expression would take quadratic time on missing closing tags."""
     values, place = {}, 0
     while begin := _QWEN_PARAMETER.search(text, place):
         name_end = text.find(">", begin.end())
@@ -210,7 +212,7 @@ def _dumped(value: Any) -> str:
 
 
 def _typed(arguments: str, name: str, tools: Tools) -> str:
-    """Return the arguments with the types that the schema of their tool names, where they can be read so."""
+    """Convert arguments to the types of the tool's schema, where possible."""
     functions = [tool["function"] for tool in tools if tool["function"].get("name") == name]
     properties = ((functions[0].get("parameters") or {}) if functions else {}).get("properties")
     values = loaded(arguments)
@@ -248,7 +250,7 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 
 def _types_of(schema: Any) -> set[str]:
-    """Names of the JSON types that a schema allows, in its own words."""
+    """Return the names of the types that a schema allows, as written in it."""
     types: set[str] = set()
     if isinstance(schema, dict):
         named = schema.get("type")
@@ -300,7 +302,7 @@ _READERS: tuple[tuple[str, Callable[[str], Any]], ...] = (
     ("string", str),
     ("", loaded),
 )
-"""In the order in which they are tried; the last is for types that nobody knows."""
+"""Converters by type, in the order in which they are tried; the last one is for unknown types."""
 
 
 def _read_as(text: str, types: set[str]) -> Any:
@@ -321,4 +323,4 @@ PARSERS: Mapping[str, Parser] = {
     "none": _none,
     "qwen3_coder": _qwen3_coder,
 }
-"""Parsers by the name that a configuration gives."""
+"""Parsers by their name in the configuration."""

@@ -1,4 +1,4 @@
-"""The way of one turn: from what a client asks to the tokens of a prompt, and from sampled tokens to an answer."""
+"""One turn: from a client's request to prompt tokens, and from sampled tokens to the answer."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 Rendered = TypeVar("Rendered")
 _UNFINISHED = "\ufffd"
-"""What a decoder writes for a character of which tokens are missing."""
+"""What a decoder returns for an incomplete character."""
 
 
 @dataclass(frozen=True)
 class TurnReader:
-    """A model's template, tokenizer and form of tool calls."""
+    """Renders requests and parses answers, with a model's template, tokenizer and tool-call parser."""
 
     template: TurnTemplate
     decoder: PreTrainedTokenizerBase
     parser: Parser
 
     def begun(self, messages: Sequence[Message], request: ModelRequest) -> Conversation:
-        """Return a conversation that begins with these messages. Raises `RequestRefused`."""
+        """Start a conversation with these messages. Raises `RequestRefused`."""
         try:
             return with_system_folded(
                 lambda messages: self.template.begin(messages, request.tools), messages, begins=True
@@ -49,13 +49,13 @@ class TurnReader:
             raise RequestRefused(str(refused), field="messages", code=code) from refused
 
     def require_known(self, token_ids: Sequence[int]) -> None:
-        """Refuse token ids beyond the vocabulary."""
+        """Raise `RequestRefused` for token ids outside the vocabulary."""
         if max(token_ids) >= len(self.decoder):
             beyond = f"the prompt holds token {max(token_ids)}, and the vocabulary ends before {len(self.decoder)}"
             raise RequestRefused(beyond, field="prompt")
 
     def encoded(self, prompt: str | tuple[int, ...]) -> np.ndarray:
-        """Return the token ids, int32, of a prompt that is no conversation. Raises `RequestRefused`."""
+        """Return the token ids (int32) of a plain prompt. Raises `RequestRefused`."""
         if not isinstance(prompt, str):
             self.require_known(prompt)
         return np.asarray(self.decoder(prompt)["input_ids"] if isinstance(prompt, str) else prompt, dtype=np.int32)
@@ -70,7 +70,7 @@ class TurnReader:
         created: int,
         calls_id: str,
     ) -> ModelAnswer:
-        """Return the answer that the sampled tokens are. ``calls_id``: what the ids of its tool calls are made of."""
+        """Build the answer from the sampled tokens. ``calls_id``: seed for the ids of its tool calls."""
         special = self.template.special_ids
         ids = sampled.token_ids.tolist()
         if ids and sampled.finish_reason == "stop" and ids[-1] in special:
@@ -101,9 +101,10 @@ class TurnReader:
     def begun_answer(
         self, request: ModelRequest, prompt: np.ndarray, token_ids: Sequence[int], *, answer_id: str, created: int
     ) -> ModelAnswer:
-        """Return what is certain of an answer that is still sampled: the beginnings of its thoughts and of its text.
+        """Return the part of an unfinished answer that cannot change any more: prefixes of its reasoning and its text.
 
-        Where a tool can be called, text may still turn out to be a call; only of Hermes' form it is known where.
+        If tools may be called, any text may turn out to be a call; only for the Hermes format is its beginning
+        recognisable.
         """
         marks = (*request.stop, THOUGHT_BEGIN, THOUGHT_END, HERMES_BEGIN, *self.template.special_tokens)
         reasoning, text = self._split(request, _certain(self._decoded(token_ids), request.stop, marks))
@@ -112,7 +113,7 @@ class TurnReader:
         return ModelAnswer(
             id=answer_id,
             created=created,
-            text=self._without_special(text) if text.strip() else "",  # before a thought, space is no text
+            text=self._without_special(text) if text.strip() else "",  # whitespace may precede reasoning
             finish_reason="length",
             prompt_token_ids=prompt,
             token_ids=np.array(token_ids, dtype=np.int32),
@@ -124,7 +125,7 @@ class TurnReader:
         return self.decoder.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _split(self, request: ModelRequest, text: str) -> tuple[str | None, str]:
-        """Return the thoughts and the rest of what was written."""
+        """Split a text into reasoning and the rest."""
         if request.prompt is not None:
             return None, text
         return split_thoughts(text, begun=isinstance(self.template, ChatTurns) and bool(self.template.opening))
@@ -136,8 +137,10 @@ class TurnReader:
 
 
 def _certain(text: str, stops: Sequence[str], marks: Sequence[str]) -> str:
-    """Return the part of a text that stays, whatever follows: without its end if that may be half of a character, a
-    mark or the beginning of one."""
+    """Return the prefix of a text that later tokens cannot change.
+
+    Omits an end that may be part of a character, of a mark, or of the beginning of a mark.
+    """
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
     if ends:
         return text[: min(ends)]
@@ -149,7 +152,7 @@ def _certain(text: str, stops: Sequence[str], marks: Sequence[str]) -> str:
 
 
 def message_of(answer: ModelAnswer) -> Message:
-    """Return an answer as a chat template takes it."""
+    """Convert an answer to a message in the format of chat templates."""
     message: Message = {"role": "assistant", "content": answer.text}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -164,9 +167,9 @@ def message_of(answer: ModelAnswer) -> Message:
 def with_system_folded(
     render: Callable[[Sequence[Message]], Rendered], messages: Sequence[Message], *, begins: bool
 ) -> Rendered:
-    """Render messages; where the template refuses, once more with later system messages as words of the user.
+    """Render messages. If the template refuses them, turn later system messages into user messages and retry.
 
-    ``begins``: true if a conversation begins with these messages.
+    ``begins``: True if the conversation starts with these messages.
     """
     try:
         return render(messages)

@@ -1,1 +1,1 @@
-"""The built-in environments, one file each."""
+"""The built-in environments."""

@@ -1,8 +1,8 @@
-"""An agent as an environment: a program that asks a model by HTTP, unchanged, is run once an episode.
+"""Agents as environments: an unmodified program that calls a model over HTTP runs once per episode.
 
-A reset chooses the task. The only step gets the address and the key of the episode's model (`AgentManager`), runs the
-agent to its end and answers with its reward. An agent is a Python function, called in this process, or a command in a
-process group of its own, of which nothing is left afterwards, even if this process is killed.
+A reset chooses the task. The only step receives the URL and key of the episode's model (from `AgentManager`), runs the
+agent to its end, and returns its reward. An agent is a Python function, called in this process, or a command, run in
+its own process group. The process group is killed afterwards, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ logger = logging.getLogger(__name__)
 
 Task = dict[str, Any]
 _TOLD_LINES, _TOLD_CHARACTERS = 5, 400
-"""End of a command's output that an error repeats."""
+"""How much of the end of a command's output an error quotes."""
 _LOGGED_CHARACTERS = 4000
 RESULT_KEYS = ("reward", "success", "metrics")
 
 
 class AgentStopped(RuntimeError):
-    """The agent was ended from outside: its time was up, or its episode was given up."""
+    """The agent was stopped: its time limit passed, or its episode was given up."""
 
 
 class AgentEnv(TextGame):
-    """An agent, run once an episode.
+    """An environment that runs an agent once per episode.
 
     `run` is ``package.module:function``, plain or async, called with the task (a dict), the base URL and the API key of
-    the model. `command` is a program with its arguments, which finds them in its environment (`agent_environment`).
+    the model. `command` is a program with its arguments, which finds these in environment variables
+    (`agent_environment`).
 
-    The agent's result is what the function returns, or the last line of the command's output as JSON: a number, true or
-    false (a success or none), or an object with a ``reward`` and perhaps ``success`` and ``metrics``. With a
-    ``verifier`` (``package.module:function`` of the task and the output) it is what the verifier returns.
+    The agent's result is what the function returns, or the last line of the command's output as JSON: a number, a
+    boolean (success), or an object with a ``reward`` and optionally ``success`` and ``metrics``. With a ``verifier``
+    (``package.module:function`` of the task and the output), it is what the verifier returns.
     """
 
     ends_calls_when_closed = True
@@ -67,13 +68,12 @@ class AgentEnv(TextGame):
         ignore_response_format: bool = False,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Look up what the options name.
+        """Resolve and check the options. Raises `BadOption`.
 
-        ``tasks`` is a file of JSON objects, one a line, of which the seed chooses one; without it the task is
-        ``{"seed": seed}``. ``folder``: the command's working folder. The other options are those of the endpoint.
-        ``tool_parser``: the form in which the model writes tool calls; by default that of the chat template.
-        ``earlier_reasoning``, ``untrained_models``, ``ignore_response_format``: see `SessionSettings`. Raises
-        `BadOption`.
+        ``tasks``: JSONL file of objects, one of which the seed selects; without it the task is ``{"seed": seed}``.
+        ``folder``: the command's working directory. The other options are those of the endpoint. ``tool_parser``:
+        format of the model's tool calls; by default that of the chat template. ``earlier_reasoning``,
+        ``untrained_models``, ``ignore_response_format``: see `SessionSettings`.
         """
         super().__init__(render_mode)
         if (run is None) == (command is None):
@@ -97,14 +97,14 @@ class AgentEnv(TextGame):
         self._lock = threading.Lock()
         self._stopped = False
         self._stop: Callable[[], object] | None = None
-        """Ends the running agent."""
+        """Function that stops the running agent; None if it cannot be stopped."""
 
     def render(self) -> str:
-        """Return the task, and after the step what came of it."""
+        """Return the task and, after the step, the result."""
         return self._frame
 
     def close(self) -> None:
-        """End the running agent, if there is one. Its step raises `AgentStopped`."""
+        """Stop the running agent, if any. Its step raises `AgentStopped`."""
         with self._lock:
             self._stopped = True
             if self._stop is not None:
@@ -135,7 +135,7 @@ class AgentEnv(TextGame):
         return "", reward, True, False, info
 
     def _called(self, returned: Any) -> Any:
-        """Return a function's value; that of a coroutine when it has ended, in an event loop of its own."""
+        """Return the value of a function; run a coroutine in a new event loop."""
         return asyncio.run(self._awaited(returned)) if inspect.isawaitable(returned) else returned
 
     async def _awaited(self, running: Awaitable[Any]) -> Any:
@@ -149,7 +149,7 @@ class AgentEnv(TextGame):
             self._can_be_stopped(None)
 
     def _output_of(self, environment: Mapping[str, str]) -> str:
-        """Run the command and return its standard output. Raises `RuntimeError` with the end of what it wrote."""
+        """Run the command and return its standard output. Raises `RuntimeError`, which quotes the end of its output."""
         command = self._command or []
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = guarded(command, stdout=out, stderr=err, cwd=self._folder, env=environment)
@@ -176,13 +176,13 @@ class AgentEnv(TextGame):
 
 
 def require_parser(name: str | None) -> None:
-    """Raise `BadOption` for a name that no parser of tool calls has."""
+    """Raise `BadOption` if there is no tool-call parser of this name."""
     if name is not None and name not in PARSERS:
         raise BadOption("tool_parser", f"there is no parser {name!r}", nearest_name_hint(name, PARSERS))
 
 
 def agent_environment(task: Task, base_url: str, api_key: str) -> dict[str, str]:
-    """Return the environment variables of a command: this process's, and where its model is, under the usual names."""
+    """Return a command's environment variables: this process's, and the model's address under the usual names."""
     host = urlsplit(base_url).hostname or ""
     direct = {key: f"{os.environ[key]},{host}" if os.environ.get(key) else host for key in ("NO_PROXY", "no_proxy")}
     return {
@@ -197,9 +197,9 @@ def agent_environment(task: Task, base_url: str, api_key: str) -> dict[str, str]
 
 
 def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the reward, and what the agent says besides as entries of `info`.
+    """Split an agent's result into its reward and the entries of `info`.
 
-    Raises `ValueError` for keys that have no meaning. Values are checked with those of every environment.
+    Raises `ValueError` for unknown keys. Types of values are checked later, as for every environment.
     """
     if not isinstance(result, Mapping):
         reward, info = result, {}
@@ -219,7 +219,7 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
 
 @cache
 def tasks_of(path: str) -> tuple[Task, ...]:
-    """Return the tasks of a JSONL file, read once a process. Raises `BadOption`."""
+    """Return the tasks in a JSONL file, cached per process. Raises `BadOption`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as cause:
@@ -242,7 +242,7 @@ def tasks_of(path: str) -> tuple[Task, ...]:
 
 
 def require_function(option: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the function at an import path, which is called with so many arguments. Raises `BadOption`."""
+    """Import a function, and check that it accepts these arguments. Raises `BadOption`."""
     try:
         found = import_object(path)
     except ImportError as cause:
@@ -255,12 +255,12 @@ def require_function(option: str, path: str, arguments: tuple[str, ...]) -> Call
         remedy = f"it is called with {', '.join(arguments)}, in this order"
         raise BadOption(option, f"`{path}` cannot be called: {cause}", remedy) from cause
     except ValueError:
-        pass  # a function of C that does not say what it takes
+        pass  # a C function without a signature
     return found
 
 
 def _last_line(output: str) -> Any:
-    """Return the JSON value in the last line that is not empty. Raises `ValueError`."""
+    """Decode the last non-empty line as JSON. Raises `ValueError`."""
     lines = [line for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     try:
@@ -278,7 +278,7 @@ def _text_of(file: IO[bytes]) -> str:
 
 
 def _end_of(output: str) -> str:
-    """Return the end of an output in one line, since errors of environments are told in one."""
+    """Return the end of an output on one line, because errors of environments are reported on one line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = " | ".join(lines[-_TOLD_LINES:])[-_TOLD_CHARACTERS:]
     return f"the end of its output: {told}" if told else "it wrote nothing"

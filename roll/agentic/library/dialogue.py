@@ -1,8 +1,8 @@
-"""Dialogues with a simulated user: one who follows a script, or a language model behind an address, with a goal.
+"""Dialogues with a simulated user, who follows a script or is played by a language model with a goal.
 
-The policy answers the user's messages. The dialogue ends when the user has no more to say, says the stop word, or after
-`max_turns` answers; then a verifier or a judge gives the reward. What the policy thinks before `</think>` reaches
-neither the user nor the judge.
+The policy answers the user's messages. The dialogue ends when the script is finished, when the user says the stop word,
+or after `max_turns` answers; then a verifier or a judge gives the reward. The policy's reasoning (the text before
+`</think>`) reaches neither the user nor the judge.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _JUDGE_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Speaker:
-    """A language model behind an OpenAI-compatible address."""
+    """A language model behind an OpenAI-compatible API."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     base_url: str
     model: str
     api_key_env: str | None = None
-    """Environment variable with the key."""
+    """Environment variable that holds the API key."""
     prompt: str | None = None
     temperature: float = 1.0
     max_tokens: int = 1024
     timeout_seconds: float = 60.0
 
     def client(self, option: str) -> OpenAI:
-        """Return a client. Raises `BadOption` and `ConfigError` with the option's name."""
+        """Return a client. Raises `BadOption` and `ConfigError`, which name the ``option``."""
         require(["openai"], "dialogue", option)
         from openai import OpenAI
 
@@ -70,7 +70,7 @@ class Speaker:
         return OpenAI(base_url=self.base_url, api_key=key, timeout=self.timeout_seconds, max_retries=4)
 
     def says(self, client: OpenAI, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the model's next message. Raises what the client raises after its retries."""
+        """Return the model's next message. Raises the client's errors after its retries."""
         answer = client.chat.completions.create(
             model=self.model,
             messages=list(messages),  # type: ignore[arg-type]  # they are dicts of texts
@@ -81,7 +81,7 @@ class Speaker:
 
 
 class DialogueEnv(TextGame):
-    """A dialogue about a task, which the seed chooses. docs/environments.md explains tasks and options."""
+    """A dialogue about a task that the seed selects. docs/environments.md explains tasks and options."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DialogueEnv(TextGame):
         max_turns: Count = 10,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Read the tasks and look up what the options name. Raises `BadOption` and `ConfigError`."""
+        """Read the tasks and resolve the options. Raises `BadOption` and `ConfigError`."""
         super().__init__(render_mode)
         if (verifier is None) == (judge is None):
             raise BadOption("verifier", "a dialogue needs what gives its reward", "set one of `verifier` and `judge`")
@@ -114,7 +114,7 @@ class DialogueEnv(TextGame):
         self._task: Task = {}
         self._said: list[dict[str, str]] = []
         self._left: list[Any] = []
-        """Turns of the script that were not said yet."""
+        """Turns of the script that are still to come."""
 
     @property
     def longest(self) -> int:
@@ -123,11 +123,11 @@ class DialogueEnv(TextGame):
         return min(self._max_turns, max(scripted, default=self._max_turns))
 
     def render(self) -> str:
-        """Return the dialogue."""
+        """Return the dialogue so far."""
         return "\n".join(f"{message['role']}: {message['content']}" for message in self._said)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the models."""
         for client in self._clients.values():
             client.close()
 
@@ -154,7 +154,7 @@ class DialogueEnv(TextGame):
         return "", reward, True, False, {"state": self._state(), **info}
 
     def _next(self, answer: str) -> str | None:
-        """Return what the user says to an answer; None: nothing more."""
+        """Return the user's reply to an answer; None ends the dialogue."""
         if self._user is None:
             for index, turn in enumerate(self._left):
                 say, wanted = (turn, None) if isinstance(turn, str) else (turn["say"], turn.get("if"))
@@ -166,7 +166,7 @@ class DialogueEnv(TextGame):
         return None if self._stop_word in told else told
 
     def _seen_by_user(self) -> list[dict[str, str]]:
-        """Return the dialogue as its user sees it, whose own messages are those of an assistant to the model."""
+        """Return the prompt of the model that plays the user; its own messages have the role `assistant`."""
         assert self._user is not None
         prompt = _filled(self._user.prompt or USER_PROMPT, goal=self._task["goal"], stop_word=self._stop_word)
         messages = [{"role": "system", "content": prompt}]
@@ -195,7 +195,7 @@ class DialogueEnv(TextGame):
 
 
 def _score_in(told: str) -> float | None:
-    """Return the last score in a judge's answer; None if it has none or is none from 0 to 1, such as `1/10`."""
+    """Return the last score in a judge's answer; None without one from 0 to 1 (`1/10` is none)."""
     (last,) = _SCORE.findall(told)[-1:] or [""]
     last = last.rstrip(".,;:!)]}")
     score = float(last) if _NUMBER.fullmatch(last) else math.inf
@@ -203,7 +203,7 @@ def _score_in(told: str) -> float | None:
 
 
 def _problem(task: Task, has_model: bool) -> str | None:
-    """Return what is wrong with a task; None if nothing is."""
+    """Return what is wrong with a task, or None. ``has_model``: the user is played by a model."""
     if has_model:
         wrong = [
             key for key in ("goal", "opening") if not isinstance(task.get(key, "" if key == "opening" else None), str)
@@ -226,7 +226,7 @@ def _problem(task: Task, has_model: bool) -> str | None:
 
 
 def _filled(prompt: str, **texts: str) -> str:
-    """Return a prompt with texts in the places of their names; what they contain is left as it is."""
+    """Replace the named placeholders of a prompt. Braces in the inserted texts are left alone."""
     return re.sub("|".join(f"{{{name}}}" for name in texts), lambda found: texts[found[0][1:-1]], prompt)
 
 

@@ -1,8 +1,8 @@
 """Games on a grid: FrozenLake (walk to the goal) and Sokoban (push boxes onto targets), with a new map for each seed.
 
-All randomness comes from the seed of the reset. Gymnasium's own FrozenLake draws its map once, when the environment is
-made. A level of Sokoban is made backwards: boxes start on the targets and are pulled away. Each pull can be undone by a
-push, so every level is solvable; rewards are those of gym-sokoban.
+All randomness derives from the seed of the reset. (Gymnasium's own FrozenLake draws its map once, when the environment
+is created.) A level of Sokoban is generated backwards: boxes start on the targets and are pulled away. Each pull can be
+undone by a push, so every level is solvable. Its rewards are those of gym-sokoban.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pydantic import Field, validate_call
 from roll.agentic.base import ActionFormat, BadOption, Count, ResetAnswer, StepAnswer, TextGame, action_reader
 
 Cell = tuple[int, int]
-"""Row and column, counted from 0 at the top left."""
+"""(row, column), counted from 0 at the top left."""
 
 GridStyle = Literal["grid", "spaced", "coordinates"]
-"""``grid``: rows of symbols; ``spaced``: with spaces between the symbols; ``coordinates``: a list of places."""
+"""``grid``: rows of symbols; ``spaced``: symbols separated by spaces; ``coordinates``: a list of places."""
 
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 DRAWS = 64
-"""Number of random maps tried to find one that suits the seed."""
+"""Maximum number of random maps tried per seed."""
 CELLS_PER_BOX = 3
-"""Smallest number of cells inside the outer walls per box, so that a level is found quickly."""
+"""Minimum number of inner cells per box, so that a level is found quickly."""
 ROOMS = 400
-"""Number of rooms tried for one level."""
+"""Maximum number of rooms tried per level."""
 
 
 def moved(cell: Cell, direction: Cell, steps: int = 1) -> Cell:
-    """Return the cell ``steps`` steps away."""
+    """Return the cell ``steps`` steps away in a direction."""
     return cell[0] + steps * direction[0], cell[1] + steps * direction[1]
 
 
 def reachable(start: Cell, is_free: Callable[[Cell], bool]) -> set[Cell]:
-    """Return all cells reachable from ``start`` over free cells, including ``start``."""
+    """Return all cells that can be reached from ``start`` over free cells, including ``start``."""
     found, frontier = {start}, deque([start])
     while frontier:
         cell = frontier.popleft()
@@ -52,25 +52,26 @@ def reachable(start: Cell, is_free: Callable[[Cell], bool]) -> set[Cell]:
 
 
 def side_of(drawing: str) -> int:
-    """Return 0 or 1: the half of all maps that this map belongs to.
+    """Return the half of all maps (0 or 1) to which this map belongs.
 
-    Training has even seeds and validation odd ones. If each seed uses only maps of its own half, no map is in both.
+    Training has even seeds, validation odd ones. If each seed uses only maps of its half, training and validation share
+    no map.
     """
     return hashlib.blake2b(drawing.encode(), digest_size=1).digest()[0] % 2
 
 
 class GridGame(TextGame):
-    """The part of a game that does not depend on its rules: symbols, texts, and the reading of actions."""
+    """Base class of grid games: symbols, texts, and the parsing of actions."""
 
     DIRECTIONS: Mapping[str, Cell]
-    """Direction of each action."""
+    """Action -> its direction."""
     SYMBOLS: Mapping[str, str]
-    """Default symbol of each kind of cell."""
+    """Kind of cell -> its default symbol."""
     NAMES: Mapping[str, str]
-    """Names of the kinds of cells that the style `coordinates` lists."""
+    """Kind of cell -> its name, for the kinds that the style `coordinates` lists."""
     RULES: str
     LEGEND: str
-    """What the symbols mean, with the kinds of cells as fields; left out in the style `coordinates`."""
+    """Explains the symbols, with kinds of cells as format fields. Not used in the style `coordinates`."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class GridGame(TextGame):
         symbols: Mapping[str, str] | None,
         render_mode: str | None,
     ) -> None:
-        """Keep the options that all games have. Raises `BadOption`."""
+        """Store the options that all grid games share. Raises `BadOption`."""
         super().__init__(render_mode)
         self._reader = action_reader(tuple(self.DIRECTIONS), action_names, action_format)
         self._symbols = _with_symbols(self.SYMBOLS, symbols)
@@ -89,7 +90,7 @@ class GridGame(TextGame):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """An answer for each direction, in the requested format."""
+        """A well-formed answer for each direction."""
         return self._reader.examples()
 
     def _act(self, action: str) -> StepAnswer:
@@ -106,10 +107,10 @@ class GridGame(TextGame):
         return self._written("grid")
 
     def _move(self, chosen: int) -> tuple[float, bool | None, bool]:
-        """Carry out the action of this number.
+        """Execute the action with this index.
 
-        Return the reward, the outcome (True if the game is won, False if it is lost, None if it goes on), and True if
-        anything changed.
+        Returns the reward, the outcome (True: won, False: lost, None: the game continues), and True if the state
+        changed.
         """
         raise NotImplementedError
 
@@ -118,7 +119,7 @@ class GridGame(TextGame):
         raise NotImplementedError
 
     def _begun(self) -> ResetAnswer:
-        """Return the answer to a reset."""
+        """Return the values of `reset`."""
         info = self._info()
         if self._instructions:
             legend = "" if self._style == "coordinates" else f" {self.LEGEND.format(**self._symbols)}"
@@ -155,7 +156,7 @@ def _cells(rows: Sequence[Sequence[str]], kind: str) -> list[Cell]:
 
 
 class FrozenLakeEnv(GridGame):
-    """The game FrozenLake. The goal gives ``goal_reward``; holes and the goal end the episode."""
+    """The game FrozenLake. Reaching the goal gives ``goal_reward``; holes and the goal end the episode."""
 
     DIRECTIONS = {"left": LEFT, "down": DOWN, "right": RIGHT, "up": UP}
     SYMBOLS = {"player": "P", "frozen": "_", "hole": "O", "goal": "G", "fallen": "X", "arrived": "*"}
@@ -177,7 +178,7 @@ class FrozenLakeEnv(GridGame):
         is_slippery: bool = False,
         random_start: bool = False,
         disjoint_maps: bool = True,
-        map: Sequence[str] | None = None,  # gymnasium's name for it
+        map: Sequence[str] | None = None,  # the option's name; shadows the built-in function
         observation: GridStyle = "grid",
         instructions: bool = True,
         action_format: ActionFormat = "answer_tag",
@@ -188,7 +189,7 @@ class FrozenLakeEnv(GridGame):
         hole_reward: float = 0.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Keep the options, which docs/environments.md explains. Raises `BadOption`."""
+        """Store the options, which docs/environments.md explains. Raises `BadOption`."""
         super().__init__(observation, instructions, action_format, action_names, symbols, render_mode)
         self._fixed = None if map is None else _read_map(map)
         self._size, self._hole_probability = size, hole_probability
@@ -236,7 +237,7 @@ def random_map(
     """Return a random square map on which the goal (bottom right) can be reached from the top left.
 
     ``side`` (0 or 1) restricts it to one half of all maps. If none of `DRAWS` maps qualifies (many holes, large maps),
-    holes of the last map are filled one by one until it is solvable, whichever half it is in.
+    holes of the last map are filled one by one until it is solvable; it may then be in the other half.
     """
     for _ in range(DRAWS):
         rows = np.where(random.random((size, size)) < hole_probability, "H", "F").tolist()
@@ -253,7 +254,7 @@ def random_map(
 
 
 def _read_map(map: Sequence[str]) -> tuple[list[list[str]], Cell]:
-    """Return rows of `F`, `H` and `G`, and the start. Raises `BadOption`."""
+    """Return the rows (`F`, `H`, `G`) and the start of the user's map. Raises `BadOption`."""
     rows = [list(str(row)) for row in map]
     if len({len(row) for row in rows}) != 1 or not set().union(*rows) <= set("SFHG"):
         raise BadOption("map", f"{list(map)} is no map", "rows of one length, of the letters S, F, H and G")
@@ -268,7 +269,7 @@ def _read_map(map: Sequence[str]) -> tuple[list[list[str]], Cell]:
 
 
 def starts(rows: Sequence[Sequence[str]]) -> set[Cell]:
-    """Return the cells of ice from which a goal can be reached."""
+    """Return the ice cells from which a goal can be reached."""
 
     def is_ice(cell: Cell) -> bool:
         return _is_inside(rows, cell) and rows[cell[0]][cell[1]] not in "HG"
@@ -283,7 +284,7 @@ def _is_inside(rows: Sequence[Sequence[str]], cell: Cell) -> bool:
 
 @dataclass(frozen=True)
 class Level:
-    """A room with its boxes and the player."""
+    """A Sokoban room with its boxes and the player."""
 
     height: int
     width: int
@@ -293,11 +294,11 @@ class Level:
     player: Cell
 
     def is_solved(self) -> bool:
-        """Return True if each box is on a target."""
+        """Return True if every box is on a target."""
         return self.boxes == self.targets
 
     def boxes_on_target(self) -> int:
-        """Return the number of boxes that are on a target."""
+        """Return the number of boxes on targets."""
         return len(self.boxes & self.targets)
 
     def kind(self, cell: Cell) -> str:
@@ -312,11 +313,11 @@ class Level:
         return "target" if on_target else "floor"
 
     def is_free(self, cell: Cell) -> bool:
-        """Return True if the cell holds neither wall nor box."""
+        """Return True if the cell has neither wall nor box."""
         return cell not in self.walls and cell not in self.boxes
 
     def after_push(self, direction: Cell) -> Level | None:
-        """Return the level after one step, which may push one box; None if the way is blocked."""
+        """Return the level after a step, which may push one box; None if the way is blocked."""
         ahead = moved(self.player, direction)
         if self.is_free(ahead):
             return replace(self, player=ahead)
@@ -386,7 +387,7 @@ class SokobanEnv(GridGame):
         finish_reward: float = 10.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Keep the options, which docs/environments.md explains. Raises `BadOption`."""
+        """Store the options, which docs/environments.md explains. Raises `BadOption`."""
         super().__init__(observation, instructions, action_format, action_names, symbols, render_mode)
         if len(dim_room) != 2 or min(dim_room) < 3 or max(dim_room) < 5:
             message = f"{list(dim_room)} leaves no place to push"
@@ -431,9 +432,9 @@ class SokobanEnv(GridGame):
 def make_level(
     room: tuple[int, int], num_boxes: int, search_depth: int, wall_share: float, random: np.random.Generator
 ) -> Level:
-    """Return a solvable, unsolved level.
+    """Return a solvable level that is not solved yet.
 
-    Boxes are pulled as far from their targets as `search_depth` random pulls get them. Raises `RuntimeError` if none of
+    Boxes are pulled as far from their targets as `search_depth` random pulls allow. Raises `RuntimeError` if none of
     `ROOMS` rooms has space for the level.
     """
     for attempt in range(ROOMS):
@@ -446,7 +447,7 @@ def make_level(
 
 
 def _empty_level(room: tuple[int, int], num_boxes: int, wall_share: float, random: np.random.Generator) -> Level | None:
-    """Return a connected room with its boxes on targets; None if the walls leave too little space."""
+    """Return a connected room with all boxes on targets; None if the walls leave too little space."""
     height, width = room
     inside = [(r, c) for r in range(1, height - 1) for c in range(1, width - 1)]
     floor = {cell for cell in inside if random.random() >= wall_share}
@@ -461,7 +462,7 @@ def _empty_level(room: tuple[int, int], num_boxes: int, wall_share: float, rando
 
 
 def _pulled_apart(level: Level | None, search_depth: int, random: np.random.Generator) -> Level | None:
-    """Return the level of a random walk of pulls whose boxes are farthest from their targets; None if no pull helps."""
+    """From a random walk of pulls, return the level with the boxes farthest from targets; None if no pull helps."""
     best, best_score = None, (0, 0)
     for _ in range(search_depth):
         choices = level.pulls() if level is not None else []
@@ -478,5 +479,5 @@ def _pulled_apart(level: Level | None, search_depth: int, random: np.random.Gene
 
 
 def _distance(level: Level) -> int:
-    """Return the sum of the steps from each box to its nearest target, ignoring walls."""
+    """Return the sum of the distances from each box to its nearest target, in steps, ignoring walls."""
     return sum(min(abs(r - tr) + abs(c - tc) for tr, tc in level.targets) for r, c in level.boxes)

@@ -1,6 +1,7 @@
-"""Arithmetic problems that are tedious by hand and easy with a tool, made from a seed and checked exactly.
+"""Arithmetic problems that are tedious by hand and easy with a tool, generated from a seed and checked exactly.
 
-The final answer stands in `<answer>..</answer>`; the last one counts. Higher levels have larger numbers and more steps.
+The final answer is given in `<answer>..</answer>`; the last one counts. Higher levels have larger numbers and more
+steps.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ LEVELS = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its numeric answer."""
+    """A question and its exact numeric answer."""
 
     question: str
     answer: Fraction
 
 
 def read_number(text: str) -> Fraction | None:
-    """Return the number that the text consists of, exactly; None if it is not a number."""
+    """Parse a text as an exact number; None if it is not one."""
     text = text.strip().replace(",", "").replace("$", "").replace("_", "").replace("\N{MINUS SIGN}", "-").strip()
     if len(text) > _LONGEST_ANSWER or not _NUMBER.fullmatch(text):
         return None
@@ -47,7 +48,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def _whole(random: np.random.Generator, digits: int) -> int:
-    """Return a random number with this many decimal digits (for one digit: from 2)."""
+    """Return a random integer with this many decimal digits; a single digit is at least 2."""
     return int(random.integers(10 ** (digits - 1) if digits > 1 else 2, 10**digits))
 
 
@@ -172,7 +173,7 @@ class MathProblemEnv(TextGame):
 
 
 class MathToolsEnv(ToolEnv):
-    """The environment `math_tools`: problems, and the tools to solve them."""
+    """The environment `math_tools`: arithmetic problems, and tools to solve them."""
 
     @validate_call
     def __init__(
@@ -185,7 +186,7 @@ class MathToolsEnv(ToolEnv):
         attempts: Count = 1,
         instructions: bool = True,
     ) -> None:
-        """Build the tools. docs/tools.md explains the options. Raises `BadOption`, and `ConfigError` for the tools."""
+        """Build the tools. docs/tools.md explains the options. Raises `BadOption` and `ConfigError`."""
         for name, values, known in (("kinds", kinds, tuple(KINDS)), ("levels", levels, LEVELS)):
             if not values:
                 raise BadOption(name, "it is empty", "name at least one")

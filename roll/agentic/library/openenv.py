@@ -1,8 +1,8 @@
-"""Environments that live in an OpenEnv server, at an address or in a program that is started for them.
+"""Environments in an OpenEnv server, which runs at an address or is started as a program.
 
-The server's protocol is a WebSocket at `/ws`: `{"type": "reset" | "step", "data": ...}` is answered by an observation
-or an error. A session is one connection. The policy's text becomes the fields of the server's action, and the
-observation's fields become text, by the server's own schema unless the options say otherwise.
+The server's protocol is a WebSocket at `/ws`: `{"type": "reset" | "step", "data": ...}` is answered with an observation
+or an error. Each session is a connection. The policy's text becomes the fields of the server's action, and the
+observation's fields become text, according to the server's schema unless the options say otherwise.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _MOST_PORTS = 5
 _LARGEST_MESSAGE = 64 * 2**20
 _CLOSE_SECONDS = 1.0
 _METADATA = "metadata"
-"""Field of observations that is not for the policy, and of actions that is not from it."""
+"""Field that is not shown to the policy in observations, and not accepted from it in actions."""
 _UNTOLD = (_METADATA, "done", "reward")
-"""Fields of observations that the policy does not read."""
+"""Observation fields that are not shown to the policy."""
 
 
 class OpenEnvEnv(TextGame):
-    """A text environment in an OpenEnv server."""
+    """A text environment that is served by OpenEnv."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class OpenEnvEnv(TextGame):
         start_timeout_seconds: float = 50.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Look at the options; nothing is started or connected to before the first reset.
+        """Check the options. The first reset starts the server, if necessary, and connects to it.
 
-        ``url`` is the server's address, ``command`` a program that serves at the port in place of ``{port}``.
-        docs/environments.md explains the others. Raises `BadOption`.
+        ``url`` is the server's address; ``command`` is a program that serves on the port that replaces ``{port}``.
+        docs/environments.md explains the other options. Raises `BadOption`.
         """
         super().__init__(render_mode)
         if (url is None) == (command is None):
@@ -74,9 +74,9 @@ class OpenEnvEnv(TextGame):
         self._action_key, self._observation_key, self._format = action_key, observation_key, action_format
         self._system = system
         self._fields: dict[str, Any] | None = None
-        """Schema of an action by field, as soon as it is known."""
+        """Schema of each action field; None until known."""
         self._definitions: dict[str, Any] = {}
-        """What that schema refers to."""
+        """Definitions (`$defs`) to which these schemas refer."""
         self._lock = threading.Lock()
         self._closed = False
         self._server: _Server | None = None
@@ -84,11 +84,11 @@ class OpenEnvEnv(TextGame):
         self._shown: list[str] = []
 
     def render(self) -> str:
-        """Return what was said since the reset."""
+        """Return the exchange since the reset."""
         return "\n".join(self._shown)
 
     def close(self) -> None:
-        """Leave the server, whose running call raises, and end it if it was started here and nothing else uses it."""
+        """Disconnect; a running call then raises. Ends a server that was started here and has no other user."""
         with self._lock:
             self._closed = True
         self._leave()
@@ -122,7 +122,7 @@ class OpenEnvEnv(TextGame):
         return told, 0.0, False, False, {"action_is_valid": False, "state": self.render()}
 
     def _at_reset(self, data: Mapping[str, Any]) -> _Told:
-        """Reset the session; a connection that was lost since the last episode is opened again."""
+        """Reset the session. A connection that was lost since the last episode is reopened."""
         for is_last in (False, True):
             kept = self._session
             try:
@@ -196,15 +196,15 @@ class OpenEnvEnv(TextGame):
 
 
 _Told = tuple[dict[str, Any], float, bool]
-"""Observation, reward, and True at the end."""
+"""Observation, reward, and True at the end of the episode."""
 
 
 class _Refused(Exception):
-    """The server could not read an action, which the policy wrote."""
+    """The server rejected an action of the policy as invalid."""
 
 
 class _Lost(ConnectionError):
-    """The connection has ended."""
+    """The connection was lost."""
 
 
 class _Session:
@@ -216,7 +216,7 @@ class _Session:
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
         address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/ws").geturl()
         self._url = url
-        # Calls have the run's limits, and a server may be busy for so long: no limit for its answers to pings.
+        # No ping timeout: a server may be busy up to the run's own time limits.
         options: dict[str, Any] = {"proxy": None} if parts.hostname in _LOCAL else {}
         self._leaving = ExitStack()
         try:
@@ -228,7 +228,7 @@ class _Session:
             raise Unavailable(f"no connection to the OpenEnv server at {url}: {_said(cause)}") from cause
 
     def ask(self, kind: str, data: Mapping[str, Any]) -> _Told:
-        """Return the server's answer. Raises `_Refused`, `_Lost`, and `RuntimeError` for an error of the server."""
+        """Send a request and return the result. Raises `_Refused`, `_Lost`, and `RuntimeError` for server errors."""
         try:
             with suppress(WebSocketException):  # a server that has closed the connection may have said why before
                 self._socket.send(json.dumps({"type": kind, "data": data}))
@@ -247,20 +247,20 @@ class _Session:
         raise RuntimeError(f"the OpenEnv server at {self._url} failed in a {kind}: {message} ({code}){remedy}")
 
     def close(self) -> None:
-        """Close the connection; a running call of another thread raises."""
+        """Close the connection. A call running in another thread raises."""
         self._leaving.close()
 
 
 class _Server:
-    """A server that was started here."""
+    """A server process started by this process."""
 
     def __init__(self, seconds: float, *command: str) -> None:
-        """Start it at a free port and wait until it answers, so many ``seconds`` at most. Raises `Unavailable`."""
+        """Start the server on a free port, and wait up to ``seconds`` until it answers. Raises `Unavailable`."""
         deadline = time.monotonic() + seconds
         for attempt in range(_MOST_PORTS):
             with _kept_port() as kept:
                 self._port = int(kept.getsockname()[1])
-                if attempt:  # not all servers can listen at a port that is kept for them
+                if attempt:  # some servers cannot listen on a port that is already bound
                     kept.close()
                 self.url = f"http://127.0.0.1:{self._port}"
                 words = [word.replace(PORT, str(self._port)) for word in command]
@@ -305,19 +305,19 @@ _SERVERS: Shared[_Server] = Shared(_Server)
 
 
 def _kept_port() -> socket.socket:
-    """Return a socket at a free port, which no other process is given while it is open.
+    """Return a socket bound to a free port. While it is open, no other process is given this port.
 
-    Otherwise a server of another worker might take the port while ours starts, and we would talk to that one. A server
-    whose socket reuses addresses, as those of most libraries do, can listen at the port nevertheless.
+    Otherwise a server of another worker could take the port while ours starts, and we would connect to that one.
+    Servers whose socket reuses addresses, as most libraries' do, can nevertheless listen on the port.
     """
     kept = socket.socket()
     kept.bind(("127.0.0.1", 0))
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before, or two could be given the same port
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after bind, or two could be given the same port
     return kept
 
 
 def _is_free(port: int) -> bool:
-    """Return True if nothing listens at the port, as soon as a server has died."""
+    """Return True if nothing listens on the port. A server that has just died no longer counts."""
     with socket.socket() as probe:
         probe.settimeout(10.0)
         return probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
@@ -330,7 +330,7 @@ def _get(url: str) -> bytes:
 
 
 def _action_fields(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schema of an action, by field, and what it refers to, as the server tells it. Raises `Unavailable`."""
+    """Fetch the schema of the server's actions: fields, and definitions they refer to. Raises `Unavailable`."""
     parts = urlsplit(url)
     scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
     address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/schema").geturl()
@@ -346,13 +346,13 @@ def _action_fields(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _only_text(fields: Mapping[str, Any]) -> str | None:
-    """Return the name of the field, if an action is one text."""
+    """Return the name of the action's only field if it is a string, else None."""
     (key, *others) = fields or [None]
     return key if key is not None and not others and fields[key].get("type") == "string" else None
 
 
 def _object_in(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that reaches from the first brace of a text to its last one; None if there is none."""
+    """Decode the text from its first to its last brace as a JSON object; None if it is not one."""
     try:
         found = json.loads(text[text.find("{") : text.rfind("}") + 1])
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Programs that environments need beside them: ended with all that they started, also if this process is killed.
+"""Helper programs for environments. They end with all their descendants, even if this process is killed.
 
-`Shared` keeps one program of a kind in a process for all environments that use it. It is started by the first of them
-and ended after the last; one that has died is replaced at the next use, and costs the episodes that were using it.
+`Shared` keeps one program per key in this process, for all environments that use it. The first user starts it, and it
+is ended after the last. A program that died is replaced at the next use; the episodes that were using it fail.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ code = program.wait()
 end()
 sys.exit(code if code >= 0 else 128 - code)
 """
-"""Program between us and another: it kills the other's group when its own standard input ends, as it does if we die."""
+"""Wrapper program: kills the wrapped program's group at the end of its own input, so also when this process dies."""
 _LAST_LINES = 20
 
 
 def guarded(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program in a process group of its own, which is killed when the returned process's ``stdin`` is closed.
+    """Start a program in a new process group, which is killed when ``stdin`` of the returned process is closed.
 
-    ``options`` are those of `subprocess.Popen`. The exit code is the program's; 128 and more: it was killed.
+    ``options`` are those of `subprocess.Popen`. The exit code is the program's, or 128 plus the signal that killed it.
     """
     guard = [sys.executable, "-I", "-S", "-c", _GUARD, *command]
     return subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
 class LastWords:
-    """The last lines that a program has written, read as they come and passed on to the log."""
+    """Reads the output of a program, passes it to the log, and keeps the last lines."""
 
     def __init__(self, output: IO[bytes], name: str) -> None:
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -52,7 +52,7 @@ class LastWords:
         self._thread.start()
 
     def __str__(self) -> str:
-        """Return the end of the output in one line. For a program that has ended it is complete."""
+        """Return the end of the output on one line. It is complete if the program has ended."""
         self._thread.join(0.5)
         told = " | ".join(self._lines)[-600:]
         return f"the end of its output: {told}" if told else "it wrote nothing"
@@ -70,29 +70,29 @@ class Program(Protocol):
     """A running program."""
 
     def is_alive(self) -> bool:
-        """Return True if it can be used."""
+        """Return True if the program can be used."""
 
     def end(self) -> None:
-        """End it, with everything that it has started. Calling it twice is harmless."""
+        """End the program and all its descendants. May be called twice."""
 
 
 Started = TypeVar("Started", bound=Program)
 
 
 class Shared(Generic[Started]):
-    """The programs of one kind in this process, by what they were started with."""
+    """Programs of one kind in this process, by the arguments of `take`."""
 
     def __init__(self, start: Callable[..., Started]) -> None:
-        """``start`` starts a program; its arguments, which are those of `take`, tell programs apart."""
+        """``start`` starts a program from the arguments of `take`, which identify it."""
         self._start = start
         self._lock = threading.Lock()
         self._starting: dict[Hashable, threading.Lock] = {}
         self._running: dict[Hashable, Started] = {}
         self._users: dict[int, int] = {}
-        """Number of users by the program's identity."""
+        """Number of users by `id` of the program."""
 
     def take(self, *key: Hashable) -> Started:
-        """Return the program, which is started first if there is none. Raises what starting it raises."""
+        """Return the program for this key, starting it if necessary. Raises the errors of ``start``."""
         with self._lock:
             starting = self._starting.setdefault(key, threading.Lock())
         with starting:
@@ -108,7 +108,7 @@ class Shared(Generic[Started]):
             return made
 
     def give_back(self, program: Started) -> None:
-        """End the program if this was its last user."""
+        """Release the program, and end it if this was its last user."""
         with self._lock:
             self._users[id(program)] -= 1
             if self._users[id(program)]:

@@ -1,7 +1,7 @@
-"""Games of words: guessing a number, the tasks of reasoning-gym, and the single-player games of TextArena.
+"""Text games: guessing a number, tasks of reasoning-gym, and single-player games of TextArena.
 
-The seed of the reset selects the number, the task or the game's course, so equal seeds ask the same in every process.
-The packages reasoning-gym and textarena are imported when their environment is made.
+The seed of the reset selects the number, the task or the course of the game, identically in every process. The packages
+reasoning-gym and textarena are imported when their environment is created.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 class NumberGuessingEnv(TextGame):
-    """A reward for the right guess within a limited number of guesses."""
+    """Guess a number within a limited number of attempts."""
 
     @validate_call
     def __init__(
@@ -49,7 +49,7 @@ class NumberGuessingEnv(TextGame):
         guess_reward: float = 0.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Keep the options, which docs/environments.md explains. Raises `BadOption`."""
+        """Store the options, which docs/environments.md explains. Raises `BadOption`."""
         if not -(10**18) < low < high < 10**18:
             raise BadOption("high", f"from {low} to {high} there is nothing to guess", "`low` below `high`")
         super().__init__(render_mode)
@@ -94,7 +94,7 @@ class NumberGuessingEnv(TextGame):
         return f"number: {self._number}\nguesses: {guesses}\nknown: {self._state()}"
 
     def _state(self) -> str:
-        """Return all that a policy can know: the range left for the number, and the number of guesses left."""
+        """Return all that a policy can know: the remaining range, and the remaining number of guesses."""
         low = max((guess + 1 for guess in self._guesses if guess < self._number), default=self._low)
         high = min((guess - 1 for guess in self._guesses if guess > self._number), default=self._high)
         if self._number in self._guesses:
@@ -112,7 +112,7 @@ class NumberGuessingEnv(TextGame):
 
 
 class ReasoningGymEnv(TextGame):
-    """A reasoning-gym task. The reward is the last attempt's score; a score of ``success_score`` ends the episode."""
+    """A reasoning-gym task. The reward is the last attempt's score; reaching ``success_score`` ends the episode."""
 
     @validate_call
     def __init__(
@@ -139,7 +139,7 @@ class ReasoningGymEnv(TextGame):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """The right answer to the current task, and two that are most probably wrong."""
+        """The right answer to the current task, and two that are very likely wrong."""
         right = [str(self._entry["answer"])] if self._entry is not None else []
         return tuple(as_answer(answer, self._format) for answer in [*right, "0", "yes"])
 
@@ -175,9 +175,9 @@ class ReasoningGymEnv(TextGame):
         return "\n".join([str(self._entry["question"]), *self._answers])
 
     def _score(self, answer: str | None) -> tuple[float, bool]:
-        """Return the score, and True if the scorer failed.
+        """Return the score, and True if the scorer raised.
 
-        Some data sets raise on answers that they do not expect. A policy's answer must not make the environment fail.
+        Some data sets raise on unexpected answers. An answer of the policy must not make the environment fail.
         """
         if not answer:
             return 0.0, False
@@ -188,10 +188,10 @@ class ReasoningGymEnv(TextGame):
 
 
 class TextArenaEnv(TextGame):
-    """A TextArena game. Its own prompt says which actions exist and how to write them, usually ``[action]``.
+    """A TextArena game. Its own prompt explains the actions and their format, usually ``[action]``.
 
-    TextArena repeats the whole dialogue in every observation. A policy that has read it once needs only the new part,
-    so TextArena's observation wrappers are removed.
+    TextArena repeats the whole dialogue in every observation. The policy has read the earlier part already, so
+    TextArena's observation wrappers are removed.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class TextArenaEnv(TextGame):
         success_reward: float = 1.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Make the game. docs/environments.md explains the options.
+        """Create the game. docs/environments.md explains the options.
 
-        Raises `BadOption`, also for a game that is not for one player or whose word lists are not on this machine.
+        Raises `BadOption`, also for multi-player games and for games whose word lists are not on this machine.
         """
         import textarena
 
@@ -246,7 +246,7 @@ class TextArenaEnv(TextGame):
         return text or str(outcome.get("reason", "")), reward, bool(done), False, info
 
     def _made(self, game: str, game_args: dict[str, Any]) -> Any:
-        """Return the game after one reset: only then does it report that it needs more players or lacks something."""
+        """Return the game after one reset, which reveals whether it needs more players or missing files."""
         try:
             with self._random.in_place():
                 try:
@@ -263,7 +263,7 @@ class TextArenaEnv(TextGame):
                     raise BadOption("game", message, "name a 1-player game") from cause
                 return made
         except LookupError as cause:
-            # NLTK's word lists are not part of TextArena: a game that needs them downloads them when it is made.
+            # TextArena does not include NLTK's word lists: a game that needs them downloads them when it is created.
             resource = re.search(r"nltk\.download\('([^']+)'\)", str(cause))
             if resource is None:
                 raise
@@ -272,9 +272,9 @@ class TextArenaEnv(TextGame):
             raise BadOption("game", message, remedy) from cause
 
     def _given_up(self, cause: Exception) -> StepAnswer:
-        """End the episode without reward after a game has raised on an odd action, and count the failure.
+        """End the episode without reward after the game raised on an action, and count the failure.
 
-        The action is the policy's, so the environment does not fail. The game is not trusted until its next reset.
+        The policy chose the action, so the environment does not fail. The game is not used again until its next reset.
         """
         info = self._info(action_is_valid=False, game_failed=True)
         return f"The game could not go on with that ({type(cause).__name__}).", 0.0, False, True, info
@@ -283,7 +283,7 @@ class TextArenaEnv(TextGame):
         return self._shown[-1] if self._shown else ""
 
     def _news(self) -> tuple[str, bool]:
-        """Return what the game has said since the last call, and True if it refused the action."""
+        """Return the game's new messages, and True if it rejected the action."""
         _, messages = self._game.get_observation()
         kinds = self._textarena.ObservationType
         said = [text for _, text, kind in messages if kind is not kinds.PLAYER_ACTION]
@@ -295,10 +295,11 @@ class TextArenaEnv(TextGame):
 
 
 class _Generators:
-    """The states of Python's and numpy's global generators for one episode.
+    """The states of Python's and numpy's global random generators for one episode.
 
-    TextArena draws from the global ones. These replace them during a call, one call at a time per process, so equal
-    seeds give equal episodes even when many run at once, and no other code's random numbers change.
+    TextArena draws from the global generators. These states replace the global ones during a call, one call at a time
+    per process. So equal seeds give equal episodes even if many run at once, and the random numbers of other code are
+    unaffected.
     """
 
     _one_call_at_a_time = threading.Lock()

@@ -1,8 +1,8 @@
-"""Environments of the package `verifiers` as agents: unchanged, they ask the policy by HTTP.
+"""Environments of the package `verifiers`, run unmodified as agents that call the policy over HTTP.
 
-The package wants the main thread of its process, and its newer releases do not go with the packages of a run. So each
-environment is held by a program beside the environment worker (`verifiers_program.py`), in any interpreter, which runs
-the rollouts of all episodes. A rollout that ends by an error is a failed episode, not a reward of 0.
+The package needs the main thread of its process, and its newer releases conflict with the packages of a run. So each
+environment is hosted by a separate program (`verifiers_program.py`), in any interpreter, which runs the rollouts of all
+episodes. A rollout that ends with an error is a failed episode, not a reward of 0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from roll.configs.plugins import require
 
 
 class VerifiersEnv(TextGame):
-    """An environment of `verifiers`, of which the seed chooses a row.
+    """An environment of `verifiers`; the seed selects a row of its data.
 
-    Even seeds, which are those of training, choose from its training set, odd ones from its evaluation set.
+    Even seeds (training) select from its training set, odd seeds (validation) from its evaluation set.
     """
 
     ends_calls_when_closed = True
@@ -45,11 +45,11 @@ class VerifiersEnv(TextGame):
         tool_parser: str | None = None,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Look up what the options name; nothing is started before the first reset.
+        """Check the options. The program is started at the first reset.
 
-        ``environment`` is the name of an installed environment, or ``package.module:function`` of a function that
-        returns one; ``args`` are its arguments. ``python``: an interpreter with the package `verifiers`, by default
-        that of the run. ``tool_parser``: see `AgentEnv`. Raises `BadOption` and `ConfigError`.
+        ``environment`` is the name of an installed environment, or ``package.module:function`` that returns one;
+        ``args`` are its arguments. ``python``: interpreter with the package `verifiers`; by default the run's own.
+        ``tool_parser``: see `AgentEnv`. Raises `BadOption` and `ConfigError`.
         """
         super().__init__(render_mode)
         require_parser(tool_parser)
@@ -68,16 +68,16 @@ class VerifiersEnv(TextGame):
         self._closed = False
         self._program: _Rollouts | None = None
         self._running: int | None = None
-        """Number of the running rollout."""
+        """Request number of the running rollout."""
         self._seed = 0
         self._frame = ""
 
     def render(self) -> str:
-        """Return the task, and after the step what came of it."""
+        """Return the task and, after the step, the result."""
         return self._frame
 
     def close(self) -> None:
-        """End the running rollout, if there is one, whose step raises `AgentStopped`, and the program if unused."""
+        """Cancel the running rollout, whose step then raises `AgentStopped`, and end the program if it is unused."""
         with self._lock:
             self._closed = True
             program, self._program = self._program, None
@@ -127,20 +127,20 @@ class VerifiersEnv(TextGame):
 
 
 class _Answer(concurrent.futures.Future[Any]):
-    """The answer to a request; an error of the rollout is a `RuntimeError`."""
+    """The answer to a request. An error of the rollout becomes a `RuntimeError`."""
 
     number = 0
 
 
 class _Rollouts:
-    """A running program, and the requests that it has not answered."""
+    """A running program, and its unanswered requests."""
 
     def __init__(self, python: str | None, wanted: str) -> None:
-        """Start it and wait until it has loaded the environment. Raises `Unavailable`."""
+        """Start the program and wait until it has loaded the environment. Raises `Unavailable`."""
         environment = dict(os.environ)
-        if python is None:  # what this process can import, that one can
+        if python is None:  # same import path as this process
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        else:  # what is installed beside the interpreter is found, as in an activated environment
+        else:  # as if the interpreter's virtual environment were activated
             environment["PATH"] = os.pathsep.join([str(Path(python).parent.absolute()), os.environ.get("PATH", "")])
         command = [python or sys.executable, str(Path(verifiers_program.__file__)), wanted]
         self._python = command[0]
@@ -172,7 +172,7 @@ class _Rollouts:
         return answer
 
     def cancel(self, number: int) -> None:
-        """End a rollout. Its answer is cancelled at once."""
+        """Cancel a rollout. Its answer is cancelled immediately."""
         with self._lock:
             answer = self._waiting.pop(number, None)
             if answer is not None:
@@ -195,12 +195,12 @@ class _Rollouts:
         self._process.wait()
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # a program that has ended answers by its end
+        with suppress(OSError):  # if the program has ended, `_read` fails the request
             self._process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
 
     def _unloaded(self, first: bytes) -> str | None:
-        """Return what is wrong with the first line; None if it says that the environment is loaded."""
+        """Return what is wrong with the program's first line, or None if it reports that the environment is loaded."""
         if not first:
             return f"the program ended; {self._words}"
         try:

@@ -1,10 +1,10 @@
-"""Program that holds one environment of the package `verifiers` and runs its rollouts, many at once.
+"""Program that hosts one environment of the package `verifiers` and runs its rollouts concurrently.
 
-It runs in the interpreter that has that package and imports nothing of ours. Its first argument is a JSON object with
-``environment`` and ``args``. It reads one JSON object a line: a request has an ``id`` and a ``seed`` and asks for the
-seed's task, with ``base_url`` and ``api_key`` as well for a rollout of it; ``{"id": n, "cancel": true}`` ends one. It
-writes a line of JSON for each request, with ``id`` and ``result`` or ``error``, after a first one that says that the
-environment is loaded. The end of its input ends it, with its process group.
+It runs in the interpreter with that package and imports no module of ours. Its argument is a JSON object with
+``environment`` and ``args``. It reads one JSON object per line: a request has an ``id`` and a ``seed``, and asks for
+the seed's task or, with ``base_url`` and ``api_key``, for a rollout of it; ``{"id": n, "cancel": true}`` cancels one.
+Its first output line reports whether the environment is loaded; then each request gets a line of JSON with ``id`` and
+``result`` or ``error``. At the end of its input, the program ends with its process group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.getcwd()  # not this folder, whose modules are no packages of their own
+    sys.path[0] = os.getcwd()  # not this folder, whose modules are not top-level packages
 
 import asyncio
 import contextvars
@@ -31,17 +31,17 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 END_SECONDS = 3.0
-"""Longest time that the environment has to release what it holds."""
+"""Time that the environment has to release its resources."""
 MOST_TASKS = 10_000
-"""Tasks that are taken of a task set without an end."""
+"""Number of tasks taken from an endless task set."""
 _ODD_ANSWERS = ("EmptyModelResponseError", "InvalidModelResponseError")
-"""Errors that an odd answer of the policy causes. Its episode counts: otherwise odd answers would cost nothing."""
+"""Errors caused by malformed answers of the policy. Such episodes count; otherwise the answers would be free."""
 _failed_rewards: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failed_rewards")
-"""What a rollout's reward functions raised, which its rubric turns into zeros and a line in the log."""
+"""Errors of the current rollout's reward functions, which the package replaces by zeros and logs."""
 
 
 class _Noted(logging.Handler):
-    """Notes what reward functions raised."""
+    """Log handler that records errors of reward functions."""
 
     def emit(self, record: logging.LogRecord) -> None:
         failed = _failed_rewards.get(None)
@@ -50,7 +50,7 @@ class _Noted(logging.Handler):
 
 
 class Environments:
-    """An environment of verifiers 0.1: `vf.Environment`."""
+    """An environment of verifiers 0.1 (`vf.Environment`)."""
 
     def __init__(self, environment: str, args: dict[str, Any]) -> None:
         import verifiers as vf
@@ -63,16 +63,16 @@ class Environments:
         logging.getLogger("verifiers.rubrics").addHandler(_Noted())
 
     def task(self, seed: int) -> dict[str, Any]:
-        """Return the row that a seed chooses: even ones from the training set, odd ones from that of evaluation."""
+        """Return the row that a seed selects: even seeds from the training set, odd ones from the evaluation set."""
         rows = self._env.get_eval_dataset() if seed % 2 else self._env.get_dataset()
         return dict(rows[random.Random(seed).randrange(len(rows))])
 
     def shown(self, seed: int) -> Any:
-        """Return what says which task it is."""
+        """Return a JSON value that describes the task."""
         return self.task(seed)["prompt"]
 
     async def rollout(self, seed: int, base_url: str, api_key: str) -> dict[str, Any]:
-        """Return the result of one rollout. Raises `RuntimeError` if it ended by an error."""
+        """Run a rollout and return its result. Raises `RuntimeError` if it ended with an error."""
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
@@ -91,14 +91,14 @@ class Environments:
         return {"reward": reward, "success": reward >= self._env.pass_threshold, "metrics": metrics}
 
     async def close(self) -> None:
-        """Release what the environment holds."""
+        """Release the resources of the environment."""
         await self._env._teardown()
 
 
 class Tasksets:
-    """A task set of verifiers 0.4, played by an agent of that package.
+    """A task set of verifiers 0.4, with an agent of that package.
 
-    ``agent`` among the arguments has fields of its `AgentConfig`; the others are those of the task set.
+    The argument ``agent`` has fields of its `AgentConfig`; the other arguments are those of the task set.
     """
 
     def __init__(self, environment: str, args: dict[str, Any]) -> None:
@@ -111,18 +111,18 @@ class Tasksets:
         self._numbers = itertools.count()
 
     def task(self, seed: int) -> Any:
-        """Return the task that a seed chooses."""
+        """Return the task that a seed selects."""
         return self._tasks[random.Random(seed).randrange(len(self._tasks))]
 
     def shown(self, seed: int) -> Any:
-        """Return what says which task it is."""
+        """Return a JSON value that describes the task."""
         return self.task(seed).data.model_dump(mode="json")
 
     async def rollout(self, seed: int, base_url: str, api_key: str) -> dict[str, Any]:
-        """Return the result of one rollout. Raises `RuntimeError` if it ended by an error."""
+        """Run a rollout and return its result. Raises `RuntimeError` if it ended with an error."""
         import verifiers.v1 as vf
 
-        variable = f"ROLL_EPISODE_{next(self._numbers)}"  # the package takes keys from variables only
+        variable = f"ROLL_EPISODE_{next(self._numbers)}"  # the package reads keys only from environment variables
         os.environ[variable] = api_key
         try:
             client = {"type": "eval", "base_url": base_url, "api_key_var": variable}
@@ -136,7 +136,7 @@ class Tasksets:
         return {"reward": trace.reward, "metrics": _numbers(trace.metrics)}
 
     async def close(self) -> None:
-        """Do nothing: rollouts have released what they held."""
+        """Do nothing: rollouts release their own resources."""
 
 
 def _made(path: str, args: dict[str, Any]) -> Any:
@@ -155,15 +155,15 @@ def _loaded(environment: str, args: dict[str, Any]) -> Environments | Tasksets:
 
 
 def _read(requests: IO[str], read: queue.SimpleQueue[str | None]) -> None:
-    """Put line by line into a queue; None is the end, at which this program has little time left."""
+    """Put the input lines into a queue, then None. After the end of the input, kill the process in `END_SECONDS`."""
     for line in requests:
         read.put(line)
-    threading.Timer(END_SECONDS, _kill_group).start()  # whatever the environment does now
+    threading.Timer(END_SECONDS, _kill_group).start()  # even if closing the environment hangs
     read.put(None)
 
 
 async def _serve(held: Environments | Tasksets, requests: queue.SimpleQueue[str | None], answers: IO[str]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the end of the input."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 
@@ -209,7 +209,7 @@ def _described(error: Exception) -> str:
 
 
 def _ask_directly(base_url: str) -> None:
-    """Let no proxy stand before the policy."""
+    """Exclude the policy's address from proxies."""
     host = urlsplit(base_url).hostname or ""
     for key in ("NO_PROXY", "no_proxy"):
         hosts = os.environ.get(key, "").split(",")
@@ -222,13 +222,13 @@ def _kill_group() -> None:
 
 
 def main() -> None:
-    """Load the environment, say so, and serve."""
-    # What the environment prints must not get between the answers.
+    """Load the environment, report the outcome, and answer requests."""
+    # Keep the environment's own output apart from the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     told = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # From now on, since whoever has started this may be gone before the environment is loaded.
+    # Read from now on, because the parent may die before the environment is loaded.
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=[told, requests], daemon=True).start()
     wanted = json.loads(sys.argv[1])

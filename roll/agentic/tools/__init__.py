@@ -1,1 +1,1 @@
-"""Tools that a policy may call in its episodes: the tools, the parser of calls, and the environment that runs them."""
+"""Tools for the policy: built-in tools, the parser of tool calls, and the environment wrapper that executes them."""

@@ -1,13 +1,12 @@
-"""Tools that a policy may call: their interface, the calls in its text, and tools by name or import path.
+"""Tools for the policy: their interface, the parsing of calls, and construction by name or import path.
 
-A tool has a name, a description, a JSON schema of its arguments, and a call that returns text. A call that fails
-because of the policy's text returns an answer marked as an error, which the policy can read and correct. Exceptions are
-for our own mistakes. The parser reads the form that the chat templates of Hermes and Qwen teach: a JSON object with
-`name` and `arguments` between `<tool_call>` and `</tool_call>`, any number of times; on request, a fenced block of
-Python is a call too. Nothing raises, whatever the text.
+A tool has a name, a description, a JSON schema of its arguments, and a call that returns text. If a call fails because
+of the policy's text, the answer is marked as an error, which the policy can read and correct; exceptions are for bugs.
+The parser reads the format of the Hermes and Qwen chat templates: JSON objects with `name` and `arguments` between
+`<tool_call>` and `</tool_call>`; optionally, fenced Python blocks are calls, too. It never raises, whatever the text.
 
-A tool in a configuration is a name, or a mapping of `tool` and the keyword arguments of its class. A new built-in tool
-is one file and one line in `TOOLS`; a user's own tool is `package.module:Class`.
+In a configuration, a tool is a name, or a mapping with `tool` and the keyword arguments of its class. A new built-in
+tool is one file and one line in `TOOLS`; a user's own tool is `package.module:Class`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from roll.configs.plugins import Kind, PlugIn, made, problem
 
 
 class ToolUnavailable(Exception):
-    """A tool cannot work at all, whatever the call. This is reported to the user, not to the policy."""
+    """A tool cannot work at all, whatever the call. Reported to the user, not to the policy."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A tool's answer."""
+    """Result of a tool call, for the policy to read."""
 
     text: str
     is_error: bool = False
@@ -39,23 +38,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time by which a call must have ended, on the monotonic clock."""
+    """Time on the monotonic clock by which a call must finish."""
 
     at: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """Return the deadline this many seconds from now."""
+        """Return the deadline ``seconds`` from now."""
         return cls(time.monotonic() + seconds)
 
     def seconds_left(self) -> float:
-        """Return the seconds left, at least 0."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self.at - time.monotonic())
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """One tool. Calls may come from any thread, one at a time for each object."""
+    """One tool. Calls may come from any thread, but only one at a time per object."""
 
     name: str
     description: str
@@ -63,34 +62,34 @@ class Tool(Protocol):
     """JSON schema of the arguments, of type `object`."""
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """Call the tool with ``arguments`` that fit the schema, and return by the deadline.
+        """Call the tool with arguments that match the schema. Must return by the deadline.
 
-        Raises only `ToolUnavailable`; a fault of the policy's text is an answer.
+        Raises only `ToolUnavailable`; mistakes of the policy are returned as an answer.
         """
 
     def close(self) -> None:
-        """Release what the tool holds. Calling it twice is harmless, and the tool may be called again afterwards."""
+        """Release all resources. May be called twice, and the tool may be used again afterwards."""
 
 
 @runtime_checkable
 class Toolset(Protocol):
-    """Tools that are known only once something runs, such as those of a server."""
+    """A source of tools that are unknown until something is started, such as a server."""
 
     def tools(self) -> Sequence[Tool]:
         """Return the tools, starting what they need. Raises `ToolUnavailable`."""
 
     def close(self) -> None:
-        """Release everything. Calling it twice is harmless, and `tools` may be called again afterwards."""
+        """Release all resources. May be called twice, and `tools` may be called again afterwards."""
 
 
 def function_schema(tool: Tool) -> dict[str, Any]:
-    """Return a tool as chat templates expect it: a function in the format of OpenAI's interface."""
+    """Return a tool's description for chat templates, in OpenAI's function format."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def argument_problem(tool: Tool, arguments: dict[str, Any]) -> str | None:
-    """Return what is wrong with the arguments of a call, for the policy to read; None if nothing is."""
+    """Return what is wrong with the arguments of a call, as a message to the policy; None if they are valid."""
     errors = sorted(Draft202012Validator(tool.parameters).iter_errors(arguments), key=lambda error: str(error.path))
     if not errors:
         return None
@@ -111,20 +110,20 @@ _FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call. The tool may not exist, and the arguments may not suit it."""
+    """A parsed call. The tool may not exist, and the arguments may be invalid."""
 
     name: str
     arguments: dict[str, Any]
     problem: str | None = None
-    """Message for the policy to read if the text was only meant as a call."""
+    """Message to the policy if the call is malformed, else None."""
 
 
 def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall]:
     """Return the calls in a text, in order.
 
-    ``code_tool``: name of the tool that receives fenced blocks of Python outside of tagged calls, as its argument
-    `code`; None: such blocks are plain text. A call inside another one makes the whole call malformed. A last call
-    without its end tag is malformed too, unless its JSON is complete: the end tag may have been a stop text.
+    ``code_tool``: tool that receives fenced Python blocks outside tagged calls as its argument `code`; None: such
+    blocks are plain text. A nested call makes the whole call malformed. So does a missing end tag, except on a last
+    call with complete JSON, because the end tag may have been a stop string.
     """
     tagged = list(_CALL.finditer(text))
     found = [(match.start(), _call_in(match[1])) for match in tagged]
@@ -145,7 +144,7 @@ def _call_in(body: str) -> ToolCall:
 
 
 def _read(body: str) -> ToolCall:
-    """Return the call that a tagged text holds. Raises `ValueError` with what is wrong."""
+    """Parse the content of a tagged call. Raises `ValueError` with what is wrong."""
     try:
         content = _loaded(body)
     except ValueError:
@@ -169,14 +168,14 @@ def _read(body: str) -> ToolCall:
 
 
 def _loaded(text: str) -> Any:
-    """Return the JSON value. Raises `ValueError` with what is wrong."""
+    """Decode JSON. Raises `ValueError` with what is wrong."""
     if len(text) > _LONGEST_CALL:
         raise ValueError(f"the call is longer than {_LONGEST_CALL} characters")
     try:
         return json.loads(text.strip(), strict=False, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("the call is nested too deeply") from None
-    except ValueError as error:  # includes numbers of absurd length
+    except ValueError as error:  # also raised for integers with too many digits
         raise ValueError(f"the call is no JSON: {error}") from None
 
 
@@ -200,7 +199,7 @@ ToolSpec = str | Mapping[str, Any]
 
 
 def make_tools(specs: Sequence[ToolSpec], path: str) -> list[Tool | Toolset]:
-    """Return the tools configured at ``path``, starting nothing. Raises `ConfigError` with every problem."""
+    """Create the tools configured at ``path``, without starting them. Raises `ConfigError` with every problem."""
     tools, problems = [], []
     for index, spec in enumerate(specs):
         try:

@@ -1,7 +1,7 @@
-"""A calculator of bounded size: exact arithmetic on whole numbers and fractions, floating point for the rest.
+"""A calculator with bounded cost: exact arithmetic on integers and fractions, floating point for everything else.
 
-The expression is parsed to a syntax tree. Only numbers, operators and known names are allowed in it, and nothing is
-evaluated as code. No intermediate or final result may be too large to be useful.
+The expression is parsed to a syntax tree, which may contain only numbers, operators and known names; nothing is
+evaluated as code. Intermediate and final results have a maximum size.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Calculator:
     }
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """See `Tool.call`; ``expression`` is the text to calculate."""
+        """See `Tool.call`. ``expression`` is the text to evaluate."""
         try:
             return Answer(calculate(arguments["expression"]))
         except CannotCalculate as error:
             return Answer(f"cannot calculate: {error}", is_error=True)
 
     def close(self) -> None:
-        """Do nothing: the calculator holds nothing."""
+        """Do nothing: there are no resources."""
 
 
 def calculate(expression: str) -> str:
-    """Return the value as text: a whole number, an exact decimal, or a fraction with its approximate decimal.
+    """Evaluate an expression. Returns an integer, an exact decimal, or a fraction with its decimal approximation.
 
     Floating-point results have 15 digits. Raises `CannotCalculate`.
     """
@@ -104,7 +104,7 @@ def _constant(value: Any) -> _Number:
 
 
 def _bounded(value: Any) -> _Number:
-    """Return a result as an exact fraction or a finite float. Raises `CannotCalculate`."""
+    """Return a result as an exact fraction or a finite float. Raises `CannotCalculate` if it is too large."""
     if isinstance(value, complex):
         raise CannotCalculate("the result is no real number")
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""Wrapper that adds tools to a text environment: calls in the policy's text are carried out, all other text passes on.
+"""Environment wrapper that adds tools: executes the calls in the policy's text, and passes on text without calls.
 
-A text with a call never reaches the environment, so a call next to a final answer wins: the answer was written before
-the policy could read the tool's result. Tools give no reward; `call_penalty` can make calls cost something.
+A text with a call never reaches the environment. So a call takes precedence over a final answer in the same text: that
+answer was written without knowing the tool's result. Tools give no reward; `call_penalty` can make calls costly.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """Settings for offering and calling tools. Raises `ConfigError` for a value that does not fit."""
+    """Settings for offering and calling tools. Raises `ConfigError` for invalid values."""
 
     max_calls_per_turn: Count = 4
     call_timeout_seconds: Annotated[float, Field(gt=0)] = 15.0
     """Time limit of one call."""
     turn_timeout_seconds: Annotated[float, Field(gt=0)] = 40.0
-    """Time limit of all calls of a turn together; must be less than the environment's step timeout."""
+    """Time limit of all calls in a turn together. Must be less than the environment's step timeout."""
     max_answer_characters: Count = 8000
-    """Longer answers are cut in the middle."""
+    """Longer answers are shortened in the middle."""
     call_penalty: Annotated[float, Field(le=0)] = 0.0
-    """Added to the reward of a turn for each call in it; not positive."""
+    """Added to the reward of a turn for each call in it; at most 0."""
     answer_role: Literal["tool", "user"] = "tool"
-    """Role of the messages with answers; `user` for chat templates that do not support tools."""
+    """Role of the messages with tool results; `user` suits chat templates without tool support."""
     describe_in_prompt: bool = False
-    """True if the tools are listed in the system message, for chat templates that do not support tools."""
+    """True to list the tools in the system message, for chat templates without tool support."""
     code_block_tool: str | None = None
-    """Tool that receives fenced blocks of Python as calls."""
+    """Tool that receives fenced Python blocks as calls; None: such blocks are plain text."""
 
     def __post_init__(self) -> None:
         where = "tool_settings"
@@ -63,12 +63,12 @@ class ToolSettings:
 
 
 class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
-    """A text environment (see `roll.agentic.registry`) in which tools can be called."""
+    """A text environment (see `roll.agentic.registry`) in which the policy can call tools."""
 
     def __init__(
         self, env: gymnasium.Env[str, str], tools: Sequence[Tool | Toolset], settings: ToolSettings | None = None
     ) -> None:
-        """Wrap ``env`` without starting the tools. They are closed with this environment."""
+        """Wrap ``env``; the tools start at the first reset. Closing this environment closes them."""
         super().__init__(env)
         self._sources = list(tools)
         self._settings = settings or ToolSettings()
@@ -103,7 +103,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
         super().close()
 
     def _gathered(self) -> dict[str, Tool]:
-        """Return the tools by name. Raises `ToolUnavailable`, also if two tools have the same name."""
+        """Return the tools by name. Raises `ToolUnavailable`, also for duplicate names."""
         tools: dict[str, Tool] = {}
         for source in self._sources:
             for tool in source.tools() if isinstance(source, Toolset) else (source,):
@@ -133,7 +133,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
         self._errors += sum(answer.is_error for _, answer in answers)
         messages = self._messages(answers)
         text = "\n\n".join(message["content"] for message in messages)
-        # The calls belong to the state: equal answers to different calls are different situations.
+        # The state includes the calls: equal answers to different calls are different states.
         self._state = "\n".join([self._state, *map(str, within), text])
         info = {"messages": messages, "action_is_valid": valid, "state": self._state}
         reward = self._settings.call_penalty * len(within)
@@ -144,7 +144,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
             return f"there is no tool `{call.name[:60]}`; {nearest_name_hint(call.name[:60], self._tools)}"
         try:
             return argument_problem(self._tools[call.name], call.arguments)
-        except Exception as error:  # a schema that a server sent may itself be wrong
+        except Exception as error:  # the schema may come from a server and be invalid itself
             _logger.exception("the schema of the tool `%s` cannot be used", call.name)
             return f"the arguments of `{call.name}` cannot be checked: {type(error).__name__}"
 
@@ -156,7 +156,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
             return self._tools[call.name].call(call.arguments, Deadline.after(seconds))
         except ToolUnavailable:
             raise
-        except Exception as error:  # a fault of the tool must not end the episode, but must be logged
+        except Exception as error:  # a bug in a tool must not end the episode, but must be logged
             _logger.exception("the tool `%s` failed", call.name)
             return Answer(f"the tool `{call.name}` failed: {type(error).__name__}", is_error=True)
 

@@ -1,8 +1,9 @@
-"""The tools of a server that speaks the Model Context Protocol, through the official package `mcp`.
+"""Tools of a server that speaks the Model Context Protocol (MCP), through the official package `mcp`.
 
-The configuration alone decides what is started and where; nothing that a policy writes reaches a command line. The
-server starts when its tools are first requested. A server that dies, hangs or breaks the protocol is dropped: the
-policy reads that its call failed, and the next call starts a new server. The protocol's event loop has its own thread.
+Only the configuration decides what is started and where; nothing that the policy writes reaches a command line. The
+server starts when its tools are first requested. A server that dies, hangs or violates the protocol is dropped: the
+policy is told that its call failed, and the next call starts a new server. The protocol's event loop runs in its own
+thread.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ _MOST_PAGES = 100
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)  # its environment may hold secrets
+@dataclass(kw_only=True, eq=False, repr=False)  # no repr, because `env` may contain secrets
 class McpServer:
-    """The tools `mcp`: those of one server, run as a process or reached at an address.
+    """The toolset `mcp`: the tools of one server, which runs as a child process or at a URL.
 
-    Nothing is started before the tools are requested. Raises `ValueError` unless exactly one of ``command`` and ``url``
-    is given.
+    Nothing starts before the tools are requested. Raises `ValueError` unless exactly one of ``command`` and ``url`` is
+    given.
     """
 
     command: str | None = None
-    """A program that speaks over its standard input and output."""
+    """A server program that communicates over its standard input and output."""
     args: Sequence[str] = ()
     env: Mapping[str, str] | None = None
-    """Environment variables of the program; it sees no others except a few harmless ones (PATH, HOME, ...)."""
+    """Environment variables of the program. It inherits only a few harmless ones (PATH, HOME, ...)."""
     url: str | None = None
-    """Address of a server that speaks streamable HTTP."""
+    """URL of a server that speaks streamable HTTP."""
     only: Sequence[str] | None = None
-    """Names of the tools to offer; all by default."""
+    """Names of the tools to offer; None: all."""
     prefix: str = ""
-    """Text before the tools' names."""
+    """Prefix for the names of the tools."""
     start_timeout_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -61,11 +62,11 @@ class McpServer:
 
     @property
     def where(self) -> str:
-        """The server's command line or address, for messages."""
+        """The server's command line or URL, for messages."""
         return self.url or " ".join([self.command or "", *self.args])
 
     def tools(self) -> list[Tool]:
-        """Return the server's tools, requested once. Raises `ToolUnavailable`."""
+        """Return the server's tools; they are requested once and cached. Raises `ToolUnavailable`."""
         if self._tools is None:
             deadline = Deadline.after(self.start_timeout_seconds)
             try:
@@ -77,14 +78,14 @@ class McpServer:
         return list(self._tools)
 
     def session(self, deadline: Deadline) -> _Session:
-        """Return the connection, opening it if there is none. Raises `McpFailed`."""
+        """Return the connection, opening one if necessary. Raises `McpFailed`."""
         if self._session is None:
             seconds = min(self.start_timeout_seconds, deadline.seconds_left())
             self._session = _Session(self._connect, self.where, seconds)
         return self._session
 
     def close(self) -> None:
-        """Close the connection, and end the process if it is ours. The next call opens a new one."""
+        """Close the connection, and end the process if it is ours. The next call opens a new connection."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -111,7 +112,7 @@ class McpServer:
 
 @dataclass(eq=False, repr=False)
 class McpTool:
-    """One tool of a server."""
+    """One tool of an MCP server."""
 
     server: McpServer
     remote_name: str
@@ -120,7 +121,7 @@ class McpTool:
     parameters: dict[str, Any]
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """See `Tool.call`; the server carries it out."""
+        """See `Tool.call`; the server executes the call."""
         try:
             result = self.server.session(deadline).do(
                 lambda client: client.call_tool(self.remote_name, arguments), deadline
@@ -134,22 +135,22 @@ class McpTool:
         return Answer(_text_of(result), is_error=result.is_error)
 
     def close(self) -> None:
-        """Do nothing: the server is closed with all its tools."""
+        """Do nothing: closing the server closes all its tools."""
 
 
 class McpFailed(Exception):
-    """The server did not answer correctly, or not at all. The connection is no longer usable."""
+    """The server answered incorrectly or not at all. The connection cannot be used any more."""
 
 
 class McpRefused(Exception):
-    """The server answered that it refuses the call."""
+    """The server answered the call with an error."""
 
 
 class _Session:
     """One connection, kept open by a task in an event loop in its own thread."""
 
     def __init__(self, connect: Any, where: str, seconds: float) -> None:
-        """Open the connection. Raises `McpFailed`, also if that takes longer than so many seconds."""
+        """Open the connection within ``seconds``. Raises `McpFailed`."""
         self._connect = connect
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {where[:40]}", daemon=True)
@@ -166,10 +167,10 @@ class _Session:
             raise
 
     def do(self, what: Any, deadline: Deadline) -> Any:
-        """Run ``what(client)``, a coroutine. Raises `McpFailed` and `McpRefused`."""
+        """Run the coroutine ``what(client)``. Raises `McpFailed` and `McpRefused`."""
         client = self._opened.result(0)
         running = asyncio.run_coroutine_threadsafe(_awaited(what(client)), self._loop)
-        # Calls do not always end when their connection does.
+        # Calls may outlast their connection.
         ends = [running, self._keeping]
         done, _ = concurrent.futures.wait(ends, deadline.seconds_left(), concurrent.futures.FIRST_COMPLETED)
         if running in done:
@@ -178,7 +179,7 @@ class _Session:
         raise McpFailed("the connection ended" if done else "it did not answer in time")
 
     def close(self) -> None:
-        """Close the connection. Never raises, whatever the server does."""
+        """Close the connection. Never raises."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -208,7 +209,7 @@ class _Session:
 
 
 async def _awaited(call: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await a call. Raise `McpRefused` if the server refuses it, `McpFailed` if the server or the connection fails."""
+    """Await a call. Raises `McpRefused` if the server answers with an error, `McpFailed` if something fails."""
     from mcp import MCPError
     from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -234,7 +235,7 @@ async def _listed(client: Client) -> list[Any]:
 
 
 def _cause(error: BaseException) -> str:
-    """Describe the first real error in a group of errors."""
+    """Describe the first real error in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

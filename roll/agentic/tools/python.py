@@ -1,4 +1,4 @@
-"""Python for a policy: it sends a program and reads what it prints. Each call is a new process in the sandbox."""
+"""The tool `python`: the policy sends a program and reads its output. Each call runs in a new sandboxed process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PythonTool:
         output_bytes: int = 16 * 1024,
         accept_weak_sandbox: bool = False,
     ) -> None:
-        """Set the limits of one call; see `sandbox.Limits`. ``accept_weak_sandbox``: see `Sandbox`."""
+        """Set the limits of one call (see `sandbox.Limits`). ``accept_weak_sandbox``: see `Sandbox`."""
         self._limits = Limits(
             wall_seconds=wall_seconds,
             cpu_seconds=cpu_seconds,
@@ -59,10 +59,10 @@ class PythonTool:
         self._sandbox = Sandbox(accept_weak=True) if accept_weak_sandbox else default_sandbox()
 
     def tools(self) -> tuple[PythonTool]:
-        """Return this tool, after checking that the sandbox works.
+        """Return this tool, after checking that the sandbox works. Raises `ToolUnavailable`.
 
-        If a broken sandbox were noticed only at the first call, just the episodes that call the tool would fail, and
-        the policy would learn not to call it. Raises `ToolUnavailable`.
+        If a broken sandbox were noticed only at the first call, only the episodes that call the tool would fail, and
+        the policy would learn not to call it.
         """
         try:
             self._sandbox.check()
@@ -71,7 +71,7 @@ class PythonTool:
         return (self,)
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """See `Tool.call`; runs ``code`` in the sandbox. Raises `ToolUnavailable` if nothing can be run safely."""
+        """See `Tool.call`; runs ``code`` in the sandbox. Raises `ToolUnavailable` if no sandbox is available."""
         seconds = min(self._limits.wall_seconds, max(0.1, deadline.seconds_left()))
         try:
             result = self._sandbox.run(
@@ -85,7 +85,7 @@ class PythonTool:
         return Answer(_as_text(result), is_error=result.returncode != 0 or result.killed_because is not None)
 
     def close(self) -> None:
-        """Do nothing: nothing outlives a call."""
+        """Do nothing: a call leaves nothing behind."""
 
 
 def _as_text(result: SandboxResult) -> str:
