@@ -39,7 +39,7 @@ from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
 from roll.agentic.endpoint.tool_calls import PARSERS
 from roll.agentic.episode import ManagerSettings, SampledTurn
 from roll.data.chat import ChatTurns
-from roll.runtime.garbage import collect_rarely
+from roll.runtime.process import collect_rarely
 
 sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
 import make_model
