@@ -122,7 +122,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         except BaseException:
             engine.shutdown()
             raise
-        return engine, engine.vllm_config.scheduler_config.max_num_seqs
+        try:
+            return engine, engine.vllm_config.scheduler_config.max_num_seqs
+        finally:
+            del engine  # vLLM keeps an error of its imports, which keeps this frame: the engine would never be freed
 
     def _check_sampling(self, request: GenerateRequest) -> None:
         temperature = request.sampling.temperature
