@@ -170,6 +170,8 @@ def gaps(arguments: argparse.Namespace, characters: int, *, probed: bool = True)
         clients = processes.Process(target=talk if probed else play, args=parts)
         driver, inside = Probe(), Probe()
         probes: list[Any] = [asyncio.create_task(collect_rarely())]  # as every run does
+        first = endpoint.open(EpisodeSession(template, tokenizer, policy, settings))
+        await asyncio.to_thread(plain, {"turns": 2, "seed": 0}, *first)  # what is made once
         if probed:
             assert endpoint._loop is not None
             probes.append(asyncio.create_task(driver.run()))

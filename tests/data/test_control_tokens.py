@@ -85,7 +85,7 @@ def test_long_texts_have_the_ids_and_words_of_short_ones(name, monkeypatch):
     """They are encoded and decoded in other ways, which leave the interpreter to other threads."""
     template = ChatTurns(make_tokenizer(name))
     for piece in ("ab c, ", f"ab {FORMATS[name].special_tokens[0]} c, "):
-        asked = talk([piece * encoding.LONG_TEXT])
+        asked = talk([f"{piece * encoding.LONG_TEXT}end"])
         ids = template.prompt(asked)
         text = encoding.decoded(ids, template.tokenizer)
         assert len(ids) > encoding.LONG_TEXT and text.count(piece) == encoding.LONG_TEXT

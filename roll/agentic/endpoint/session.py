@@ -315,7 +315,7 @@ class EpisodeSession:
         if request.prompt is not None:
             return self._place_of_prompt(request.prompt)
         forms = normal_forms(request.messages)
-        tools = _digest(list(request.tools))
+        tools = _digest(_canonical(list(request.tools)))
         found = self._deepest(request, forms, tools)
         if found is None:
             # Examples in a first request are no history.
@@ -514,8 +514,8 @@ def _form(message: Message, call: int = -1) -> str:
         content = content.strip()
     functions = [each["function"] for each in message.get("tool_calls") or ()]
     calls = [(function["name"], _value(function["arguments"])) for function in functions]
-    head = [message["role"], calls, call if message["role"] == "tool" else -1]
-    return _digest(head, content)
+    place = call if message["role"] == "tool" else -1
+    return _digest(f"{message['role']}\n{place}\n{_canonical(calls) if calls else ''}\n{content}")
 
 
 def _value(arguments: Any) -> Any:
@@ -528,10 +528,13 @@ def _value(arguments: Any) -> Any:
         return arguments
 
 
-def _digest(value: Any, text: str = "") -> str:
-    """Return a digest of a JSON value and a text, which may be long."""
-    head = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(f"{head}\n{text}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
+def _canonical(value: Any) -> str:
+    """Return a JSON value as one line, the same for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _ids(message: Message) -> list[str]:
