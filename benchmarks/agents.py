@@ -51,8 +51,7 @@ WORDS = "the quick brown fox jumps over 17 lazy dogs and 25 cats near Ada's hous
 
 
 def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return samples a second of both sides and the share of the time that the agent costs."""
-    make_task(folder)
+    """Return samples a second of all sides and the share of the time that agents cost. ``folder`` has the task."""
     (folder / "tasks.jsonl").write_text(json.dumps({"turns": arguments.turns, "seed": 0}) + "\n")
     sides: dict[str, dict[str, Any]] = {"game": {"env_config": {"median_seconds": 0.0, "turns": arguments.turns}}}
     for name in arguments.agents:
@@ -65,7 +64,7 @@ def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
             written["custom_envs"]["game"] |= env
             config = folder / f"{name}.yaml"
             config.write_text(yaml.safe_dump(written))
-            out = folder / f"{name}-{turn}"
+            out = folder / f"{name}-{arguments.tokens}-{turn}"
             run = run_file(config, out, {"output_dir": out, "async_generation_ratio": 0})
             steps, training = (run.column(key, arguments.warm_up) for key in ("time/step", "time/train"))
             seconds[name] += [step - train for step, train in zip(steps, training, strict=True)]
@@ -78,6 +77,11 @@ def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         found[f"{name}_overhead"] = taken / game - 1
         found[f"{name}_ms_per_request"] = 1000 * (taken - game) / (samples * arguments.turns)
     return found
+
+
+def lengthen(path: Path) -> None:
+    """Let the quick start's model, whose positions are rotary, read more than it was made for."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 4096}))
 
 
 class WaitingPolicy:
@@ -225,9 +229,13 @@ def main() -> None:
             few = argparse.Namespace(**vars(arguments))
             few.sessions = arguments.sessions if characters < LONG_MESSAGE else max(1, arguments.sessions // 10)
             found[f"gaps_at_{characters}"] = {"sessions": few.sessions, **gaps(few, characters)}
-    for tokens in arguments.tokens if arguments.only in ("rates", None) else ():
+    if arguments.only in ("rates", None):
         with tempfile.TemporaryDirectory() as name:
-            found[f"rates_at_{tokens}"] = rates(Path(name), argparse.Namespace(**vars(arguments) | {"tokens": tokens}))
+            make_task(Path(name))
+            lengthen(Path(name) / "model" / "config.json")
+            for tokens in arguments.tokens:
+                each = argparse.Namespace(**vars(arguments) | {"tokens": tokens})
+                found[f"rates_at_{tokens}"] = rates(Path(name), each)
     print(json.dumps(found))
 
 
