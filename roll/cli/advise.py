@@ -21,6 +21,8 @@ from roll.tracking.run_directory import RunDirectory
 ANEW = ("output_dir=null", "resume_from_checkpoint=false")
 """Overrides of a run's configuration: another run cannot have its folder."""
 
+NOTHING = "no change that was tried gains more than is uncertain"
+
 _EPILOG = """\
 examples:
   roll advise output/run/latest
@@ -98,7 +100,7 @@ def _advise(options: argparse.Namespace) -> int:
     table = partial(advice.table_text, trials, price=options.price)
     if not subject.is_dir():
         rows = advice.search(trials)
-        say(table(rows))
+        say(table(rows) if rows else NOTHING)
         say(advice.ending_text(trials, []))
         return DONE
     records = read_json_lines(RunDirectory(subject).metrics)
@@ -108,6 +110,6 @@ def _advise(options: argparse.Namespace) -> int:
     rows = advice.advise(trials, slow)
     say(advice.cause_text(trials, saved, slow))
     advised = [row for row in rows if row.sure]
-    say(table(advised) if advised else "no change that was tried gains more than is uncertain")
+    say(table(advised) if advised else NOTHING)
     say(advice.ending_text(trials, [row for row in rows if not row.sure], advice.unknown_of(config, inputs, records)))
     return DONE

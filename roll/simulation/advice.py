@@ -366,7 +366,7 @@ def _rank(row: Row) -> tuple[float, ...]:
 
 
 def search(trials: Trials) -> list[Row]:
-    """Return the best settings of ratio, split and streaming that were found, the best first.
+    """Return the settings of ratio, split and streaming that gain most, the best first; none if none does.
 
     A coarse grid, then neighbours of the best one until none is better.
     """
@@ -403,7 +403,7 @@ def search(trials: Trials) -> list[Row]:
         if not streams:
             attempt(ratio, split, True)
         now = best()
-    made = sorted((row for row in rows.values() if row is not None), key=_rank)
+    made = sorted((row for row in rows.values() if row is not None and row.gain >= LEAST_GAIN), key=_rank)
     return [trials.again(row) for row in made[: SHOWN // 2]]
 
 
