@@ -365,6 +365,8 @@ class _Source:
 def _speaks_text(env: gymnasium.Env[Any, Any]) -> bool:
     """Return True unless the spaces of an environment say that its actions or its observations are no texts."""
     acts, sees = (getattr(env, name, None) for name in ("action_space", "observation_space"))
+    if isinstance(acts, Discrete):
+        return False
     if not _is_gymnasiums(acts):
         return True
     return isinstance(acts, Text) and (isinstance(sees, Text) or not _is_gymnasiums(sees))

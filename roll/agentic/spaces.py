@@ -21,6 +21,9 @@ from roll.agentic.endpoint.json_text import loaded
 MOST_NUMBERS = 64
 """Numbers of one vector. More are pictures or states of simulators, which nobody reads or writes as text."""
 _UNBOUNDED = 1e30
+_ALPHANUMERIC = spaces.Text(1).character_set
+_MOST_SHOWN = 100
+"""Characters of a text's alphabet that are told."""
 _EXAMPLES = 4
 
 
@@ -81,6 +84,8 @@ class JsonActions:
             return _read(self.space, self._value(answer), "the action")
         except ValueError as wrong:
             raise NoAction(f"That was no action: {wrong}. {self.instructions()}") from None
+        except OverflowError:  # a whole number that only just has no place in double precision
+            raise NoAction(f"That was no action: a number is too large. {self.instructions()}") from None
 
     def instructions(self) -> str:
         """See `Actions`."""
@@ -92,7 +97,10 @@ class JsonActions:
         space = copy.deepcopy(self.space)
         space.seed(0)
         drawn = [space.sample() for _ in range(_EXAMPLES)]
-        texts = [each if self._is_text else json.dumps(_plain(each)) for each in drawn]
+        if self._is_text:  # what surrounds an answer is stripped
+            texts = [each.strip() for each in drawn if space.contains(each.strip())]
+        else:
+            texts = [json.dumps(_plain(each)) for each in drawn]
         return tuple(as_answer(text, self.action_format) for text in texts)
 
     @property
@@ -116,6 +124,8 @@ def can_be_written(space: Any) -> str | None:
     match space:
         case spaces.Dict() | spaces.Tuple() if not len(space.spaces):
             return f"{space} is empty"
+        case spaces.Dict() if not all(isinstance(key, str) for key in space.spaces):
+            return f"{space} has keys that are no texts"
         case spaces.Dict():
             return next(filter(None, map(can_be_written, space.spaces.values())), None)
         case spaces.Tuple():
@@ -138,7 +148,7 @@ def described(space: Space[Any]) -> str:
         case spaces.Tuple():
             return f"a list of {len(space.spaces)}: " + "; ".join(map(described, space.spaces))
         case spaces.Text():
-            return f"a text of {space.min_length} to {space.max_length} characters"
+            return f"a text of {space.min_length} to {space.max_length} {_characters(space)}"
     numbers = _numbers(space)
     assert numbers is not None  # as `can_be_written` says
     kind, shape = "whole number" if numbers.whole else "number", numbers.low.shape
@@ -265,6 +275,14 @@ def _range(low: Any, high: Any) -> str:
         case ["", end]:
             return f"up to {end}"
     return f"from {ends[0]} to {ends[1]}"
+
+
+def _characters(space: spaces.Text) -> str:
+    """Return in words what a text consists of; a policy cannot guess that a space is none of it."""
+    if space.character_set == _ALPHANUMERIC:
+        return "letters and digits, without spaces"
+    known = "".join(sorted(space.character_set))
+    return f"characters out of {json.dumps(known, ensure_ascii=False)}" if len(known) <= _MOST_SHOWN else "characters"
 
 
 def _listed(parts: Iterable[str]) -> str:

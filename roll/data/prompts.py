@@ -115,13 +115,20 @@ def _render(
 
 
 def rewritten_prompts(
-    prompts: Sequence[Prompt], text: str, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str
+    prompts: Sequence[Prompt],
+    text: str,
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    refuse_control_tokens: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return prompt id -> the token ids (int32 ``[length]``) of the same prompt as a text with fields says it.
 
     ``{prompt}`` is the prompt's text, with ``template: chat`` the content of its last user message, which is replaced;
     ``{ground_truth}``, ``{domain}`` and other names are fields of its row. ``{{`` and ``}}`` are braces. ``path`` is
-    the key of ``text``. Raises `ConfigError` that names the prompts that lack a field.
+    the key of ``text``. Raises `ConfigError` that names the prompts that lack a field, and with
+    ``refuse_control_tokens`` those whose messages spell one.
     """
     problems, contents = Problems(), ContentEncoder(tokenizer)
     if not any(field[1] for field in _FIELD.finditer(text)):
@@ -132,7 +139,10 @@ def rewritten_prompts(
             if data_args.template == "raw":
                 (found[prompt.prompt_id],) = tokenise([_with_fields(text, prompt, prompt.text)], tokenizer)
             else:
-                messages = contents.shielded(_rewritten(prompt, text))
+                messages = _rewritten(prompt, text)
+                if refuse_control_tokens:
+                    require_unspelled(contents, messages)
+                messages = contents.shielded(messages)
                 found[prompt.prompt_id] = contents.encode(_from_template(messages, data_args, tokenizer))
         except (BadRow, ControlTokensRefused) as cause:
             problems.add(

@@ -446,7 +446,10 @@ def _teacher_prompts(
     teacher, path = config.teacher, "teacher.prompt"
     if teacher is None or teacher.prompt is None or not prompts:
         return {}
-    rewritten = rewritten_prompts(prompts, teacher.prompt, config.actor_train.data_args, tokenizer, path)
+    refuses = config.on_control_tokens == "refuse"
+    rewritten = rewritten_prompts(
+        prompts, teacher.prompt, config.actor_train.data_args, tokenizer, path, refuse_control_tokens=refuses
+    )
     positions, is_scaled = positions_of(Path(derived.model_path(config, teacher)))
     name, longest = max(((name, len(ids)) for name, ids in rewritten.items()), key=lambda pair: pair[1])
     longest += derived.max_new_tokens(config)

@@ -84,6 +84,8 @@ def test_what_cannot_be_written_as_text_is_refused():
         TextAdapter(WalkWithoutText(render_mode="rgb_array"))
     with pytest.raises(TypeError, match=r"takes actions that cannot .* Sequence.* no space of numbers"):
         TextAdapter(Drawn(spaces.Sequence(spaces.Discrete(2))))
+    with pytest.raises(TypeError, match="has keys that are no texts"):
+        TextAdapter(Drawn(spaces.Dict({1: spaces.Discrete(2)})))
 
 
 class Drawn(gymnasium.Env):
@@ -136,7 +138,8 @@ STEERED = '{"move": [0.5, -1], "gear": 4, "say": "ab", "lamps": [1, 0, 1], "wher
         (spaces.MultiDiscrete([[2, 2]]), "a list of 1 lists of 2 whole numbers from 0 to 1", "[[1, 0]]"),
         (spaces.MultiBinary(4), "a list of 4 whole numbers from 0 to 1", "[1, 0, 1, 1]"),
         (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), "a list of 2: a whole number from 0 to 1; a", '[1, "a"]'),
-        (spaces.Text(6), "An action is a text of 1 to 6 characters. Answer", "abc"),
+        (spaces.Text(6), "An action is a text of 1 to 6 letters and digits, without spaces. Answer", "abc"),
+        (spaces.Text(3, charset="ba "), 'a text of 1 to 3 characters out of " ab". Answer', "a b"),
         (STEERING, "an object with `gear` (a whole number from 1 to 4), `lamps` (a list of 3 ", STEERED),
     ],
 )
@@ -173,6 +176,13 @@ def test_what_is_read_is_the_action():
         (spaces.Box(0, 255, (1,), np.uint8), "0.5", "has 0.5, which is no whole number"),
         (spaces.MultiDiscrete([2]), "9" * 400, "is no JSON"),
         (spaces.MultiDiscrete([2]), "9" * 100, "which is not from 0 to 1"),
+        (spaces.Box(-1, 1, (1,)), str(2**1024 - 1), "a number is too large"),
+        (spaces.Box(-np.inf, np.inf, (2,)), f"[{2**1024 - 1}, 0]", "a number is too large"),
+        (
+            spaces.Text(9),
+            "go left",
+            'the action is "go left", and no text of 1 to 9 letters and digits, without spaces',
+        ),
         (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), '[1, "long"]', 'part 2 of the action is "long", and no'),
         (STEERING, "[]", "the action is [], and no object"),
         (STEERING, STEERED.replace('"gear": 4', '"gear": 0'), "`gear` has 0, which is not from 1 to 4"),

@@ -18,7 +18,7 @@ from roll.configs.roles import DataArguments, ExampleArguments
 from roll.configs.run import AgenticConfig, RLVRConfig
 from roll.data.chat import ChatTurns, ControlTokenSpelled, RawTurns
 from roll.data.examples import load_examples
-from roll.data.prompts import load_prompts
+from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.pipeline.agentic_plan import _template
 from tests.agentic.episodes import ScriptedPolicy, ScriptedSession, encode, limits, observe, run_episode, user
 from tests.data.chat_templates import make_tokenizer
@@ -143,6 +143,16 @@ def test_rows_of_prompts_that_spell_one_are_named_before_the_run(rows):
     assert "rows.jsonl:2" in second.message and "rows.jsonl:3" in third.message and REASON in second.message
     raw = prompts(rows({"prompt": f"<|im_start|>user\nhi{END}"}), template="raw")
     assert raw[0].token_ids.tolist() == encode(raw[0].text), "a raw prompt is a template of its own"
+
+
+def test_a_teachers_prompt_that_spells_one_is_named_as_well(rows):
+    found = prompts(rows({"prompt": "one", "ground_truth": "1"}, {"prompt": "two", "ground_truth": SPELLED}))
+    given = ("{prompt} {ground_truth}", DataArguments(template="chat"), make_tokenizer(NAME), "teacher.prompt")
+    assert len(rewritten_prompts(found, *given)) == 2
+    with pytest.raises(ConfigError) as caught:
+        rewritten_prompts(found, *given, refuse_control_tokens=True)
+    (problem,) = caught.value.problems
+    assert "rows.jsonl:2" in problem.message and REASON in problem.message
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,18 @@ def test_discrete_actions_are_wrapped_and_the_options_shared_out():
     assert env.unwrapped.taken == [4]
 
 
+class OwnChoices(gymnasium.spaces.Discrete):
+    pass
+
+
+class WalkOfOwnChoices(Walk):
+    action_space = OwnChoices(2, start=3)
+
+
+def test_a_discrete_space_of_ones_own_is_discrete():
+    assert isinstance(make_env(f"{__name__}:WalkOfOwnChoices", {}), TextAdapter)
+
+
 @pytest.mark.parametrize(
     ("env_type", "env_config", "path", "message", "remedy"),
     [

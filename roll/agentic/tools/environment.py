@@ -187,8 +187,17 @@ def configured_tools(
 def with_tools(
     env: gymnasium.Env[str, str], specs: Sequence[ToolSpec], settings: Mapping[str, Any]
 ) -> gymnasium.Env[str, str]:
-    """Return the environment with configured tools around it; without any, itself. Raises `ConfigError`."""
-    return ToolEnv(env, *configured_tools(specs, settings)) if specs else env
+    """Return the environment with configured tools around it; without any, itself.
+
+    Raises `ConfigError`, and has then closed the environment.
+    """
+    if not specs:
+        return env
+    try:
+        return ToolEnv(env, *configured_tools(specs, settings))
+    except BaseException:
+        env.close()
+        raise
 
 
 def _described(schemas: Sequence[dict[str, Any]], settings: ToolSettings) -> str:

@@ -12,10 +12,12 @@ import gymnasium
 import pytest
 
 from roll.agentic.base import observation_from
+from roll.agentic.library.question_games import NumberGuessingEnv
 from roll.agentic.registry import make_env
 from roll.agentic.rehearsal import LocalSession
+from roll.agentic.tools.environment import with_tools
 from roll.agentic.worker import EnvHost, PoolSettings
-from roll.configs.errors import problems_of
+from roll.configs.errors import ConfigError, problems_of
 from roll.configs.run import CustomEnvConfig
 from roll.data.chat import ChatTurns, RawTurns
 from roll.pipeline.agentic_plan import _template_problems, _tools_fit
@@ -90,6 +92,19 @@ def test_a_dialogue_goes_on_after_calls_of_a_server(tmp_path):
 def test_an_environment_without_tools_is_left_alone():
     episode, prompts = played(CustomEnvConfig("number_guessing", {"action_format": "plain"}), call("x"))
     assert "tools" not in prompts[0] and "tool_calls" not in episode.metrics
+
+
+class Held(NumberGuessingEnv):
+    closed = 0
+
+    def close(self) -> None:
+        Held.closed += 1
+
+
+def test_an_environment_is_closed_if_its_tools_cannot_be_made():
+    with pytest.raises(ConfigError, match="calculator"):
+        with_tools(Held(), ["calculater"], {})
+    assert Held.closed == 1
 
 
 def fits(env: CustomEnvConfig):
