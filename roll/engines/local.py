@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Literal
 from uuid import uuid4
 
@@ -126,6 +127,7 @@ def serving(what: ServedHere) -> Iterator[Serving]:
 
     def run() -> None:
         # Ctrl-C reaches each process of a terminal; those that an engine starts inherit this, and it alone ends them.
+        resource_tracker.ensure_running()  # whose start lets the signal through again
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             asyncio.run(serve())
