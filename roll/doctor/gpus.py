@@ -93,13 +93,18 @@ class Machine:
 def main(arguments: Sequence[str]) -> int:
     """Run the checks, print the table and write the file; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="roll doctor --gpu",
+        prog="roll doctor",
         description="Try the paths that need GPUs, each by itself, and write one file about it. Takes some minutes.",
     )
     parser.add_argument("--gpu", action="store_true", required=True, help="examine this machine in place of a run")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="checks to run; default: all")
     parser.add_argument("--output", default="roll-doctor.json", metavar="FILE", help="the file to send")
     options = parser.parse_args(arguments)
+    try:
+        with open(options.output, "a", encoding="utf-8"):
+            pass  # rather now than after minutes of checks
+    except OSError as error:
+        parser.error(f"--output {options.output}: {error.strerror}")
     machine = look(run_in_process)
     for line in introduction(machine):
         print(line, flush=True)
@@ -143,9 +148,19 @@ def run_in_process(command: Sequence[str], output: Path, seconds: float) -> Ende
                 process.poll()
                 time.sleep(0.1)
         finally:
+            _kill_session(process.pid)
             _signal_group(process, signal.SIGKILL)
             process.wait()
     return Ended(code, time.monotonic() - started)
+
+
+def _kill_session(session: int) -> None:
+    """Kill the processes of a session, those too that have a group of their own, as Ray's have."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                os.kill(int(status.parent.name), signal.SIGKILL)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
@@ -268,9 +283,14 @@ def _said(*command: str) -> list[str]:
 def masked(value: Any, environment: Mapping[str, str]) -> Any:
     """Return a copy of a plain tree in which no text names a secret of the environment, the user, the host, or the
     home folder."""
-    hidden = {re.escape(found): MASK for name, found in environment.items() if is_secret(name) and len(found) > 3}
-    hidden |= {re.escape(str(Path.home())): "~"}
-    hidden |= {rf"\b{re.escape(socket.gethostname())}\b": "HOST", rf"\b{re.escape(getpass.getuser())}\b": "USER"}
+    secrets = {found for name, found in environment.items() if is_secret(name) and len(found) > 3}
+    hidden = {re.escape(found): MASK for found in sorted(secrets, key=len, reverse=True)}  # one may begin another
+    with suppress(RuntimeError):  # in a container a user may have neither a home nor a name
+        home = str(Path.home())
+        hidden |= {re.escape(home): "~"} if home != "/" else {}
+    hidden |= {rf"\b{re.escape(socket.gethostname())}\b": "HOST"}
+    with suppress(KeyError, OSError):
+        hidden |= {rf"\b{re.escape(getpass.getuser())}\b": "USER"}
 
     def mask(part: Any) -> Any:
         if isinstance(part, Mapping):

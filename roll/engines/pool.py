@@ -311,14 +311,17 @@ class InferencePool:
 
     async def stats(self) -> list[dict[str, Any]]:
         """Return the stats of each live replica (`InferStrategy.stats`), with its ``name`` added."""
-        answers = []
-        for replica in list(self._replicas.values()):
+
+        async def ask(replica: Replica) -> list[dict[str, Any]]:
             try:
                 said = await replica.handle.call("stats", timeout=self._settings.publish_timeout_seconds)
-                answers.append({**said, "name": replica.name})
             except WorkerDied:
-                continue
-        return answers
+                return []
+            return [{**said, "name": replica.name}]
+
+        # Side by side: an answer may wait for an engine's current step.
+        answers = await asyncio.gather(*map(ask, list(self._replicas.values())))
+        return [said for each in answers for said in each]
 
     def forget(self, sticky_key: Hashable) -> None:
         """Drop the routing entry of a sticky key that will not be used again."""

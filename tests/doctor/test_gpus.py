@@ -107,6 +107,40 @@ def test_no_secret_and_no_name_gets_into_the_file(monkeypatch):
     }
 
 
+def test_a_user_without_a_name_and_with_the_root_as_home_gets_a_file(monkeypatch):
+    """As in a container that is run under another number."""
+
+    def unknown():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(gpus.getpass, "getuser", unknown)
+    monkeypatch.setenv("HOME", "/")
+    assert masked(["/usr/bin/nvidia-smi"], {}) == ["/usr/bin/nvidia-smi"]
+
+
+def test_a_secret_that_begins_another_leaves_nothing_of_it():
+    assert masked("abcdef-more abcdef", {"A_TOKEN": "abcdef", "B_TOKEN": "abcdef-more"}) == "*** ***"
+
+
+def test_a_file_that_cannot_be_written_is_said_before_the_checks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "look", lambda runner: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit) as ended:
+        gpus.main(["--gpu", "--output", str(tmp_path / "nowhere" / "sent.json")])
+    assert ended.value.code == 2 and "No such file" in capsys.readouterr().err
+
+
+def test_processes_with_a_group_of_their_own_end_with_the_check(tmp_path):
+    child = "import os, time; os.setpgrp(); print('ready', flush=True); time.sleep(99)"
+    program = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)"
+    output = tmp_path / "output"
+    run_in_process([sys.executable, "-c", program + "; p.stdout.readline(); print(p.pid)"], output, 20)
+    pid = int(output.read_text())
+    give_up = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < give_up, "a process of the check lives on"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("machine", "code", "words"),
     [

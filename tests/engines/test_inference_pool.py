@@ -347,6 +347,27 @@ def test_replicas_change_side_by_side_and_no_more_than_the_share_stand_still(mon
     run_virtual(scenario())
 
 
+def test_replicas_are_asked_for_their_statistics_side_by_side(monkeypatch):
+    """An answer may wait for an engine's step, and a training step waits for all answers."""
+
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=8) as local:
+
+            async def slow(method, *args, timeout):
+                await asyncio.sleep(2)
+                return {"running": 0}
+
+            with monkeypatch.context() as patched:
+                for handle in local.handles:
+                    patched.setattr(handle, "call", slow)
+                began = asyncio.get_running_loop().time()
+                told = await local.pool.stats()
+                assert asyncio.get_running_loop().time() - began == pytest.approx(2, abs=0.1)
+            assert [each["name"] for each in told] == [handle.name for handle in local.pool.handles()]
+
+    run_virtual(scenario())
+
+
 def test_time_that_the_engines_sleep_does_not_count_against_a_request(monkeypatch):
     async def scenario():
         async with LocalPool(monkeypatch) as local:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from roll.engines.base import EngineFailed
+from roll.engines.base import EngineFailed, EngineLoad
 from roll.engines.process_engine import Response
 from roll.engines.sglang.server import SGLangServer, server_environment
 from roll.engines.sglang.strategy import (
     MemoryCheckpoint,
+    SGLangInferStrategy,
     check_recordable,
     checksum_of_values,
     generate_body,
@@ -89,6 +90,16 @@ def test_parameters_whose_distribution_sglang_does_not_tell_are_refused(sampling
 )
 def test_parameters_whose_distribution_sglang_tells_are_let_through(sampling):
     check_recordable(request("a", **sampling), 100)
+
+
+@pytest.mark.parametrize(("told", "share"), [({"cached_tokens": 1}, 1), ({"cached_tokens": 10_000}, None), ({}, 0)])
+def test_of_a_prompt_no_more_is_shared_than_it_has(told, share):
+    strategy, response = object.__new__(SGLangInferStrategy), response_to()
+    strategy._load_totals = EngineLoad()
+    assert strategy._take(response, message([9], 1, {"type": "stop", "matched": 9}, **told), 50)
+    prompt = len(response.request.prompt_token_ids)
+    load = strategy._load_totals
+    assert (load.prompt_tokens, load.shared_tokens) == (prompt, prompt if share is None else share)
 
 
 def test_messages_add_up_and_the_last_one_tells_the_versions():

@@ -115,8 +115,10 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         stopped_here = take_message(response, message)
         self._generated_tokens += len(response.token_ids) - known
         if response.finish_reason is not None and not stopped_here:
-            self._load_totals.prompt_tokens += len(response.request.prompt_token_ids)
-            self._load_totals.shared_tokens += message["meta_info"]["cached_tokens"]
+            # A request that was put back finds its own tokens too: of the prompt no more than all is shared.
+            prompt = len(response.request.prompt_token_ids)
+            self._load_totals.prompt_tokens += prompt
+            self._load_totals.shared_tokens += min(prompt, message["meta_info"].get("cached_tokens", 0))
         if response.finish_reason == "length" and len(response.token_ids) < most:
             raise ValueError(
                 f"request {name!r} was cut at {len(response.token_ids)} of {most} tokens: SGLang has no memory for the "
