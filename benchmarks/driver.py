@@ -70,6 +70,7 @@ from roll.rollout.clock import VirtualTimeLoop
 from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
 from roll.runtime.process import collect_rarely
+from roll.runtime.usage import Usage
 from roll.runtime.workers import WorkerGroup
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import WRITE_SECONDS
@@ -325,6 +326,10 @@ class TrainerHandle(Handle):
         """Take a while."""
         await asyncio.sleep(TRAIN_SECONDS)
         return {"loss": 0.0}
+
+    async def usage(self) -> Usage:
+        """Have used nothing."""
+        return Usage()
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy nothing."""
