@@ -63,11 +63,13 @@ class Witness:
                 self.heard[f"{ended.request_id}@{id(replica)}"] = len(ended.token_ids)
             deliver(replica, ended)
 
-        async def recorded(recorder: RunRecorder, batch: Any, scheduler: Any, pool: Any, workers: Any) -> None:
+        async def recorded(
+            recorder: RunRecorder, batch: Any, scheduler: Any, pool: Any, workers: Any, trainers: Any
+        ) -> None:
             for group in batch.groups:
                 for sample in group.samples:
                     self._train(group.group_id, sample)
-            await record(recorder, batch, scheduler, pool, workers)
+            await record(recorder, batch, scheduler, pool, workers, trainers)
             self.after_step(batch.step + 1, pool, workers.pool)
 
         with pytest.MonkeyPatch.context() as patches:
