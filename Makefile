@@ -125,7 +125,7 @@ $(INSTALLED_FOR_DOCS): requirements/docs.txt
 docs: $(INSTALLED_FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# Ratios against plain loops that no change may worsen unseen. Three minutes; part of `make test-all`.
+# Ratios against plain loops that no change may worsen unseen. Some five minutes; part of `make test-all`.
 bench-guard: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/guard.py
 
