@@ -46,7 +46,7 @@ NOTHING = object()
 
 @dataclass(frozen=True)
 class Game:
-    """What the adapter needs to know about a game."""
+    """Facts about a game that the adapter needs."""
 
     action_names: tuple[str, ...]
     rules: str
@@ -291,7 +291,7 @@ def class_of(env_type: str) -> type | None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where an environment comes from."""
+    """Origin of an environment."""
 
     env_type: str
     at: str

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from roll.cli.main import refusal
-from roll.cli.simulate import BAD_CONFIGURATION, DONE, PREFIX, Progress, check_price, simulated_config, split
+from roll.cli.main import command_parser, refusal
+from roll.cli.simulate import BAD_CONFIGURATION, DONE, Progress, check_price, simulated_config, split, take_inputs
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
 from roll.tracking.files import read_json_lines, say
@@ -37,26 +37,13 @@ exit codes: 0 simulated; 2 the configuration, the run or an input is wrong, ever
 
 def main(arguments: Sequence[str]) -> int:
     """Advise on the run or configuration that is named on the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="roll advise",
-        description="What holds a run up, and which changes would help: each is simulated.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("advise", "What holds a run up, and which changes would help: each is simulated.", _EPILOG)
     parser.add_argument("subject", metavar="RUN|FILE", help="folder of a run, or YAML file of one")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help=f"dotted keys that replace values of the configuration; those that begin with `{PREFIX}` are inputs",
-    )  # fmt: skip
-    parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
-    calibrate_help = "folder of a run of this model, to take inputs from; a RUN is always used"
-    parser.add_argument("--calibrate", metavar="RUN", action="append", default=[], help=calibrate_help)
+    take_inputs(parser)
     parser.add_argument("--target", choices=["throughput", "gpu_hours"], default="throughput", help="what is wanted")
     parser.add_argument("--max-lag", type=int, metavar="N", help="versions by which a token may be old at most")
-    parser.add_argument("--price", type=float, help="of a device and hour")
     parser.add_argument("--draws", type=int, default=8, help="simulations for each interval (default 8; below 4: none)")
     parser.add_argument("--seconds", type=float, default=120.0, help="stop simulating after this time (default 120)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
     options = parser.parse_intermixed_args(arguments)
     try:
         return _advise(options)

@@ -49,25 +49,17 @@ def main(arguments: Sequence[str]) -> int:
         _EPILOG,
     )
     parser.add_argument("config", metavar="FILE", help="YAML file of a run; keys: docs/configuration.md")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help=f"dotted keys that replace values of the file; those that begin with `{PREFIX}` are inputs",
-    )  # fmt: skip
-    parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
-    calibrate_help = "folder of a run of this model, to take inputs from; several times: of several runs"
-    parser.add_argument("--calibrate", metavar="RUN", action="append", default=[], help=calibrate_help)
+    take_inputs(parser)
     parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
     parser.add_argument(
         "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
     )
-    parser.add_argument("--price", type=float, help="of a device and hour")
     parser.add_argument(
         "--draws",
         type=int,
         default=16,
         help="simulations for the interval (default 16; of a large run fewer; below 4: no interval)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
     options = parser.parse_intermixed_args(arguments)
     try:
         return _simulate(options)
@@ -113,6 +105,19 @@ def _simulate(options: argparse.Namespace) -> int:
     say(table(key, rows, options.price))
     say("\n".join(origins(inputs)))
     return DONE
+
+
+def take_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that simulates: overrides, inputs, the seed and a price."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help=f"dotted keys that replace values of the configuration; those that begin with `{PREFIX}` are inputs",
+    )  # fmt: skip
+    parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
+    calibrate_help = "folder of a run of this model, to take inputs from; several times: of several runs"
+    parser.add_argument("--calibrate", metavar="RUN", action="append", default=[], help=calibrate_help)
+    parser.add_argument("--price", type=float, help="of a device and hour")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
 
 
 def check_price(price: float | None) -> None:

@@ -61,7 +61,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a check runs."""
+    """Folder and devices of a check."""
 
     folder: Path
     device: Literal["cpu", "cuda"]

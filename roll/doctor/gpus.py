@@ -68,7 +68,7 @@ Word = Literal["passed", "failed", "not here"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a check."""
+    """Outcome of a check."""
 
     name: str
     verdict: Word
@@ -87,7 +87,7 @@ class Machine:
     gpus: Sequence[Mapping[str, Any]] = ()
     cuda: str | None = None
     problem: str = ""
-    """Why torch could not tell, or compute; empty if it could."""
+    """Why torch cannot use GPUs that are here; empty if it can, or if there are none."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,12 +108,13 @@ def main(arguments: Sequence[str]) -> int:
     machine = look(run_in_process)
     for line in introduction(machine):
         print(line, flush=True)
-    verdicts = []
+    known, verdicts = facts(machine), []
     for name in options.only:
         verdicts.append(judge(name, machine, run_in_process))
         print("\n".join(row(verdicts[-1], on_gpus=bool(machine.gpus))), flush=True)
-    report = masked(facts(machine) | {"checks": [asdict(verdict) for verdict in verdicts]}, os.environ)
-    Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        # After each check: an interrupted command leaves what it found so far.
+        report = masked(known | {"checks": [asdict(verdict) for verdict in verdicts]}, os.environ)
+        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     failed = [verdict.name for verdict in verdicts if verdict.verdict == "failed"]
     print(f"failed: {', '.join(failed)}" if failed else "nothing failed")
     print(f"{options.output} has everything; read it before you send it")
@@ -182,10 +183,19 @@ def look(runner: Runner) -> Machine:
         for line in reversed(lines):
             with suppress(ValueError):
                 found = json.loads(line)
-                return Machine(found["gpus"], found["cuda"])
+                return Machine(found["gpus"], found["cuda"], "" if found["gpus"] else _unseen(found["cuda"]))
     return Machine(
         problem=f"torch cannot compute on the GPUs: {_ending(ended, LOOK_SECONDS)}; {' | '.join(lines[-3:])}"
     )
+
+
+def _unseen(cuda: str | None) -> str:
+    """Return why torch sees none of the GPUs that the driver lists; empty if there are none, or they are hidden."""
+    listed = [line for line in _said("nvidia-smi", "-L") if line.startswith("GPU ")]
+    if not listed or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return ""
+    build = "a build for CPUs" if cuda is None else f"a build for CUDA {cuda}"
+    return f"nvidia-smi lists {len(listed)} GPUs, and torch sees none of them: it is {build}"
 
 
 def judge(name: str, machine: Machine, runner: Runner) -> Verdict:

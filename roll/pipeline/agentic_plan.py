@@ -211,7 +211,7 @@ class _TooLate(Exception):
 
 
 class _Anything(TextGame):
-    """What stands for an environment that is not made before the run."""
+    """Stand-in for an environment that is not made before the run."""
 
     def _begin(self, seed: int | None) -> ResetAnswer:
         return "observation", {}
@@ -219,7 +219,7 @@ class _Anything(TextGame):
 
 @dataclass(frozen=True)
 class _Trial:
-    """What an environment says before a run."""
+    """Answers of an environment that was tried before the run."""
 
     first: Observation
     answer: Observation | None

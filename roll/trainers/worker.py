@@ -65,7 +65,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How one training step uses its batch."""
+    """Use of a batch by one training step."""
 
     step: int
     epochs: int

@@ -92,6 +92,33 @@ def test_gpus_that_torch_cannot_compute_on_are_a_finding():
     assert not found.gpus and "SIGBUS" in found.problem and "no kernel image" in found.problem
 
 
+def test_gpus_that_torch_does_not_see_are_a_finding(monkeypatch):
+    """As with a build for CPUs; not where somebody hid them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "_said", lambda *command: ["GPU 0: NVIDIA H100 (UUID: GPU-1)", "GPU 1: NVIDIA H100"])
+    none = ending(0, words='{"cuda": null, "gpus": []}\n')
+    assert "2 GPUs" in look(none).problem and "a build for CPUs" in look(none).problem
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert look(none).problem == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus, "_said", lambda *command: ["No such file or directory: 'nvidia-smi'"])
+    assert look(none).problem == ""
+
+
+def test_an_interrupted_command_leaves_the_checks_that_are_done(tmp_path, monkeypatch):
+    def interrupted(command, output, seconds):
+        if "nccl" in command:
+            raise KeyboardInterrupt
+        return ending(0, {"figures": {}})(command, output, seconds)
+
+    monkeypatch.setattr(gpus, "look", lambda runner: TWO)
+    monkeypatch.setattr(gpus, "run_in_process", interrupted)
+    file = tmp_path / "sent.json"
+    with pytest.raises(KeyboardInterrupt):
+        gpus.main(["--gpu", "--only", "memory", "nccl", "--output", str(file)])
+    assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["memory"]
+
+
 def test_no_secret_and_no_name_gets_into_the_file(monkeypatch):
     monkeypatch.setenv("HOME", "/home/jane")
     environment = {"HF_TOKEN": "hf_abcdef", "WANDB_API_KEY": "k" * 40, "PATH": "/usr/bin", "EMPTY_TOKEN": ""}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How the rows of several tensors are interleaved in one: each group holds some blocks of every tensor, in turn.
+    """Interleaving of the rows of several tensors in one: each group holds some blocks of every tensor, in turn.
 
     For grouped-query attention, a group is one key-value head: its queries, its key, its value."""
 
@@ -65,7 +65,7 @@ ALONE, ONE_ABOVE_THE_OTHER = Fusion(), Fusion((1, 1))
 
 @dataclass(frozen=True)
 class Rule:
-    """How one megatron-core parameter maps to checkpoint tensors.
+    """Mapping of one megatron-core parameter to checkpoint tensors.
 
     In names, ``{layer}`` and ``{expert}`` stand for numbers counted over the whole model."""
 
