@@ -40,7 +40,7 @@ def vllm_model():
 
 @pytest.fixture(scope="module")
 def engine(vllm_path, vllm_model):
-    running = RunningEngine(vllm_path)
+    running = RunningEngine(vllm_path, disable_log_stats=False)
     yield EngineOnTrial(
         running,
         vllm_model,

@@ -98,7 +98,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
             adapter_rank=self._adapter_rank,
         )
-        if not self._strategy_config.get("disable_log_stats"):
+        if not arguments["disable_log_stats"]:
             self._known_load = tuple(field.name for field in fields(EngineLoad))
         _set_environment(arguments)
         from vllm import AsyncEngineArgs
