@@ -34,7 +34,7 @@ SHAPES := examples/image-shapes-cpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check test test-all soak mutants contracts docs bench \
+.PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check types style test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
 	bench-engines bench-episodes bench-agents bench-environments clean
@@ -80,12 +80,16 @@ demo-image: venv
 	$(RUN) $(SHAPES)/make_model.py
 	$(RUN) examples/start_pipeline.py --config $(SHAPES)/image.yaml
 
-# About two minutes the first time.
+# A minute or two the first time. The types take as long as the rest, so they are looked at beside it.
 check: venv-for-tests
-	$(RUN) -m ruff check roll tests examples benchmarks
+	$(MAKE) --jobs 2 --output-sync types style docs
+
+types: venv-for-tests
 	$(RUN) -m mypy
+
+style: venv-for-tests
+	$(RUN) -m ruff check roll tests examples benchmarks
 	$(RUN) -m pytest -q tests/test_import_rule.py tests/test_docstrings.py
-	$(MAKE) docs
 
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
 # tests run side by side, in the order of their names: the longest have few tests, and would come last by their number.
