@@ -759,6 +759,11 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens():
     assert dirty[~mask].isnan().all()
 
 
+def test_two_tokens_are_whitened_by_the_unbiased_deviation():
+    values = whiten(torch.tensor([[1.0, 3.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
+    assert values.tolist() == [pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-7)]
+
+
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 def test_what_stands_outside_the_mask_never_reaches_the_gradient_of_whitening(fill):
     case = random_case(3)
