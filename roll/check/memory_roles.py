@@ -39,9 +39,9 @@ VLLM_MEMORY_SHARE = 0.92
 """vLLM 0.32's default of `gpu_memory_utilization`."""
 VLLM_BATCHES = ((70, 2048, 256), (160, 8192, 1024), (math.inf, 16384, 1024))
 """Upper limit of GPU memory in GiB -> defaults of `max_num_batched_tokens` and `max_num_seqs` in vLLM 0.32's server. An
-A100 with 80 GiB has the lower defaults of the first row; the estimate takes those of its size."""
+A100 with 80 GiB has the lower defaults of the first row; the estimate takes those of its size, which need more."""
 CUDA_GRAPHS = 1.0 * GIB
-"""CUDA graphs captured by vLLM and SGLang, unless they are switched off."""
+"""Memory of the CUDA graphs that vLLM and SGLang capture, unless they are switched off."""
 LOGIT_COPIES = 4
 """Number of vocabulary-sized rows per running sequence, of 4 bytes each: logits, log-probabilities, their sorted copy
 and its order."""

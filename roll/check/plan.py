@@ -241,7 +241,7 @@ class Need:
 
     what: str
     state: str
-    """Where it is, or how to get it."""
+    """Place where it is, or the way to get it."""
     here: bool
 
 

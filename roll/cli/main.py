@@ -294,7 +294,7 @@ def command_parser(name: str, description: str, epilog: str = "", *, of_run: boo
 
 
 def dotted_options(given: Sequence[str], what: str = "option") -> dict[str, Any]:
-    """Return options written as `key=value`. Raises `ConfigError` for each in another form; ``what`` is their noun."""
+    """Return options written as `key=value`. Raises `ConfigError` for other forms; ``what``: noun for messages."""
     wrong = [ConfigProblem(each, f"is no {what}", "write `key=value`") for each in given if "=" not in each]
     if wrong:
         raise ConfigError(wrong)

@@ -55,7 +55,7 @@ SYNCHRONOUS_KEYS = (
 """Keys that `synchronous` changes and that affect learning."""
 MEBIBYTE = 1024 * 1024
 REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
-"""Default timeouts that differ from that of the other verifiers."""
+"""Default timeouts of the verifiers that do not have the usual 10 seconds."""
 LONGEST_CANARY = 64
 """Maximum length of a parity-check sequence in tokens: enough for attention to matter, and cheap to compute."""
 
@@ -184,12 +184,12 @@ def uses_kl(config: PipelineConfig) -> bool:
 
 
 def learns_from_rewards(config: PipelineConfig) -> bool:
-    """Return False if the policy learns from its teacher alone."""
+    """Return True unless the policy learns from its teacher alone."""
     return config.distillation is None or config.distillation.reward_coef > 0
 
 
 def is_scored(config: PipelineConfig) -> bool:
-    """Return False if no reward scores the responses."""
+    """Return True if the rollouts are scored, by rewards or environments."""
     return not isinstance(config, PromptConfig) or bool(config.rewards)
 
 
@@ -355,8 +355,10 @@ def weight_buffers(config: PipelineConfig) -> int:
 
 
 def has_two_buffers(config: PipelineConfig) -> bool:
-    """Return True if a version is gathered while engines take the one before. Trainer and engines that share devices
-    take turns, so a second copy on them would not save time."""
+    """Return True if new weights are gathered while engines still take the previous ones.
+
+    With `cuda_ipc`, trainer and engines take turns on the same devices, so a second copy there would not save time.
+    """
     return config.weight_update.dual_buffer and config.weight_update.transport != "cuda_ipc"
 
 
@@ -498,7 +500,7 @@ def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
 
 
 def validation_count(config: RunConfig) -> int:
-    """Return how often validation runs: before the first step, every `eval_steps`, and after the last."""
+    """Return the number of validations: before the first step, every `eval_steps`, and after the last."""
     if config.eval_steps == 0:
         return 0
     whole, rest = divmod(config.max_steps, config.eval_steps)
@@ -506,7 +508,7 @@ def validation_count(config: RunConfig) -> int:
 
 
 TAKING_TURNS = ("actor_train", "critic", "reference", "teacher")
-"""Roles that the share `train` is for."""
+"""Roles that get their devices from the share `train`."""
 _ROUNDING = 0.02
 """Tolerance, in devices, of a share that is not a whole number of devices: 0.33 of 3 devices is one."""
 

@@ -23,11 +23,11 @@ TEMPLATES = (
 )  # fmt: skip
 """ROLL's names of chat templates. Here each tokenizer brings its own."""
 REWARD_WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge"}
-"""Class of a reward worker -> verifier here."""
+"""ROLL's class of a reward worker -> our verifier."""
 _ROLLS_CLASSES = "roll.pipeline."
 """Import-path prefix of ROLL's own workers and environment managers; ours are elsewhere."""
 GPUS_PER_NODE = 8
-"""Assumed number for a file that does not have it; ROLL asks Ray."""
+"""Number of GPUs per node assumed for a file that does not give it; ROLL asks Ray."""
 OWN_KEYS = ("pipeline", "cluster")
 """Keys that ROLL does not have and that nearly all files of ours have."""
 AGENTIC_KEYS = ("custom_envs", "train_env_manager", "val_env_manager")

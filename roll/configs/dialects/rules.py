@@ -32,7 +32,7 @@ class Rule:
     """Translation of one key, or the reason why it has none."""
 
     to: str | None = None
-    """Path of our key: a ``*`` is replaced by what matched the pattern's ``*``; ``=`` is their path. None: no key."""
+    """Path of our key: a ``*`` is replaced by what matched the pattern's ``*``; ``=`` is their path. None: left out."""
     values: Mapping[Any, Any] = field(default_factory=dict)
     """Their value -> ours. Other values are kept, or, if ``closed``, reported as lost."""
     closed: bool = False
@@ -57,7 +57,7 @@ def none(reason: str) -> Rule:
 
 
 def lost(reason: str) -> Rule:
-    """Return the rule of a setting that this system does not have."""
+    """Return the rule of a setting that this toolkit does not have."""
     return Rule(note=reason, lost=True)
 
 
@@ -101,7 +101,7 @@ class Translation:
     """Their keys in the order in which functions read them."""
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return the value of their key, or ``default``. A section of which only the keys are given has no value."""
+        """Return the value of their key, or ``default``. A section has no value, only its keys do."""
         parts = tuple(path.split("."))
         self.unread.discard(parts)
         self.unnamed.discard(parts)

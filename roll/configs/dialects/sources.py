@@ -293,7 +293,7 @@ def _named(name: str, value: Any, of_adapter: bool) -> dict[Path, Any]:
 
 
 def _bodies(module: ast.Module) -> Iterator[list[ast.stmt]]:
-    """Yield the statements of the module, of each function and of ``if __name__ == ...``, each list as one body."""
+    """Yield the statement lists of the module, of each function and of each ``if __name__ == ...``."""
     yield module.body
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
