@@ -218,7 +218,7 @@ def load_config(
 
 
 def resolved_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree with its references to other keys resolved; those that cannot be resolved are left out."""
+    """Return a tree with its references `${...}` resolved; those that cannot be resolved are left out."""
     return _resolved(tree, (), _References())[0]
 
 
