@@ -1,6 +1,6 @@
 """`roll.train`: start a run from a Python program or a notebook.
 
-The run has a process of its own. So the caller may be inside a running event loop, keeps its log handlers and signal
+The run has a process of its own, so the caller may be inside a running event loop, keeps its log handlers and signal
 handlers, and can start several runs in sequence. Objects given in place of names reach that process and its workers as
 pickles. The process reads from a pipe that the caller holds open: if the caller dies, the run shuts down as after
 Ctrl-C.
@@ -206,7 +206,7 @@ STANDARD_INPUT = 0
 
 
 def main() -> int:
-    """Conduct the run that standard input describes, in a process of its own; return the exit code."""
+    """Read an `Order` from standard input and execute it; return the exit code. Entry point of the run's process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
     try:
@@ -219,7 +219,7 @@ def main() -> int:
 
 
 def conduct(order: Order, write: Callable[[str], None]) -> int:
-    """Run to the end, with the folders and the objects of the caller; return the exit code. ``write``: a line."""
+    """Execute an order in this process; return the exit code. ``write`` sends one line to the caller."""
 
     def tell(exit_code: int | None, run: RunDirectory | None, problems: Sequence[ConfigProblem] = ()) -> None:
         folder = None if run is None else str(run.root.resolve())

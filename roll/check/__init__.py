@@ -1,7 +1,7 @@
-"""What a configuration means: whether it can work, its arithmetic, its memory and its needs.
+"""Checks of a configuration before anything loads: can it work, what does it compute, which memory does it need?
 
-Nothing here imports torch, ray or an engine, or touches a model or a GPU. This package is also the function
-`roll.check` of the public face: calling it checks a configuration (`roll.api.checks`).
+Nothing here imports torch, ray or an engine, or touches a model or a GPU. The package is also the public function
+`roll.check`: calling it checks a configuration (`roll.api.checks`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    """A package that is called: `roll.check` cannot be a function, since importing the package takes the name."""
+    """A package that can be called. `roll.check` cannot be a plain function, since the package has its name."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         from roll.api.checks import check

@@ -1,8 +1,9 @@
-"""`check_config`: can a configuration work? Run before anything loads.
+"""`check_config`: decides before anything loads if a configuration can work.
 
 The loader checks types. The rules check ranges and relations: between keys, between roles and devices, and with the
 file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that would
-have no effect is a problem too. Rules are plain functions in the modules of this package; a new one is one line below.
+have no effect is a problem too. Rules are plain functions in the modules of this package; a new rule also needs a line
+in one of the lists below.
 """
 
 from __future__ import annotations
@@ -95,20 +96,20 @@ MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] =
     "image": (pictures.pipelines_exist, data.prompts_exist, *_EVERY_MACHINE),
     "sft": (data.models_exist, data.prompts_exist, *_EVERY_MACHINE),
 }
-"""Rules about the machine of the run; the machine where a configuration is written need not pass them."""
+"""Rules about the machine on which the run starts; they may fail where a configuration is only written."""
 
 
 LACKING = ("rewards", "custom_envs", "actor_train.data_args", "validation.data_args")
-"""Paths of what a file in ROLL's dialect may leave to be asked for. `roll check` lists it among the needs."""
+"""Paths of settings that a file in ROLL's dialect may lack. `roll check` lists them among the needs."""
 
 
 def read_config(
     source: str | Path | dict[str, Any], overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
 ) -> RunConfig:
-    """Load a configuration from a file or a tree; in ROLL's dialect, keys without an effect here are named and left
-    out.
+    """Load a configuration from a file or a tree; see `load_config`.
 
-    See `load_config`. Raises `ConfigError`.
+    In ROLL's dialect, keys without an effect here are set to their defaults and reported to ``tell``. Raises
+    `ConfigError`.
     """
     told: list[str] = []
     try:
@@ -125,7 +126,10 @@ def read_config(
 
 
 def leave_out_without_effect(config: RunConfig) -> dict[str, str]:
-    """Set keys without effect to their defaults, and return a sentence for each path. One may leave others without."""
+    """Set keys without effect to their defaults, and return a sentence for each path.
+
+    This is repeated until no key is left without effect, since resetting one may leave others without.
+    """
     sentences: dict[str, str] = {}
     while True:
         found = {each.path: each.message for each in _faults(config) if isinstance(each, NoEffect)}
@@ -145,12 +149,14 @@ INDEPENDENT_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...
     "image": (rules.algorithms_are_known, pictures.pipelines_exist, data.prompts_exist),
     "sft": (data.models_exist, data.prompts_exist, data.written_lengths_fit_the_model),
 }
-"""Rules that can be asked of a configuration in which other keys are missing: each looks at values that are there."""
+"""Rules that also apply to a configuration in which other keys are wrong or missing."""
 
 
 def loaded(load: Callable[[], RunConfig], here: bool = True) -> RunConfig:
-    """Return what ``load`` returns; add to its problems those that do not depend on what is wrong. ``here``: the run is
-    to start on this machine, so what is missing on it is a problem, too. Raises `ConfigError`."""
+    """Return the result of ``load``. If it fails, add the problems that `INDEPENDENT_RULES` find in the rest.
+
+    ``here``: the run is to start on this machine, so files missing on it are problems, too. Raises `ConfigError`.
+    """
     try:
         return load()
     except ConfigError as error:
@@ -165,7 +171,7 @@ def loaded(load: Callable[[], RunConfig], here: bool = True) -> RunConfig:
 
 
 def check_config(config: RunConfig) -> RunConfig:
-    """Return the configuration if it can work; else raise `ConfigError` with every reason.
+    """Return the configuration if it can work; else raise `ConfigError` with every problem.
 
     Only files and the environment are read.
     """
@@ -176,9 +182,10 @@ def check_config(config: RunConfig) -> RunConfig:
 
 
 def check_elsewhere(config: RunConfig, may_lack: Sequence[str] = ()) -> list[ConfigProblem]:
-    """Return what the machine of the run must have and this one lacks, and before it the problems at ``may_lack``.
+    """Return the problems that are allowed for a run on another machine.
 
-    Raises `ConfigError` with every other reason that does not depend on the machine.
+    These are problems at the paths in ``may_lack``, then models, files and devices that this machine lacks. Raises
+    `ConfigError` if there is any other problem.
     """
     problems = _faults(config)
     lacking = [problem for problem in problems if problem.path in may_lack]
@@ -198,10 +205,10 @@ def missing_here(config: RunConfig) -> list[ConfigProblem]:
 
 
 def _faults(config: RunConfig) -> list[ConfigProblem]:
-    """Return every reason why the configuration cannot work on any machine."""
+    """Return every problem that does not depend on the machine."""
     problems = [*rules.numbers_are_in_range(config), *rules.options_are_usable(config)]
     reported = [problem.path for problem in problems]
-    sane = copy.deepcopy(config)  # with these values at their defaults, so that the other rules can do arithmetic
+    sane = copy.deepcopy(config)  # wrong values become defaults, so that the other rules can compute
     for path, section, _, item in list(values_below(sane)):
         if path in reported:
             setattr(section, item.name, default_of(item))

@@ -61,13 +61,12 @@ def data_sections(config: PromptConfig | SFTConfig) -> dict[str, RowArguments]:
 
 
 def has_model(folder: Path) -> bool:
-    """Return True if a folder has the settings of a model of text, or of a pipeline of diffusers."""
+    """Return True if a folder has the configuration of a text model, or of a diffusers pipeline."""
     return any((folder / name).is_file() for name in ("config.json", "model_index.json"))
 
 
 def models_exist(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject a model folder without its files, or a policy without a tokenizer. A hub name is tried when the model
-    loads."""
+    """Reject a model folder without its files, or a policy without a tokenizer. Hub names are not checked here."""
     paths = {"pretrain": config.pretrain}
     if isinstance(config, PipelineConfig):
         paths["reward_pretrain"] = config.reward_pretrain or ""
@@ -103,7 +102,7 @@ def lengths_fit_the_model(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def written_lengths_fit_the_model(config: RunConfig) -> Iterator[ConfigProblem]:
-    """That rule, if no length is the default: it may stand for one that was misspelt."""
+    """Apply `lengths_fit_the_model` if every length is written; a default may be due to a misspelt key."""
     names = ("sequence_length",) if isinstance(config, SFTConfig) else ("prompt_length", "response_length")
     usual = type(config)()
     if all(getattr(config, name) != getattr(usual, name) for name in names):
@@ -111,7 +110,7 @@ def written_lengths_fit_the_model(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def positions_of(model: Path) -> tuple[int | None, bool]:
-    """Return the positions of a model in a folder, None if they are not known, and True if they can be stretched."""
+    """Return the maximum position of a model in a folder (None: unknown), and True if its RoPE is scaled."""
     try:
         facts = json.loads((model / "config.json").read_text(encoding="utf-8"))
         text = facts.get("text_config", facts)
@@ -132,7 +131,7 @@ def is_local(model: str) -> bool:
 
 
 def prompts_are_named(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
-    """Reject a data section without a source, files named twice, and task sets without a name or of both uses."""
+    """Reject a data section without a source, repeated files, unnamed task sets, and validation on training tasks."""
     trained = [(source.dataset, source.config, source.seed) for source in task_sets(config.actor_train.data_args)]
     rows = "examples" if isinstance(config, SFTConfig) else "prompts"
     for path, data in data_sections(config).items():
@@ -181,7 +180,7 @@ def prompts_exist(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
 
 
 def domain_shares_fit(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
-    """Reject shares of domains that are no numbers of at least 0, or do not match the domains known in advance."""
+    """Reject domain shares that are not numbers of at least 0, or that do not match the domains known in advance."""
     for section, data in data_sections(config).items():
         path, shares = f"{section}.domain_interleave_probs", data.domain_interleave_probs
         if shares is None:
@@ -255,10 +254,10 @@ def validation_is_asked_for(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def validation_samples_as_asked(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject settings of validation that need a distribution if it is greedy."""
+    """Reject sampling settings of validation that have no effect because it is greedy."""
     settings, agentic = validation_settings(config), isinstance(config, AgenticConfig)
     if settings is None or isinstance(config, ImageConfig):
-        return  # pictures without noise differ by the noise that they begin with
+        return  # samples of one prompt differ by their initial noise
     sampling, neutral = settings.generating_args, GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
         path, value = f"validation.generating_args.{key}", vars(sampling)[key]
@@ -297,7 +296,7 @@ def data_warnings(config: PromptConfig | SFTConfig) -> Iterator[str]:
 ENV_MANAGERS = ("trajectory", "step", "agent")
 _AGENTS = " and ".join(f"`env_type: {each}`" for each in AGENTS)
 _TAG = re.compile(r"[\w.-]+")
-"""Pattern of a tag, which is part of metric names and of file names."""
+"""Pattern of a tag, which becomes part of metric names and file names."""
 
 
 def managers(config: AgenticConfig) -> dict[str, EnvManagerConfig]:
@@ -307,7 +306,7 @@ def managers(config: AgenticConfig) -> dict[str, EnvManagerConfig]:
 
 
 def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Require an environment and a known environment manager for each tag, and turns that fit into a sequence."""
+    """Require for each tag an environment, a known environment manager, and turns that fit into a sequence."""
     room = sequence_length(config) - 1
     if not config.custom_envs:
         remedy = "add one, for example `custom_envs: {lake: {env_type: frozen_lake}}`"
@@ -368,8 +367,7 @@ def _partition_fits(path: str, manager: EnvManagerConfig, tags: int) -> Iterator
 
 
 def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Require environments for all groups of a step, for each tag of validation, and for all episodes of a group at
-    once."""
+    """Require enough environments for the groups of a step, the tags of validation, and the episodes of a group."""
     train, val = config.train_env_manager, config.val_env_manager
     if train.max_traj_per_env is not None and train.num_env_groups is not None:
         path = "train_env_manager.max_traj_per_env"

@@ -1,4 +1,4 @@
-"""Rules about devices: they exist, each role has some, and two roles share all of the smaller one's or none."""
+"""Rules about devices: they exist, each role has some, and roles that share devices do not overlap in part only."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _cannot_be_pulled(config: PipelineConfig, mappings: Mapping[str, list[int]])
 
 
 def adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Yield why adapters cannot be published alone."""
+    """Yield the reasons why weight updates cannot carry adapters only."""
     path, remedy = "weight_update.content", "write `full`"
     arguments, role = config.actor_train.model_args, config.actor_infer
     engine, name = strategy_of("actor_infer", role), role.strategy_args.strategy_name
@@ -158,7 +158,7 @@ def adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def _bases_differ(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Yield why the engine's base would not be the one of the trainer."""
+    """Yield the reasons why the engine's base model would differ from the trainer's."""
     trainer, role = config.actor_train, config.actor_infer
     dtype, remedy = role.model_args.dtype, "or write `weight_update.content: full`"
     if trainer.model_args.dtype not in ("float32", dtype):
@@ -176,8 +176,11 @@ def _bases_differ(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject a transport that cannot reach every engine: shared memory, and vLLM's own transfer from GPU to GPU, where
-    NCCL needs different devices, CUDA IPC the same ones."""
+    """Reject a weight transport that cannot reach every engine.
+
+    Shared memory needs a single node. vLLM's own transfers between GPUs need different devices for trainer and engine
+    with NCCL, and the same devices with CUDA IPC.
+    """
     transport, path = config.weight_update.transport, "weight_update.transport"
     mappings = readable_mappings(config)
     if config.weight_update.mode == "pull":
@@ -210,8 +213,8 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def engines_sample_what_is_asked(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject small temperatures with vLLM, SGLang without GPUs, and truncated sampling that SGLang cannot record.
 
-    vLLM raises temperatures to 0.01, and would record log-probabilities of another distribution. SGLang needs a top-k
-    within its server's limit.
+    vLLM raises small temperatures to 0.01, so it would sample from another distribution than the one asked for. For
+    truncated sampling SGLang needs a top-k within its server's limit.
     """
     engine = config.actor_infer.strategy_args.strategy_name
     if engine == "sglang" and config.cluster.device != "cuda":
@@ -235,14 +238,14 @@ def engines_sample_what_is_asked(config: PipelineConfig) -> Iterator[ConfigProbl
 
 
 def generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
-    """Return the sampling arguments by path: of training, and of validation if there is one."""
+    """Return the sampling arguments of training, and of validation if there is one, by path."""
     arguments: dict[str, GeneratingArguments] = {"actor_infer.generating_args": config.actor_infer.generating_args}
     validation = derived.validation_settings(config)
     return arguments if validation is None else arguments | {"validation.generating_args": validation.generating_args}
 
 
 def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that the devices of generation divide into whole engines."""
+    """Require that the number of generation devices is a multiple of `num_gpus_per_engine`."""
     path, size = "actor_infer.num_gpus_per_engine", config.actor_infer.num_gpus_per_engine
     devices = readable_mappings(config).get("actor_infer", [])
     if len(devices) % size:

@@ -1,4 +1,4 @@
-"""Peak figures of devices: what `roll simulate` computes with, and what a run's utilisation is a share of."""
+"""Peak figures of devices, for `roll simulate` and for the utilisation (MFU) of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Hardware:
     """Peak figures of one device, from its data sheet."""
 
     flops: float
-    """Dense bfloat16 operations a second; of a CPU slot: float32, measured."""
+    """Dense bfloat16 operations per second; for a CPU slot float32, measured."""
     bandwidth: float
-    """Bytes a second from the device's memory."""
+    """Memory bandwidth in bytes per second."""
     memory: float
-    """Bytes."""
+    """Size in bytes."""
 
 
 DEVICES: dict[str, Hardware] = {
@@ -27,13 +27,13 @@ DEVICES: dict[str, Hardware] = {
     "GB200": Hardware(2450e12, 8.0e12, 186e9),
     "CPU": Hardware(7e10, 1e10, 8e9),
 }
-"""NVIDIA's data sheets (SXM variants; GB200: one of its GPUs), and a core of the machine of `benchmarks/README.md`."""
+"""NVIDIA's data sheets (SXM variants; GB200: one GPU), and for CPU a core of the machine in `benchmarks/README.md`."""
 _SLOWER = re.compile(r"pcie|nvl|mig", re.IGNORECASE)
-"""Variants and parts of a GPU whose peak is another one."""
+"""Variants and partitions of a GPU, whose peak differs."""
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak operations a second of a GPU by the name that its driver gives it; None if it is not known."""
+    """Return the peak operations per second of a GPU by its driver's name for it; None if unknown."""
     words = re.split(r"[^A-Za-z0-9]+", name)
     found = next((DEVICES[word] for word in words if word in DEVICES and word != "CPU"), None)
     return None if found is None or _SLOWER.search(name) else found.flops

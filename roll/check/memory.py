@@ -1,9 +1,9 @@
-"""`estimate_memory`: the memory of a run by arithmetic alone, for each device and for the host of each node.
+"""`estimate_memory`: computes the memory of a run from its configuration, for each device and each node's host.
 
-It takes a configuration that passed `check_config`; `render` prints the estimate line by line, each with its
-arithmetic. On GPUs, roles that share devices take turns: the active role has its states on the device, the states of
-the others are on the host. On CPU slots nothing moves, so everything exists at once. Lengths are the maximum that the
-configuration allows, so a run of shorter samples needs less. `docs/memory.md` explains each line for a 7B model;
+The configuration has passed `check_config`; `render` prints the estimate line by line, each with its arithmetic. On
+GPUs, roles that share devices take turns: the active role has its states on the device, the states of the others are
+on the host. On CPU slots nothing moves, so everything exists at once. Lengths are the maximum that the configuration
+allows, so a run with shorter samples needs less. `docs/memory.md` explains each line for a 7B model;
 `benchmarks/README.md` compares the estimate with measurements.
 """
 
@@ -39,17 +39,17 @@ from roll.configs.strategies import Options, strategy_of
 MOVED_STATES = ("weights", "adapters", "optimizer")
 """States that leave a device while another role has it."""
 TIGHT = 0.9
-"""Share of a device above which an estimate is reported as tight: it may be a tenth too low, and memory fragments."""
+"""Share of a device above which an estimate is tight: it may be 10 % too low, and memory fragments."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the devices that the same roles use."""
+    """Memory of a group of devices that are used by the same roles."""
 
     devices: list[int]
     roles: list[str]
     peak: float
-    """Bytes of each device, or on a CPU of all these slots together."""
+    """Bytes of each device; on a CPU, bytes of all slots of the group together."""
     how: str
 
 
@@ -61,7 +61,7 @@ class MemoryEstimate:
     roles: list[RoleMemory]
     devices: list[DeviceMemory]
     host: list[Part]
-    """Memory on a node's host besides what the processes themselves take."""
+    """Host memory of a node in addition to that of its processes."""
     device_bytes: float | None
     """Memory of one GPU; None if unknown."""
     unknown: list[str]
@@ -114,7 +114,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
 
 
 def _takes_a_share(config: RunConfig, roles: list[RoleMemory], peak: float) -> bool:
-    """Return True if the peak is that of vLLM, which takes its configured share of the device, however large."""
+    """Return True if vLLM causes the peak. It always takes its configured share of the device, so it is not tight."""
     vllm = isinstance(config, PipelineConfig) and config.actor_infer.strategy_args.strategy_name == "vllm"
     return vllm and all(role.peak < peak - 2 * CONTEXT for role in roles if role.role != "actor_infer")
 
@@ -173,7 +173,7 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
 
 
 def _loading(name: str, section: WorkerConfig, trainer: Trainer, shape: ModelShape) -> Part | None:
-    """Return the host's memory for a rank's model before it is divided; None if it is the mapped pages of its files."""
+    """Return the host memory for loading a rank's model; None if the rank only maps the pages of its files."""
     kept = trainer.dtype if trainer.has_adapters or not trainer.learns else "float32"  # weights that learn are float32
     strategy, size, what = section.strategy_args.strategy_name, shape.parameters * ELEMENT_BYTES[kept], "all weights"
     if strategy == "megatron_train":
@@ -186,7 +186,7 @@ def _loading(name: str, section: WorkerConfig, trainer: Trainer, shape: ModelSha
 
 
 def _scorer(config: RunConfig, name: str, reward: RewardConfig, shape: ModelShape) -> RoleMemory:
-    """Estimate a reward model, which holds its weights and scores a batch; ``shape`` has a scalar head.
+    """Estimate a reward model: its weights, and the scoring of a batch. ``shape`` has a scalar head.
 
     A conversation is assumed to have the same number of tokens for the reward model as for the policy.
     """
@@ -211,7 +211,7 @@ def _scorer(config: RunConfig, name: str, reward: RewardConfig, shape: ModelShap
 def _trainer(config: RunConfig, role: WorkerConfig, shape: ModelShape, *, learns: bool) -> Trainer:
     """Return a rank with the largest micro-batches that `plan_micro_batches` makes.
 
-    One has as many samples as the budget holds, or one sample that is longer by itself.
+    Such a micro-batch fills the token budget, or is a single sample that exceeds it.
     """
     longest, ranks = derived.sequence_length(config), derived.data_parallel_ranks(role)
     trained = -(-derived.optimizer_batch_size(config, role) // ranks)
@@ -258,8 +258,10 @@ def _devices(config: RunConfig, roles: list[RoleMemory], on_gpu: bool) -> list[D
 
 
 def _taking_turns(roles: list[RoleMemory]) -> tuple[float, str]:
-    """Estimate devices on which one role has its states; the others keep their process and the buffers they push
-    from."""
+    """Return the peak, and its description, of a GPU whose roles take turns.
+
+    The active role has its states there; each other role only keeps its CUDA context and the buffers it pushes from.
+    """
     waiting = {role.role: role.stays + (CONTEXT if len(roles) > 1 else 0.0) for role in roles}
     peaks = {role.role: role.peak + sum(size for name, size in waiting.items() if name != role.role) for role in roles}
     name, peak = max(peaks.items(), key=lambda item: item[1])
@@ -268,16 +270,16 @@ def _taking_turns(roles: list[RoleMemory]) -> tuple[float, str]:
 
 
 def _together(roles: list[RoleMemory], devices: list[int]) -> tuple[float, str]:
-    """Estimate CPU slots, where all processes keep everything."""
+    """Return the peak, and its description, of CPU slots, where all processes keep everything."""
     first = sum(part.size for role in roles if role.devices[0] in devices for part in role.host_of_first)
     each = [(role.peak + sum(part.size for part in role.host)) * len({*role.devices} & {*devices}) for role in roles]
     return first + sum(each), "all processes together"
 
 
 def _host(config: RunConfig, roles: list[RoleMemory]) -> list[Part]:
-    """Return the host memory of the node that needs most, on GPUs.
+    """Return the host memory of the node that needs most; empty without GPUs.
 
-    It holds loading models, weight updates, checkpoints, states kept there, and states that leave a shared device.
+    It covers loading models, weight updates, checkpoints, offloaded states, and states that leave a shared device.
     """
     per_node, nodes = config.cluster.num_devices_per_node, list[list[Part]]()
     for node in range(config.cluster.num_nodes if config.cluster.device == "cuda" else 0):

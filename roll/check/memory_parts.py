@@ -1,9 +1,9 @@
-"""What the memory estimate is made of: sizes of models, activations, trained elements, and the parts of a rank.
+"""Building blocks of the memory estimate: sizes of models, activations, and the parts of a process.
 
-Sizes come from the `config.json` of a folder or from a table of published models, which need not be present. Only sizes
-that decide memory are kept: matrices are counted, positions and tokens are not. Activations are the bytes that a layer
-keeps for its backward pass, tensor by tensor, per token of a micro-batch. The counts follow what autograd saves, with
-attention that never holds scores (`sdpa`, `flash_attention_2`); `eager` does. For layers of transformers the counts are
+Sizes come from the `config.json` of a folder, or from a table of published models whose files need not be present.
+Only sizes that decide memory are kept, such as those of matrices. Activations are the bytes that a layer keeps for its
+backward pass, tensor by tensor, per token of a micro-batch. The counts follow what autograd saves. Attention scores are
+counted for `eager` only: `sdpa` and `flash_attention_2` never hold them. For layers of transformers the counts are
 exact to a percent, and a test compares them with what torch saves.
 """
 
@@ -20,13 +20,13 @@ from roll.configs.errors import count
 
 MIB, GIB = 2**20, 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""`model_args.dtype` -> bytes of a number."""
+"""`model_args.dtype` -> bytes per element."""
 LIBRARIES = 0.5 * GIB
 """Memory of a process on a CPU: Python, torch, transformers, Ray."""
 CONTEXT = 0.6 * GIB
 """Memory of a process on a GPU: CUDA's context and cuBLAS's workspace."""
 COMMUNICATION = 0.5 * GIB
-"""NCCL's buffers of a process that communicates with others."""
+"""NCCL's buffers in a process that communicates with others."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Part:
 
     name: str
     size: float
-    """Bytes."""
+    """Size in bytes."""
     how: str
-    """The arithmetic in words."""
+    """Arithmetic in words."""
 
 
 def gib(size: float) -> str:
@@ -51,13 +51,13 @@ def billions(parameters: float) -> str:
 
 
 def states(name: str, parameters: int, shares: int, size: float, what: str, holder: str = "rank") -> Part:
-    """Return a part of ``size`` bytes per parameter, split over ``shares`` of its holders."""
+    """Return a part of ``size`` bytes per parameter, split evenly over ``shares`` holders."""
     share = f" / {count(shares, holder)}" if shares > 1 else ""
     return Part(name, parameters * size / shares, f"{billions(parameters)} x {size} bytes ({what}){share}")
 
 
 def overhead(on_gpu: bool, ranks: int) -> Part:
-    """Return what a process takes besides its model; with several ``ranks``, NCCL's buffers are added on GPUs."""
+    """Return the memory of a process besides its model; on GPUs with several ``ranks`` it includes NCCL's buffers."""
     if not on_gpu:
         return Part("libraries", LIBRARIES, "Python, torch, transformers, Ray")
     talks = COMMUNICATION if ranks > 1 else 0.0
@@ -66,7 +66,7 @@ def overhead(on_gpu: bool, ranks: int) -> Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """A moment of a step, with the memory that exists only then."""
+    """A phase of a training step, with the memory that exists only then."""
 
     name: str
     parts: tuple[Part, ...] = ()
@@ -91,22 +91,22 @@ class RoleMemory:
     start: Part | None = None
     """Host memory while the process loads its model."""
     state: float = 0.0
-    """Bytes of the process's part of a training state in a checkpoint."""
+    """Bytes that the process contributes to the training state in a checkpoint."""
     stays: float = 0.0
-    """Bytes that stay on a shared device while another role has it."""
+    """Bytes that stay on a shared device while another role uses it."""
     notes: tuple[str, ...] = ()
     misfits: tuple[str, ...] = ()
-    """Reasons why an engine cannot start with its share of the device."""
+    """Reasons why the role's engine cannot start with its share of the device."""
     role: str = ""
     title: str = ""
     """Engine, model and number of parameters."""
     devices: Sequence[int] = ()
     processes: int = 1
-    """Ranks, or engine replicas."""
+    """Number of ranks, or of engine replicas."""
 
     @property
     def largest(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs most memory."""
         return max(self.phases, key=lambda phase: phase.size, default=Phase(""))
 
     @property
@@ -116,17 +116,17 @@ class RoleMemory:
 
     @property
     def host_bytes(self) -> float:
-        """Host bytes during the run, of the process that needs most."""
+        """Host bytes during the run of the process that needs most."""
         return sum(part.size for part in (*self.host, *self.host_of_first))
 
 
 class ShapeUnknown(ValueError):
-    """Raised if the sizes of a model are unknown. The message says what would help."""
+    """Raised if the sizes of a model are unknown. The message names the remedy."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes in elements. A decoder with gated feed-forward layers and grouped-query attention (Qwen, Llama, ...)."""
+    """Sizes, in elements, of a decoder with gated feed-forward layers and grouped-query attention (Qwen, Llama)."""
 
     vocabulary: int
     hidden: int
@@ -137,7 +137,7 @@ class ModelShape:
     kv_heads: int
     head_size: int
     tied: bool
-    """True if the output layer is the embedding."""
+    """True if the output layer shares the embedding's weight."""
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
@@ -151,7 +151,7 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """Numbers in the queries of one token in one layer."""
+        """Number of elements in the queries of one token in one layer."""
         return self.heads * self.head_size
 
     @property
@@ -161,7 +161,7 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Width of the feed-forward part of one layer, for one token: that of all chosen experts together."""
+        """Feed-forward width that one token uses in one layer: with experts, of its chosen experts together."""
         return self.experts_per_token * self.expert_intermediate if self.experts else self.intermediate
 
     @property
@@ -205,7 +205,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that a token passes through; of the embedding it reads a row only."""
+        """Parameters that one token uses. The embedding is left out where it is only a look-up."""
         share = 1 - self.experts_per_token / self.experts if self.experts else 0.0
         return self.parameters - self.layers * self.expert_parameters * share - self._looked_up
 
@@ -216,8 +216,8 @@ class ModelShape:
     def forward_operations(self, tokens: float, squares: float) -> float:
         """Return the floating-point operations of a forward pass over sequences.
 
-        2 for each active parameter and token, and 4 for each layer, query element and pair of tokens, halved by the
-        causal mask (arXiv 2001.08361, 2104.04473). ``squares``: sum of the squares of the lengths.
+        They are 2 for each active parameter and token, and 4 for each layer, query element and pair of tokens, halved
+        by the causal mask (arXiv 2001.08361, 2104.04473). ``squares``: sum of the squared sequence lengths.
         """
         return 2 * self.active_parameters * tokens + 2 * self.layers * self.queries * squares
 
@@ -282,7 +282,7 @@ _VARIANT = re.compile(r"-(instruct|base|it|chat|thinking|\d{4})$")
 _BIASED_FAMILIES = ("qwen2", "qwen2_moe")
 _NORMED_FAMILIES = ("qwen3", "qwen3_moe")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of the number of experts, which differ by family."""
+"""Keys of `config.json` that hold the number of experts; they differ by model family."""
 
 
 def find_shape(model: str) -> ModelShape:
@@ -305,7 +305,7 @@ def find_shape(model: str) -> ModelShape:
 
 
 def has_experts(model: str) -> bool:
-    """Return True if a model is known to have experts; False also if its sizes are not known."""
+    """Return True if a model is known to have experts; False if it has none or its sizes are unknown."""
     try:
         return find_shape(model).experts > 0
     except ShapeUnknown:
@@ -334,22 +334,23 @@ def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
 
 
 HEAD_CHUNK = 2**25
-"""Logits that the output layer computes at a time: `roll.algorithms.logprobs.LINEAR_CHUNK_ELEMENTS`."""
+"""Number of logits that the output layer computes at a time: `roll.algorithms.logprobs.LINEAR_CHUNK_ELEMENTS`."""
 MEGATRON_HEAD_CHUNK = 2**26
-"""Logits that `megatron_train` computes at a time, of a rank's share of the vocabulary."""
+"""Number of logits that `megatron_train` computes at a time, for a rank's share of the vocabulary."""
 HEAD_COPIES = 3
-"""float32 tensors of a chunk's size that exist at a time: logits, their gradient or exponentials, and a temporary."""
+"""Number of float32 tensors of a chunk at a time: logits, their gradient or exponentials, and a temporary."""
 
 
 def norm_bytes(shape: ModelShape, element: int) -> int:
-    """Return the bytes of one norm: its input in float32, the normalised values, and the result that the next layer
-    keeps."""
+    """Return the bytes per token of one norm: float32 input, normalised values, and the result the next layer keeps."""
     return shape.hidden * (4 + 2 * element)
 
 
 def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> float:
-    """Return the bytes of one layer of transformers, per token; ``eager_width`` is the sample length if scores are
-    held."""
+    """Return the bytes of one layer of transformers, per token.
+
+    ``eager_width``: the sample length if attention scores are held (`eager`), else 0.
+    """
     attention = element * 2 * (shape.queries + shape.keys) + 4 * shape.heads
     if eager_width:
         scores = 4 if element == 4 else 4 + element  # float32 softmax, and its copy that multiplies the values
@@ -362,10 +363,10 @@ def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> flo
 
 
 def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> int:
-    """Return the change in a layer's bytes if only adapters on ``adapted`` of its linear layers learn.
+    """Return the change in a layer's bytes per token if only adapters on ``adapted`` of its linear layers learn.
 
-    The few numbers between the two matrices of an adapter are added. The inputs of frozen weights of norms and experts
-    are not kept.
+    The ``rank`` values between the two matrices of an adapter are added; inputs of frozen norms and experts are not
+    kept.
     """
     frozen = 2 * shape.hidden + (shape.queries + shape.keys if shape.qk_norm else 0)
     if shape.experts:
@@ -382,7 +383,7 @@ def backward_bytes(shape: ModelShape, element: int) -> int:
 
 
 def forward_only_bytes(shape: ModelShape, element: int) -> int:
-    """Return the bytes of one layer if nothing is kept, per token: gate, activation, up; or a norm in float32."""
+    """Return the bytes of one layer per token if nothing is kept: gate, activation, up, and a norm in float32."""
     return (3 * shape.width + 2 * shape.hidden) * element + 8 * shape.hidden
 
 
@@ -393,6 +394,5 @@ def one_layer(shape: ModelShape, element: int, tokens: int, shares: int = 1) -> 
 
 
 def head_bytes(shape: ModelShape, tokens: int) -> int:
-    """Return the bytes of the output layer besides its weight and its gradient: one float32 chunk of logits, three
-    times."""
+    """Return the bytes of the output layer besides its weight and gradient: `HEAD_COPIES` float32 chunks of logits."""
     return 0 if shape.value_head else HEAD_COPIES * 4 * min(tokens * shape.vocabulary, HEAD_CHUNK)

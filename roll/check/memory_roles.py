@@ -1,11 +1,11 @@
 """Memory of one device of an engine, and of one rank of a trainer.
 
-vLLM and SGLang take a share of the device and fill the rest of it with keys and values. The estimate therefore says how
-many sequences fit, not how much they take. `hf_infer` takes what its running requests need.
+vLLM and SGLang take a share of the device and fill what the weights leave of it with keys and values. The estimate
+therefore says how many sequences fit, not how much they take. `hf_infer` takes what its running requests need.
 
-A trainer has parts that it always holds, and the moments of a step that may need most. States are exact; activations
-are those of the longest samples that fit into a micro-batch; communication buffers follow the engines' defaults.
-Forward-only roles have weights and one forward pass.
+A trainer has parts that it always holds, and several phases of a step, the largest of which counts. States are exact;
+activations are those of the longest samples that fit into a micro-batch; communication buffers follow the engines'
+defaults. Forward-only roles have weights and one forward pass.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from roll.configs.strategies import Options
 VLLM_MEMORY_SHARE = 0.92
 """vLLM 0.32's default of `gpu_memory_utilization`."""
 VLLM_BATCHES = ((70, 2048, 256), (160, 8192, 1024), (math.inf, 16384, 1024))
-"""GPUs of less than so many GiB -> `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32's server by default. On an
-A100 of 80 GiB they are those of the first row, which take less."""
+"""Upper limit of GPU memory in GiB -> defaults of `max_num_batched_tokens` and `max_num_seqs` in vLLM 0.32's server. An
+A100 with 80 GiB has the lower defaults of the first row; the estimate takes those of its size, which need more."""
 CUDA_GRAPHS = 1.0 * GIB
-"""CUDA graphs captured by vLLM and SGLang, unless they are switched off."""
+"""Memory of the CUDA graphs that vLLM and SGLang capture, unless they are switched off."""
 LOGIT_COPIES = 4
-"""float32 rows of the vocabulary for each running sequence: logits, log-probabilities, their sorted copy and its
-order."""
+"""Number of vocabulary-sized rows per running sequence, of 4 bytes each: logits, log-probabilities, their sorted copy
+and its order."""
 SGLANG_MAX_RUNNING = 256
-"""`max_running_requests`, unless the configuration says otherwise."""
+"""Assumed `max_running_requests` of SGLang if the configuration sets none."""
 SGLANG_PREFILL = ((35, 2048), (60, 4096), (160, 8192))
-"""GPU memory in GiB -> tokens that SGLang prefills at a time on a smaller GPU; on larger ones 16,384."""
+"""Upper limit of GPU memory in GiB -> tokens that SGLang prefills at a time; on larger GPUs 16,384."""
 USUAL_GPU = 80 * GIB
-"""Memory of a GPU of unknown size."""
+"""Memory assumed for a GPU of unknown size."""
 HF_MAX_RUNNING, HF_MAX_PREFILL = 256, 8192
 """Defaults of `HFInferConfig`."""
 HF_LOGIT_COPIES = 3
@@ -77,7 +77,7 @@ def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float
 
 
 def engine_share(config: PipelineConfig, device_bytes: float) -> float:
-    """Return the bytes of one device that weights, keys and values of an engine may take, by its option or default."""
+    """Return the bytes of one device that an engine's weights, keys and values may take, by its option or default."""
     options = Options.of(config.actor_infer)
     if options.strategy != "sglang":
         own = options.strategy == "vllm"
@@ -114,8 +114,8 @@ def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None)
 
 
 def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> RoleMemory:
-    """Estimate SGLang: `mem_fraction_static` of the memory that the driver leaves holds weights, keys and values
-    only."""
+    """Estimate SGLang, where `mem_fraction_static` of the memory left by the driver holds only weights, keys and
+    values."""
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
     requests = options.get("max_running_requests", SGLANG_MAX_RUNNING)
     tokens = _sglang_prefill(config, USUAL_GPU if device_bytes is None else device_bytes)
@@ -140,10 +140,10 @@ def _filled(
     share: Part | None,
     room: float | None = None,
 ) -> RoleMemory:
-    """Estimate an engine that fills what is left of its ``share`` of the device with keys and values.
+    """Estimate an engine that fills the rest of its ``share`` of the device with keys and values.
 
-    The share also has what is ``held``, and the engine does not start if it has no room for one sequence. ``room``: the
-    bytes of keys and values, if the configuration sets them. Without either, all sequences have room.
+    The share must also hold ``held`` and at least one sequence, else the engine does not start. ``room``: the bytes of
+    keys and values, if the configuration sets them. Without share and room, all running sequences are assumed to fit.
     """
     token = shape.cache_bytes_per_token(_element(config)) / min(config.actor_infer.num_gpus_per_engine, shape.kv_heads)
     length, sequences = derived.sequence_length(config), _running_sequences(config, requests)
@@ -175,7 +175,7 @@ def _sglang_share(device_bytes: float, tokens: int, requests: int, ranks: int) -
 
 
 def _embedded(config: PipelineConfig, shape: ModelShape) -> RoleMemory:
-    """Estimate `hf_infer`, and vLLM on a CPU, which has the same kind of limits."""
+    """Estimate `hf_infer`, and vLLM on a CPU, whose limits are of the same kind."""
     options, element = Options.of(config.actor_infer), _element(config)
     vllm = options.strategy == "vllm"
     most_sequences = options.get("max_num_seqs" if vllm else "max_running_requests", HF_MAX_RUNNING)
@@ -196,7 +196,7 @@ def _embedded(config: PipelineConfig, shape: ModelShape) -> RoleMemory:
 
 
 def _running_sequences(config: PipelineConfig, most: int) -> int:
-    """Return the sequences that one replica runs at a time: all that may have started, at most ``most``."""
+    """Return the number of sequences that one replica runs at a time: all that may be in flight, at most ``most``."""
     started = (derived.groups_ahead(config) + config.rollout_batch_size) * derived.group_size(config)
     return max(1, min(most, -(-started // max(1, derived.engine_replicas(config)))))
 
@@ -224,7 +224,7 @@ LOG_PROBABILITIES, PUBLICATION = "log-probabilities", "weights are gathered"
 STATE_BYTES = 12
 """Bytes per parameter in a training state: the weight and two moments in float32."""
 DEEPSPEED_BUCKET = 500_000_000
-"""Elements of a DeepSpeed bucket, unless `zero_optimization` says otherwise; two of them overlap."""
+"""Elements of a DeepSpeed bucket if `zero_optimization` sets none; two buckets exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -232,15 +232,15 @@ class Learned:
     """Number of elements that have gradients and moments."""
 
     parameters: int
-    """All elements."""
+    """Total number."""
     in_layer: int
-    """In one layer."""
+    """Number in one layer."""
     outside: int
-    """Elements outside the layers: embedding, last norm, output layer."""
+    """Number outside the layers: embedding, last norm, output layer."""
     head: int
-    """In the output layer's weight."""
+    """Number in the output layer's weight."""
     largest: int
-    """In the largest matrix."""
+    """Number in the largest matrix."""
 
     @classmethod
     def all_weights(cls, shape: ModelShape) -> Learned:
@@ -258,9 +258,9 @@ class Learned:
 
 
 def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequence[tuple[int, int]]:
-    """Return inputs and outputs of the linear layers of one layer that are named, by the end of their names.
+    """Return inputs and outputs of the linear layers in one decoder layer that ``wanted`` names by their last part.
 
-    Experts are kept in one tensor and have none. Another rule reports a name that the model does not have.
+    Experts are one tensor and cannot have adapters. Another rule reports a name that the model does not have.
     """
     known = {
         "q_proj": (shape.hidden, shape.queries),
@@ -281,24 +281,24 @@ def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequenc
 
 @dataclass(frozen=True)
 class Trainer:
-    """One rank, with the facts that decide its memory."""
+    """One rank of a trainer or forward-only role, with the facts that decide its memory."""
 
     config: WorkerConfig
     shape: ModelShape
     options: Options
     dtype: str
-    """Type of a number in computing."""
+    """Precision of computing."""
     element: int
-    """Bytes of a number in computing."""
+    """Bytes per element in computing."""
     ranks: int
     on_gpu: bool
     learns: bool
     has_adapters: bool
     """True if only adapters learn."""
     adapted: Sequence[tuple[int, int]]
-    """Inputs and outputs of the linear layers of one layer that have adapters."""
+    """Inputs and outputs of the linear layers with adapters, in one decoder layer."""
     learned: Learned
-    """The elements that learn; meaningful only if ``learns``."""
+    """Elements that learn; meaningful only if ``learns``."""
     longest: int
     """Tokens of the longest sample."""
     train_tokens: int
@@ -359,7 +359,7 @@ def _fsdp2_learning(trainer: Trainer, gathered: Part, forward: Phase) -> RoleMem
 
 
 def _one_matrix(trainer: Trainer) -> Phase:
-    """Return the weight update, matrix by matrix; an adapter is added to a copy of its matrix."""
+    """Return the phase of a weight update: one matrix at a time; an adapter is added to a copy of its matrix."""
     adapted = max((inputs * outputs for inputs, outputs in trainer.adapted), default=0)
     twice = "; twice where an adapter is added" if trainer.has_adapters else ""
     size = 4 * max(trainer.shape.largest_matrix, 2 * adapted)
@@ -380,8 +380,8 @@ def _kept_on_the_host(memory: RoleMemory) -> RoleMemory:
 def _gathered(trainer: Trainer, *, stays: bool = False) -> Part:
     """Return the weights that are gathered at a time.
 
-    Embedding and head are always gathered, and two layers (one arrives while one computes); all layers if each
-    ``stays`` gathered for the backward pass.
+    These are embedding, head, and two layers: one arrives while the other computes. With ``stays`` all layers remain
+    gathered for the backward pass.
     """
     shape = trainer.shape
     layers = shape.layers if stays else min(2, shape.layers)
@@ -390,10 +390,10 @@ def _gathered(trainer: Trainer, *, stays: bool = False) -> Part:
 
 
 def _backward(trainer: Trainer, gathered: Part, gradients: Part) -> Phase:
-    """Return the start of the backward pass, when all activations exist.
+    """Return the phase in which the backward pass begins and all activations exist.
 
-    The gradients exist too if this is not the first micro-batch of the step. With a single micro-batch, gradients grow
-    as activations are freed, and the larger of the two counts.
+    With several micro-batches in a step the gradients exist at the same time. With a single one, gradients grow as
+    activations are freed, and the larger of the two counts.
     """
     shape, element, tokens, learned = trainer.shape, trainer.element, trainer.train_tokens, trainer.learned
     kept = _activations(trainer)
@@ -515,8 +515,8 @@ def _stage(trainer: Trainer, stage: int, stages: int) -> RoleMemory:
 def _megatron_activations(trainer: Trainer, tensor: int, layers: int, in_flight: int) -> Part:
     """Return the activations of the micro-batches in flight.
 
-    A stage runs ahead of its backward passes by the number of stages after it. Counted are inputs and results of the
-    norms and the residual sum, rotated queries, keys and values with the result of attention, gate and up with their
+    A stage runs ahead of its backward passes by the number of stages after it. The count has inputs and results of
+    norms and of the residual sum; rotated queries, keys, values and the result of attention; gate, up and their
     product.
     """
     shape, element, options, tokens = trainer.shape, trainer.element, trainer.options, trainer.train_tokens

@@ -1,6 +1,6 @@
-"""Rules about pictures: how they are drawn, what the model can do, and the keys that mean something for text only.
+"""Rules of `pipeline: image`: sampling, the abilities of the model, and keys that only have a meaning for text.
 
-What is not built for pictures is refused by name, so that no run trains as if a key had been read.
+Features that are not built for pictures are rejected by name, so that no key is silently ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from roll.configs.run import ImageConfig, PipelineConfig
 from roll.configs.strategies import ENGINES, TRAINERS, Engine, Trainer, strategy_of
 
 PIPELINES = ("StableDiffusion3Pipeline",)
-"""Classes of diffusers' pipelines whose models can be trained."""
+"""Pipeline classes of diffusers whose models can be trained."""
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-"""Class of diffusers' schedulers whose noise levels are built."""
+"""The scheduler class of diffusers whose noise levels are supported."""
 _PLAIN_LEVELS = {
     "num_train_timesteps": 1000,
     "use_dynamic_shifting": False,
@@ -33,9 +33,9 @@ _PLAIN_LEVELS = {
     "use_beta_sigmas": False,
     "stochastic_sampling": False,
 }
-"""Settings of a scheduler that change its levels or steps, with the values that are built."""
+"""Settings of a scheduler that change its noise levels or steps, with their supported values."""
 MODEL_INDEX = "model_index.json"
-"""File of a folder that is a pipeline of diffusers."""
+"""File that marks the folder of a diffusers pipeline."""
 _TEXT_KEYS = (
     "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
@@ -43,7 +43,7 @@ _TEXT_KEYS = (
     "weight_update.canary_tolerance", "entropy_loss_coef", "actor_train.data_args.template",
     "validation.data_args.template", "on_control_tokens",
 )  # fmt: skip
-"""Keys that say something of text: its tokens, its attention, its probabilities, the entropy of a choice."""
+"""Keys that concern text only: its tokens, attention, probabilities and entropy."""
 _NOT_BUILT = (
     "reference", "use_kl_loss", "add_token_level_kl", "teacher", "distillation", "critic", "actor_logp",
 )  # fmt: skip
@@ -52,11 +52,11 @@ _DENSITIES = {
     "clip_cov": "keeps up the entropy of choices, and that of a denoising step is fixed by its noise",
     "kl_cov": "keeps up the entropy of choices, and that of a denoising step is fixed by its noise",
 }
-"""Losses that mean nothing for a denoising step, and why."""
+"""Policy loss that is meaningless for a denoising step -> the reason."""
 
 
 def engines_fit_the_pipeline(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require an engine that makes what the pipeline trains on, and for pictures a trainer that can learn them."""
+    """Require an engine that generates text or pictures as the pipeline needs, and for pictures a fitting trainer."""
     draws = isinstance(config, ImageConfig)
     engine, path = strategy_of("actor_infer", config.actor_infer), "actor_infer.strategy_args.strategy_name"
     if isinstance(engine, Engine) and engine.draws != draws:
@@ -72,7 +72,7 @@ def engines_fit_the_pipeline(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
-    """Reject keys that only text has, and what is not built for pictures yet."""
+    """Reject keys that concern text only, and features that are not built for pictures yet."""
     for path, value in _changed(config, _TEXT_KEYS):
         if path == "validation.generating_args.num_return_sequences":
             continue
@@ -114,7 +114,7 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
 
 
 def _changed(config: ImageConfig, paths: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of what is changed at or below the paths."""
+    """Yield path and value of each key at or below the paths that differs from its default."""
     for path in paths:
         *parents, key = path.split(".")
         section: Any = config
@@ -132,7 +132,7 @@ def _blind(name: str, reward: RewardConfig) -> Iterator[ConfigProblem]:
 
 
 def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
-    """Require steps, a window and a noise that fit together, and no key of guidance without guidance."""
+    """Require that steps, window and noise fit together. Reject a negative prompt without guidance."""
     sampling = config.sampling
     steps, last = sampling.num_inference_steps, sampling.num_inference_steps - 1
     if steps < 2:
@@ -160,9 +160,9 @@ def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
 
 
 def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
-    """Require a model that can be trained, that trainer and engine share, and that has pictures of this size.
+    """Require a model that can be trained, is the same for trainer and engine, and can draw pictures of this size.
 
-    Only the model's settings are read.
+    Only the model's configuration files are read.
     """
     path, model = _model(config)
     if str(model) != str(Path(derived.model_path(config, config.actor_infer))):
@@ -205,7 +205,7 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Return the settings in a file; nothing if it cannot be read."""
+    """Return the settings in a JSON file; empty if it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -221,7 +221,7 @@ def _model(config: ImageConfig) -> tuple[str, Path]:
 
 
 def pipelines_exist(config: ImageConfig) -> Iterator[ConfigProblem]:
-    """Reject a model that is no folder of a pipeline in diffusers' format."""
+    """Reject a model that is not a folder in the format of diffusers pipelines."""
     path, model = _model(config)
     if not (model / MODEL_INDEX).is_file():
         message = f"{shown(str(model))} is no folder with a {MODEL_INDEX}"

@@ -1,8 +1,8 @@
-"""What is printed before anything loads: the arithmetic of a run in units, and its needs that are not in its file.
+"""Summary of a run, printed before anything loads: its arithmetic, and the models, data and packages it needs.
 
 `plan` formats the numbers of a configuration that passed `check_config` in sentences that a reader can verify: prompts
 times samples, optimizer steps, devices, groups ahead and the maximum age of a token. `needs` lists models, data,
-packages and devices, and what of them is here.
+packages and devices, and says for each if it is here.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from roll.distribution import install_command
 
 
 def plan(config: RunConfig) -> str:
-    """Format what a checked configuration comes to (samples a step, optimizer steps, lag, ...) as console lines."""
+    """Format the numbers of a checked configuration (samples per step, optimizer steps, lag, ...) as console lines."""
     rows = plan_rows(config)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def plan_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Return what a checked configuration comes to, as pairs of subject and sentence."""
+    """Return the numbers of a checked configuration as pairs of subject and sentence."""
     own = _supervised_rows(config) if isinstance(config, SFTConfig) else _rollout_rows(derived.reinforcement(config))
     return [
         *own,
@@ -56,7 +56,7 @@ def plan_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
-    """Return the rows of a supervised fine-tuning."""
+    """Return the rows of a supervised fine-tuning run."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     actor, devices = config.actor_train, count(derived.total_devices(config), slots)
     length = count(config.max_steps, "training step")
@@ -80,7 +80,7 @@ def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
 
 
 def _rollout_rows(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Return the rows of a run of reinforcement learning."""
+    """Return the rows of a reinforcement learning run."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)
@@ -237,11 +237,11 @@ def _steps(number: int) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """One need of a run."""
+    """A model, file, package or device that a run needs."""
 
     what: str
     state: str
-    """Its place, or how to get it."""
+    """Place where it is, or the way to get it."""
     here: bool
 
 
@@ -255,7 +255,7 @@ def _need(what: str, here: bool, missing: str, present: str = "installed") -> Ne
 
 
 def missing_packages(config: RunConfig) -> dict[str, Strategy]:
-    """Return role -> its strategy, where the package of the strategy is not installed here."""
+    """Map each role whose strategy needs a package that is not installed here to that strategy."""
     strategies = {role: strategy_of(role, section) for role, section in derived.present_roles(config).items()}
     return {
         role: each for role, each in strategies.items() if each and each.package and find_spec(each.package) is None
@@ -267,7 +267,7 @@ def _installed(package: str) -> bool:
 
 
 def _inputs(config: RunConfig) -> Iterator[Need]:
-    """List models, judges that must answer when the run starts (no request is sent here), and files of prompts."""
+    """Yield models, judges that must answer when the run starts (no request is sent here), and data files."""
     roles = derived.roles_and_reward_models(config).values()
     for model in sorted({derived.model_path(config, role) for role in roles}):
         if is_local(model):

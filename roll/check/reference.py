@@ -1,8 +1,8 @@
-"""The reference pages of keys, losses, advantages and corrections: `python -m roll.check.reference docs`.
+"""Generator of the reference pages of keys, losses, advantages and corrections: `python -m roll.check.reference docs`.
 
-What stands above the first `## ` of a page is written by hand. All below is made from the schema, and from the
-signatures of the functions and their descriptions. A test keeps the two equal, so the pages cannot drift from the code.
-Keys that nothing reads are left out; the loader reports them when a user sets them.
+The text above the first `## ` of a page is written by hand. Everything below is generated from the schema, and from the
+signatures and descriptions of the functions. A test compares pages and code, so they cannot drift apart. Keys that
+nothing reads are left out; setting one is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CORRECTION_PARTS = {
 
 
 def keys() -> str:
-    """Return the sections of all keys: those of every pipeline, then those of each."""
+    """Return the sections of all keys: first the shared ones, then those of each pipeline."""
     rollouts = [name for name, cls in PIPELINES.items() if issubclass(cls, PipelineConfig)]
     parts = ["## Every pipeline\n\n" + _key_tables(RunConfig, UNREAD_PATHS)]
     title = "## Pipelines " + " and ".join(f"`{name}`" for name in rollouts)
@@ -51,14 +51,13 @@ def keys() -> str:
     for name, cls in PIPELINES.items():
         above: type[RunConfig] = PipelineConfig if name in rollouts else RunConfig
         if cls is ImageConfig:
-            above = PromptConfig  # whose keys stand under `rlvr`
+            above = PromptConfig  # its keys are listed under `rlvr`
         parts.append(f"## Pipeline `{name}`\n\n{cls.__doc__}\n\n{_key_tables(cls, _documented(above, cls))}")
     return "\n".join(parts)
 
 
 def _documented(above: type, cls: type) -> list[str]:
-    """Return the paths of ``cls`` that need no second row: those that ``above`` has with the same words, and what
-    nothing reads."""
+    """Return the paths of ``cls`` that need no row: keys that ``above`` has with the same text, and unread keys."""
     known = {path: (item.metadata["help"], kind) for path, item, kind in walk(above)}
     same = [path for path, item, kind in walk(cls) if known.get(path) == (item.metadata["help"], kind)]
     return [*same, *UNREAD_PATHS]
@@ -131,11 +130,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "algorithms/advantages.md": partial(plug_ins, ADVANTAGE_ESTIMATORS),
     "algorithms/correction.md": corrections,
 }
-"""Path below the folder `docs` -> what makes the generated part."""
+"""Path below the folder `docs` -> function that generates the lower part of the page."""
 
 
 def page(folder: Path, name: str) -> str:
-    """Return a page of the folder `docs`, its generated part made anew."""
+    """Return a page of the folder `docs` with its lower part generated anew."""
     by_hand = (folder / name).read_text(encoding="utf-8").partition("\n## ")[0]
     return f"{by_hand}\n{PAGES[name]()}"
 

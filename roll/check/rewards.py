@@ -1,6 +1,6 @@
 """Rules about rewards that use a model: reward models on devices, and judges behind an address.
 
-A key that another kind of reward reads is an error, so that no run trains on scores that ignore it.
+A key that only another kind of reward reads is an error, so that no key is silently ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from roll.configs.run import PromptConfig
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
 """Names that a judge's template may contain, in braces."""
 REQUEST_FIELDS = ("model", "messages", "temperature", "max_tokens", "stream", "n")
-"""Fields of a request that the judge fills itself."""
+"""Fields of a request that the judge sets itself."""
 
 _MODEL_KEYS = ("model_args", "strategy_args", "device_mapping", "infer_batch_size", "worker_cls", "reward_model")
 _UNREAD_KEYS = {
     "reward_model": ("verifier_args", "num_workers", "judge", "weights"),
     "judge": (*_MODEL_KEYS, "verifier_args", "weights"),
 }
-"""Verifier -> keys of a reward that it does not read; all others read neither `judge` nor those of a model."""
+"""Verifier -> keys that it does not read. All other verifiers read neither `judge` nor `_MODEL_KEYS`."""
 _REMEDIES = {
     "verifier_args": "remove it; the settings of this kind of reward have keys of their own (docs/rewards.md)",
     "num_workers": "remove it; there is one process for each device of `device_mapping`",
@@ -40,10 +40,10 @@ _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def rewards_fit_their_kind(config: PromptConfig) -> Iterator[ConfigProblem]:
-    """Reject keys that this kind of reward does not read, a reward model without a model (its devices, engine and
-    classes have the rules of all roles), and a timeout above the stall timeout.
+    """Reject keys that a reward's kind does not read, a reward model without a model, and too long timeouts.
 
-    A verdict counts as progress; a run with a shorter stall timeout would be stopped while it waits for one.
+    A timeout may not exceed `stall_timeout_seconds`: only a verdict counts as progress, so the run would be stopped
+    while it waits for one. Devices, engine and classes of a reward model are checked by the rules of all roles.
     """
     for name, reward in config.rewards.items():
         for key in _UNREAD_KEYS.get(reward.verifier, (*_MODEL_KEYS, "judge")) if reward.verifier else ():
@@ -64,7 +64,7 @@ def rewards_fit_their_kind(config: PromptConfig) -> Iterator[ConfigProblem]:
 
 
 def weights_are_weights(config: PromptConfig) -> Iterator[ConfigProblem]:
-    """Reject weights of several rewards that are not finite, or that make every score 0."""
+    """Reject `weights` that are not finite, or that are all 0."""
     for name, reward in config.rewards.items():
         for part, weight in reward.weights.items():
             if not math.isfinite(weight):
@@ -75,8 +75,11 @@ def weights_are_weights(config: PromptConfig) -> Iterator[ConfigProblem]:
 
 
 def judges_are_complete(config: PromptConfig) -> Iterator[ConfigProblem]:
-    """Require an address, a model, an existing key and consistent time limits for each judge, a template that shows the
-    response, and an answer that can become a score."""
+    """Require a usable configuration of each judge.
+
+    It has an address, a model, an existing key, consistent time limits, a template that shows the response, and answers
+    that can become a score.
+    """
     for name, reward in config.rewards.items():
         path, judge = f"rewards.{name}.judge", reward.judge
         if reward.verifier != "judge":
@@ -133,7 +136,7 @@ def _address_problems(path: str, url: str) -> Iterator[ConfigProblem]:
 
 
 def _key_problems(path: str, variable: str) -> Iterator[ConfigProblem]:
-    """Check the key's variable. Messages do not show the value: it may be the key itself, in the wrong place."""
+    """Check the variable of the API key. Messages do not show its name: a user may have written the key itself."""
     if not _ENVIRONMENT_NAME.fullmatch(variable):
         remedy = "write the name of the variable, not the key: `OPENAI_API_KEY`"
         yield ConfigProblem(path, "the value is no name of an environment variable", remedy)

@@ -1,9 +1,9 @@
 """Rules about single keys and options: ranges, names, keys without effect, restarts, trackers, faults.
 
-DeepSpeed 0.19 can move its states off a shared device only with some settings. It reports the others in the middle of a
-run, when a device is handed over for the first time. The movable settings are listed here once; the trainer uses the
-same list. The options of trackers are dataclasses beside each tracker's code, so a new tracker brings its own keys.
-Only the named trackers are imported, and their libraries are not.
+DeepSpeed 0.19 can move its states off a shared device only with some settings. With other settings it fails in the
+middle of a run, when a device is handed over for the first time. `obstacle_to_moving` knows them, also for the trainer.
+The options of trackers are dataclasses beside each tracker's code, so a new tracker brings its own keys. Only the named
+trackers are imported, and their libraries are not.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def numbers_are_in_range(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def switched_off_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject keys without what they need; other rules report sections that nothing reads as a whole."""
+    """Reject keys whose needed key (`needs` of `option`) is off. Sections that nothing reads have another rule."""
     unread = [*UNREAD_PATHS, *(role for role in derived.role_sections(config) if derived.is_trainer(config, role))]
     if isinstance(config, AgenticConfig):
         unread += ["actor_train.data_args", "val_env_manager"]
@@ -88,7 +88,7 @@ def is_within(path: str, others: Iterable[str]) -> bool:
 
 
 def unread_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject keys of a role that only other roles read, and settings of a role that is the trainer itself."""
+    """Reject keys that only other roles read, and settings of a role whose work the trainer does."""
     for role, section in derived.present_roles(config).items():
         for path, value in fields.changes(section, *UNREAD_KEYS[role]):
             key = path.partition(".")[0]
@@ -122,7 +122,7 @@ def unread_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def inert_keys_are_left_alone(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject keys that several other settings together leave without effect."""
+    """Reject keys that have no effect because of several other settings together."""
     for prefix, section, keys, reason, remedy in _inert_keys(config):
         for path, value in fields.changes(section, *keys):
             yield without_effect(prefix + path, value, reason, remedy)
@@ -181,7 +181,7 @@ def _inert_keys_of_rollouts(config: PipelineConfig) -> Iterator[tuple[str, Any, 
 
 
 def _rewardless_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
-    """Yield what `_inert_keys` does, if the policy learns from its teacher alone."""
+    """Yield the keys without effect (as `_inert_keys`) if the policy learns from its teacher alone."""
     keys = ["reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty"]
     if isinstance(config, AgenticConfig):
         keys += ["episode_reward_weight", "step_reward_weight"]
@@ -228,7 +228,7 @@ def _inert_keys_of_examples(config: SFTConfig) -> Iterator[tuple[str, Any, tuple
 
 
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that an argument under ROLL's name belongs to the chosen policy loss and is given once."""
+    """Require that arguments under ROLL's names belong to the chosen policy loss and are given only once."""
     actor = config.actor_train
     for name, (loss, argument) in ROLL_ARGUMENTS.items():
         value = vars(actor)[name]
@@ -243,8 +243,7 @@ def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def names_are_known(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Require a model for each role, known strategies, and import paths for custom classes, which are looked up
-    later."""
+    """Require a model for each role, known strategies, and well-formed import paths of custom classes."""
     if not all(derived.model_path(config, role) for role in derived.present_roles(config).values()):
         yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
     for name, role in derived.roles_and_reward_models(config).items():
@@ -263,9 +262,9 @@ def names_are_known(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 _SHOWN_BY = {"trajectory": "a trajectory shows all turns before", "agent": "an agent says what the policy reads"}
-"""What decides on the context in place of a window, by environment manager."""
+"""Environment manager -> reason why it ignores the keys of the history window."""
 _VERIFIERS_OF_WORKERS = {"Math": "math", "Code": "code", "Judge": "judge", "Choice": "exact"}
-"""Part of the name of one of ROLL's reward workers -> our verifier."""
+"""Part of the class name of a reward worker of ROLL -> our verifier."""
 
 
 def is_worker_of_roll(name: str | None) -> bool:
@@ -274,7 +273,7 @@ def is_worker_of_roll(name: str | None) -> bool:
 
 
 def workers_of_roll_have_a_place(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject ROLL's worker classes, with what takes their place."""
+    """Reject ROLL's worker classes; the remedy names their replacement."""
     rewards = config.rewards if isinstance(config, PromptConfig) else {}
     workers = {name: section.worker_cls for name, section in derived.present_roles(config).items()}
     workers |= {f"rewards.{name}": reward.worker_cls for name, reward in rewards.items()}
@@ -286,7 +285,7 @@ def workers_of_roll_have_a_place(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _in_place_of(role: str, worker: str) -> str:
-    """Return what takes the place of one of ROLL's workers."""
+    """Return the replacement of one of ROLL's workers, as part of a remedy."""
     if role.startswith("rewards."):
         known = [ours for part, ours in _VERIFIERS_OF_WORKERS.items() if part in worker.rpartition(".")[2]]
         return f"write `verifier: {known[0]}`" if known else "name a function of a response under `verifier`"
@@ -296,7 +295,7 @@ def _in_place_of(role: str, worker: str) -> str:
 
 
 def algorithms_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require names of a loss and of an estimator that exist. Modules of import paths are imported later."""
+    """Require known names of policy loss and advantage estimator. Import paths are only resolved later."""
     yield from problems_of(partial(POLICY_LOSSES.find, config.actor_train.pg_variant, "actor_train.pg_variant"))
     yield from problems_of(partial(ADVANTAGE_ESTIMATORS.find, config.adv_estimator, "adv_estimator"))
 
@@ -338,14 +337,14 @@ def options_are_usable(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:
-    """Reject a number of steps beside a number of passes over the examples."""
+    """Reject `max_steps` beside `epochs`."""
     if config.epochs is not None:
         for path, value in fields.changes(config, "max_steps"):
             yield without_effect(path, value, f"epochs is {config.epochs}", "keep one of the two")
 
 
 def epochs_mean_the_same_to_all(config: SFTConfig) -> Iterator[ConfigProblem]:
-    """Reject epochs of domains that are not learned equally often."""
+    """Reject `epochs` beside `domain_interleave_probs`, with which domains are not learned equally often."""
     if config.epochs is not None and config.actor_train.data_args.domain_interleave_probs is not None:
         message = (
             f"{config.epochs}, but with `domain_interleave_probs` some examples are learned more often than others"
@@ -354,7 +353,7 @@ def epochs_mean_the_same_to_all(config: SFTConfig) -> Iterator[ConfigProblem]:
 
 
 def nothing_falls_back(config: SFTConfig) -> Iterator[ConfigProblem]:
-    """Reject the mode to which only rollouts can fall back."""
+    """Reject `restarts.synchronous_after`: fine-tuning has no asynchronous mode to leave."""
     after = config.restarts.synchronous_after
     if after is not None:
         reason = "supervised fine-tuning generates nothing ahead"
@@ -373,8 +372,10 @@ def restarts_have_a_checkpoint(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require a fault that ends with the attempt it happens in, and an asynchronous run if it may fall back to ratio
-    0."""
+    """Reject automatic restarts where they cannot help.
+
+    A full disk of the driver outlasts its restarts, and a synchronous run cannot fall back to ratio 0.
+    """
     restarts = config.restarts
     if restarts.max_in_a_row == 0:
         return
@@ -395,8 +396,10 @@ def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject chaos events unless `chaos.enabled` is true, events that name no process of the run or no step that comes,
-    and events given twice."""
+    """Reject chaos events unless `chaos.enabled` is true, impossible events, and events given twice.
+
+    An event is impossible if it names a process or a step that the run does not have.
+    """
     chaos = config.chaos
     if chaos.events and not chaos.enabled:
         message = f"{count(len(chaos.events), 'event')} would harm this run: it is for tests of recovery only"
@@ -462,7 +465,10 @@ def _right_process(config: PipelineConfig, event: ChaosEvent, path: str) -> Iter
 
 
 def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> ConfigProblem | None:
-    """Return what prevents moving the states of a role to the host and back, with its key in `zero_optimization`."""
+    """Return the problem that prevents moving a role's states to the host and back; None if they can be moved.
+
+    The path of the problem is a key of `zero_optimization`.
+    """
     stage = options.get("zero_optimization.stage", 0)
     if not learns:
         message = "stage 3 of a role without an optimizer: DeepSpeed cannot move its weights"
@@ -481,7 +487,7 @@ def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> Con
 
 
 def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject DeepSpeed roles on shared GPUs whose states cannot make room for the other roles."""
+    """Reject DeepSpeed roles on shared GPUs whose states cannot move to the host for the other roles."""
     if config.cluster.device != "cuda":
         return
     mappings = readable_mappings(config)
@@ -502,7 +508,7 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
 
 
 def chosen_trackers(config: RunConfig) -> list[tuple[str, type[TrackerPlugIn], Any]]:
-    """Return name, class and options of each plug-in tracker of a run, without those whose options are wrong."""
+    """Return name, class and options of each plug-in tracker of a run whose options are valid."""
     chosen = []
     for name in derived.tracker_list(config):
         plug_in, options = _plug_in(name), config.tracker_kwargs.get(name, {})
@@ -520,13 +526,13 @@ def _plug_in(name: str) -> type[TrackerPlugIn] | None:
 
 
 def tracker_words(config: RunConfig) -> list[str]:
-    """Describe where metrics go besides `metrics.jsonl`."""
+    """Describe the trackers that get metrics, besides `metrics.jsonl`."""
     words = [f"{name} ({plug_in.mode(options)})" for name, plug_in, options in chosen_trackers(config)]
     return ["TensorBoard", *words] if derived.tracker_list(config) else words
 
 
 def trackers_are_known(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject unknown and repeated trackers, options of trackers that are unknown or unused, and unknown options."""
+    """Reject unknown and repeated trackers, options for unknown or unused trackers, and unknown options."""
     names = derived.tracker_list(config)
     as_list = not isinstance(config.track_with, str)
     for index, name in enumerate(names):
@@ -560,12 +566,12 @@ def _option_problems(path: str, kind: type, options: dict[str, Any]) -> Iterator
 
 @cache
 def _strict(kind: type) -> type:
-    """Return a dataclass with the same fields that refuses others."""
+    """Return a dataclass with the same fields that rejects any other key."""
     return make_dataclass(kind.__name__, [], bases=(kind,), namespace={"__pydantic_config__": {"extra": "forbid"}})
 
 
 def trackers_are_here(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Require the package of each tracker, and its key in the environment."""
+    """Require the package of each tracker, and its API key in the environment."""
     for name, plug_in, options in chosen_trackers(config):
         if plug_in.package is not None and not is_installed(plug_in.package):
             message = f"{name} needs the package {plug_in.package}, which is not installed"
@@ -578,6 +584,6 @@ def trackers_are_here(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package can be imported; a mere folder of that name, such as wandb's output, does not count."""
+    """Return True if a package can be imported. A plain folder of its name, such as wandb's output, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

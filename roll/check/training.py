@@ -15,8 +15,11 @@ from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, Options, Train
 
 
 def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject what a trainer cannot do: samples in one row that it cannot separate, adapters, and bfloat16 with
-    DeepSpeed's stage 0, which keeps no float32 gradients or master weights. Reject adapters that name no layer."""
+    """Reject features that the chosen trainer lacks, and adapters that name no layer.
+
+    The features are sequence packing, adapters, float16, and bfloat16 with DeepSpeed's stage 0, which keeps no float32
+    gradients or master weights.
+    """
     for name, role in derived.present_roles(config).items():
         strategy, chosen = strategy_of(name, role), role.strategy_args.strategy_name
         if role.use_sequence_packing and isinstance(strategy, Trainer) and not strategy.packs:
@@ -43,7 +46,7 @@ def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
-    """Yield why a role cannot compute in float16, whose small gradients become 0 without a loss scale."""
+    """Yield the reason why a role cannot compute in float16, where small gradients become 0 without a loss scale."""
     if strategy in ("fsdp2_train", "hf_infer"):
         return
     scale = " and has no loss scale for float16" if role in TRAINED_ROLES else ""
@@ -53,8 +56,8 @@ def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
 
 
 def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject a bound below what the ratio generates ahead, an update interval longer than the run, and a run in which
-    the policy never learns."""
+    """Reject a `max_staleness` below what the ratio needs, an update interval longer than the run, and a critic warm-up
+    as long as the run."""
     interval, least = config.weight_update.interval_steps, derived.least_staleness(config)
     if config.max_staleness is not None and config.max_staleness < least:
         ahead = math.ceil(config.async_generation_ratio)
@@ -75,7 +78,7 @@ def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def warmup_is_set_once(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Reject two ways to set the warm-up."""
+    """Reject `warmup_ratio` beside `warmup_steps`."""
     for name, role in derived.trained_roles(config).items():
         arguments = role.training_args
         if arguments.warmup_steps and arguments.warmup_ratio:
@@ -137,7 +140,7 @@ def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that the samples of a group can differ, and that equal groups are dropped or masked once, not twice."""
+    """Require that samples of a group can differ, and that groups of equal scores are either dropped or masked."""
     sampling, size, key = config.actor_infer.generating_args, derived.group_size(config), derived.group_size_key(config)
     if sampling.temperature == 0:
         message = "0 is greedy: all samples of a group are equal and nothing can be learned"
@@ -157,8 +160,10 @@ def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require a reference for a KL term, a KL term for a reference, and an adaptive controller that does not start at
-    0, because it multiplies and would stay at 0."""
+    """Require a reference for a KL term, a KL term for a reference, and a positive start of an adaptive controller.
+
+    The controller multiplies its coefficient, so it would stay at 0.
+    """
     if config.reference is None:
         for key, value in changes(config, "use_kl_loss", "add_token_level_kl"):
             message = f"{shown(value)}, but there is no `reference` to measure the divergence from"
@@ -172,7 +177,7 @@ def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def teacher_can_teach(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require a teacher for `distillation`, and the reverse. Reject what needs scores if nothing judges."""
+    """Require a teacher for `distillation`, and the reverse. Reject keys that need scores if there are no rewards."""
     if config.teacher is None and config.distillation is not None:
         message = "there is no `teacher` to learn from"
         yield ConfigProblem("distillation", message, "add `teacher: {device_mapping: ...}`, or remove this section")
@@ -193,7 +198,7 @@ def teacher_can_teach(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def log_probabilities_have_the_weights(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that `actor_logp` has devices of its own, and can get exactly the weights of each version."""
+    """Require devices of its own, and exactly the trainer's weights, for an `actor_logp` that is not the trainer."""
     role, trained = config.actor_logp, config.actor_train
     if role is None or derived.logp_is_trainer(config):
         return

@@ -1,4 +1,4 @@
-"""`roll advise RUN|FILE`: what holds a run up and what would help, or the best settings for a configuration.
+"""`roll advise RUN|FILE`: finds what slows a run down and which changes help, or the best settings of a configuration.
 
 Each answer is a simulation (`roll simulate`) of a configuration that passes `roll check`.
 """
@@ -19,7 +19,7 @@ from roll.tracking.files import read_json_lines, say
 from roll.tracking.run_directory import RunDirectory
 
 ANEW = ("output_dir=null", "resume_from_checkpoint=false")
-"""Overrides of a run's configuration: another run cannot have its folder."""
+"""Overrides for the configuration of an existing run: a simulated run cannot use its folder."""
 
 NOTHING = "no change that was tried gains more than is uncertain"
 

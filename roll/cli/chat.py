@@ -1,4 +1,4 @@
-"""`roll chat MODEL`: a conversation with a finished model, or with one that is served elsewhere, in a terminal."""
+"""`roll chat MODEL`: talks in a terminal to a finished model, or to a model that is served elsewhere."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ exit codes: 0 it was ended; 2 there is no such model, or it cannot be loaded; 1 
 
 
 class NoAnswer(Exception):
-    """The server refused a request, or cannot be reached. Its text says why."""
+    """The server refused a request, or cannot be reached. The message says why."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Lead a conversation; return the exit code."""
+    """Hold a conversation; return the exit code."""
     parser = command_parser("chat", "Talk to a finished model in a terminal.", _EPILOG)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="as for `roll serve`; without it give `--url`")
     parser.add_argument("--url", help="address of a model that is served, which then needs no other option than a key")
@@ -74,15 +74,17 @@ class Client:
             is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
         except ValueError as error:
             raise NoAnswer(f"no model answers at {url}: {error}") from error
-        # Nothing between here and a server on this machine.
+        # No proxy between this process and a server on the same machine.
         proxies: dict[str, str] | None = {} if is_here else None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
         with self._opened("models") as response:
             self.model = str(json.load(response)["data"][0]["id"])
 
     def answer(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-        """Yield the pieces of an answer with their kind, `reasoning_content` or `content`, as they come. Raises
-        `NoAnswer`."""
+        """Yield the pieces of an answer as they arrive, each with its kind: `reasoning_content` or `content`.
+
+        Raises `NoAnswer`.
+        """
         ended = False
         with self._opened("chat/completions", {"model": self.model, "messages": messages, "stream": True}) as lines:
             for line in lines:
@@ -124,7 +126,7 @@ class Client:
 
 @contextmanager
 def _address(options: argparse.Namespace) -> Iterator[str]:
-    """Give the address of the model; one that is loaded here is served to nobody else."""
+    """Provide the address of the model, which is `--url`, or a server for this process alone."""
     if (options.url is None) == (options.model is None):
         raise problem("MODEL", "a conversation is with one model", "name its folder, or where it is served (`--url`)")
     if options.url is not None:
@@ -157,9 +159,9 @@ def _converse(client: Client, system: str | None) -> int:
 
 
 def _said(client: Client, messages: list[dict[str, Any]], is_terminal: bool) -> dict[str, Any] | None:
-    """Print an answer as it comes, and return its message; None if there is none, which has no place in the history.
+    """Print an answer as it arrives, and return it as a message; None if it was interrupted or failed.
 
-    Raises `NoAnswer` where nobody is there to be told.
+    At a terminal a failure is printed; otherwise `NoAnswer` is raised.
     """
     parts = {"reasoning_content": "", "content": ""}
     try:

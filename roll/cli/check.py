@@ -1,10 +1,11 @@
-"""`roll check FILE`: can this configuration work, what will it do, what does it need, and will it fit?
+"""`roll check FILE`: reports if a configuration can work, what it will do, what it needs, and if it fits into memory.
 
 The command starts nothing and needs neither a GPU nor the model. Requirements that only the machine of the run must
-meet are listed as needs. With `--exact N` it runs N steps against a plain loop, on the machine of the run.
+meet are listed as needs. With `--exact N` it runs N steps, on the machine of the run, and compares them with a plain
+loop.
 
-`roll check-env`: is this environment fit to be trained in? `roll check-agent`: what would go wrong if the agents of a
-configuration were trained? A few episodes are played in this process, without Ray and without training.
+`roll check-env` tests if an environment is fit for training, `roll check-agent` finds what would go wrong in training
+the agents of a configuration. Both play a few episodes in this process, without Ray and without training.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
-    """Run ``steps`` steps at ratio 0, repeat them as a plain loop, and say in what they differ first.
+    """Run ``steps`` steps at ratio 0, repeat them as a plain loop, and report the first difference.
 
     Raises `ConfigError`.
     """
@@ -127,7 +128,7 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
         return ended.exit_code
     print(f"the same {count(steps, 'step')} as a plain loop ...", flush=True)
     try:
-        # A process of its own: libraries write what they like there, and its memory ends with it.
+        # In a separate process: output of libraries stays out of the terminal, and its memory is freed at the end.
         setup: dict[str, Any] = {"initializer": give_away_output, "initargs": (run.logs, "plain_loop")}
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **setup) as process:
             try:
@@ -288,7 +289,7 @@ async def _rehearsed(config: AgenticConfig, episodes: int, stand_in: bool) -> in
 
 @asynccontextmanager
 async def _rehearsing(config: AgenticConfig, stand_in: bool) -> AsyncIterator[Policy | None]:
-    """Give the configured model as a policy; None for a stand-in. Raises `ConfigError` if it cannot be loaded."""
+    """Provide the configured model as a policy; None for a stand-in. Raises `ConfigError` if it cannot be loaded."""
     if stand_in:
         yield None
         return

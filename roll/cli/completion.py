@@ -1,6 +1,6 @@
-"""`roll completion SHELL`: a script that completes commands, YAML files and dotted keys, for bash, zsh and fish.
+"""`roll completion SHELL`: prints a script that completes commands, YAML files and dotted keys in bash, zsh or fish.
 
-The script is generated once and contains every key, so completing does not start Python.
+The script contains every key, so completing does not start Python.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`roll convert FILE --from SYSTEM`: another system's configuration or command line as a file of ours.
+"""`roll convert FILE --from SYSTEM`: translates another system's configuration or command line into a file of ours.
 
-Nothing of the other system is run or imported. A line whose meaning has changed has a comment; what is lost, what has
-no effect here and what is missing stands at the end of the file, and is printed.
+Nothing of the other system is run or imported. A key whose meaning differs here gets a comment. Settings that are lost,
+have no effect here or are missing are listed at the end of the file, and printed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ORIGINS: dict[str, Callable[[Mapping[Key, Any]], Translation]] = {
     "roll": lambda given: roll.translate(nested(given)),
     **{name: system.translate for name, system in SYSTEMS.items()},
 }
-"""Name of a system -> what translates its keys."""
+"""Name of a system -> function that translates its keys."""
 
 _EPILOG = """\
 examples:
@@ -134,7 +134,7 @@ def converted(text: str, source: str, origin: str) -> Translation:
 
 
 def _is_known(key: Key, origin: str) -> bool:
-    """Return True for a key of that system. ``entry`` is none: it is what a command starts, whatever that is."""
+    """Return True for a key of that system. ``entry``, the program that a command starts, does not count."""
     if origin == "roll":
         kinds = (kind_at(config, key) for config in (RLVRConfig, AgenticConfig))
         return key[-1] in roll.ADVICE or rule_of(key, roll.RULES) is not None or any(kind is not None for kind in kinds)
@@ -142,7 +142,7 @@ def _is_known(key: Key, origin: str) -> bool:
 
 
 def _variables(value: Any) -> list[str]:
-    """Return the variables of the environment that a value refers to."""
+    """Return the environment variables that a value refers to."""
     return re.findall(r"\$\{oc\.env:(\w+)\}", str(value))
 
 
@@ -189,6 +189,6 @@ def _comments(lines: Sequence[str]) -> list[str]:
 
 
 def _wrapped(text: str, prefix: str) -> list[str]:
-    """Return a comment of one or more lines. A text cannot leave it: line breaks become spaces."""
+    """Return a text as comment lines. Its line breaks become spaces, so that all of it stays in the comment."""
     flat = " ".join(text.split()) if not text.startswith("  ") else "  " + " ".join(text.split())
     return textwrap.wrap(flat, WIDTH, initial_indent=prefix, subsequent_indent=prefix + "    ", break_on_hyphens=False)

@@ -1,8 +1,8 @@
-"""`roll init FILE`: a working configuration from a few answers, or from flags alone.
+"""`roll init FILE`: writes a working configuration from a few answers, or from flags alone.
 
 The command loads and checks the file it has written, and removes it again if it cannot work. Anything still missing
 (the prompts, GPUs, a user's own function) is named, so `roll check` reports nothing new. The file has few keys, in the
-order in which a reader needs them, with reasons.
+order in which a reader needs them, and comments with reasons.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ QUESTIONS = {
     "device": ("devices: cuda or cpu", "cuda"),
     "devices": ("how many of them", "2"),
 }
-"""Questions to the user by flag, and the defaults that hold without an answer."""
+"""Flag -> question to the user, and the default answer."""
 LONGEST = 512 + 1024
-"""Tokens of prompt and response, if the model has the positions: a third for the prompt."""
+"""Tokens of prompt plus response, a third of them for the prompt; fewer if the model has fewer positions."""
 
 _TEMPLATE = """\
 # roll check {path}
@@ -146,7 +146,7 @@ def _answers(options: argparse.Namespace, ask: Callable[[str], str]) -> dict[str
 
 
 def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
-    """Return the configuration as YAML. Impossible answers are left for the checks to name."""
+    """Return the configuration as YAML. Impossible answers are written as they are; the checks report them."""
     quoted = {name: json.dumps(answer, ensure_ascii=False) for name, answer in answers.items()}
     devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
     trainers, engines = _shares(devices, overlapped)

@@ -1,6 +1,6 @@
-"""The command line: check everything, print what will happen, run, and return a reliable exit code.
+"""The command line: checks everything, prints what will happen, runs, and returns a reliable exit code.
 
-The modules of other commands are imported when called, so that each command answers at once.
+Modules of other commands are imported only when called, so that each command starts quickly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Command:
     """Argument shown after the command's name."""
     help: str
     entry: str = ""
-    """Import path of a function of arguments that returns the exit code; empty: the command that trains."""
+    """Import path of a function that takes the arguments and returns the exit code; empty for `train`."""
 
 
 COMMANDS = {
@@ -80,7 +80,7 @@ COMMANDS = {
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
 DRIVER = "driver"
 LAST_WORDS_SECONDS = 10.0
-"""Longest wait for the last messages of a process that is about to be killed. The disk itself may hang."""
+"""Maximum seconds for the last messages of a process before it is killed; writing may hang on the disk."""
 
 _COMMANDS = "\n".join(f"  roll {f'{name} {command.usage}':<18}  {command.help}" for name, command in COMMANDS.items())
 _EPILOG = f"""\
@@ -138,9 +138,9 @@ class Ended:
     failed: tuple[RunConfig, RunDirectory] | None = None
     """Configuration and folder of a run that failed after it had begun and was not interrupted."""
     restarts: Restarts | None = None
-    """The counter of its failures, if it has failed."""
+    """Counter of its failures, if it has failed."""
     refused: bool = False
-    """True if nothing was started, for a reason that may pass."""
+    """True if nothing was started, for a reason that may be temporary."""
     run: RunDirectory | None = None
     """Folder of the run; None if nothing was started."""
     problems: Sequence[ConfigProblem] = ()
@@ -153,10 +153,10 @@ def run_to_its_end(
     started: float,
     begins: Callable[[RunDirectory], object] = lambda run: None,
 ) -> Ended:
-    """Run what ``load`` returns, with the restarts it allows; ``path`` is the user's name for it.
+    """Run the configuration that ``load`` returns, with the restarts that it allows.
 
-    ``begins`` is called with the folder of the run before it starts. Return how the first attempt ended, with the exit
-    code of the last one.
+    ``path``: name of the configuration in messages. ``begins`` is called with the folder of the run before it starts.
+    Returns how the first attempt ended, with the exit code of the last one.
     """
     ended = attempt_run(path, load, started, begins=begins)
     if ended.failed is None:
@@ -175,10 +175,10 @@ def begin_again(
     attempt: Callable[[RunConfig], Ended],
     restarts: Restarts | None = None,
 ) -> int:
-    """Retry a failed run from its newest checkpoint, as often as `restarts` allows; return the exit code.
+    """Retry a failed run from its newest checkpoint, as often as its configuration allows; return the exit code.
 
-    An attempt that is refused (because a cluster, a judge or a disk is still away) counts as a failure. ``restarts``:
-    the failures so far.
+    An attempt that is refused (because a cluster, a judge or a disk is still unavailable) counts as a failure.
+    ``restarts``: the failures so far.
     """
     from roll.pipeline.resume import Restarts
 
@@ -209,7 +209,7 @@ def attempt_run(
 ) -> Ended:
     """Check the configuration that ``load`` returns and run it to its end.
 
-    ``path``: the user's name for it; ``restarts``: the failures of earlier attempts; ``begins``: see `run_to_its_end`.
+    ``restarts``: the failures of earlier attempts. ``path`` and ``begins``: see `run_to_its_end`.
     """
     try:
         prepared, run, point = _check(load)
@@ -283,7 +283,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def command_parser(name: str, description: str, epilog: str = "", *, of_run: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of `roll NAME`; if it is of a run, with the configuration and its overrides as arguments."""
+    """Return the parser of `roll NAME`. With ``of_run`` it takes a configuration file and overrides."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"roll {name}", description=description, epilog=epilog, formatter_class=raw)
     if of_run:
@@ -294,7 +294,7 @@ def command_parser(name: str, description: str, epilog: str = "", *, of_run: boo
 
 
 def dotted_options(given: Sequence[str], what: str = "option") -> dict[str, Any]:
-    """Return options written as `key=value`. Raises `ConfigError` with each that is no ``what``."""
+    """Return options written as `key=value`. Raises `ConfigError` for other forms; ``what``: noun for messages."""
     wrong = [ConfigProblem(each, f"is no {what}", "write `key=value`") for each in given if "=" not in each]
     if wrong:
         raise ConfigError(wrong)
@@ -318,7 +318,7 @@ def _check(load: Callable[[], RunConfig]) -> tuple[Prepared | PreparedSFT, RunDi
 
 
 def refusal(path: str, error: ConfigError, effect: str = "") -> str:
-    """Return the text that the user reads: every problem, with an empty line before each."""
+    """Return the message about a configuration that cannot run: a line that ends with ``effect``, then each problem."""
     problems = count(len(error.problems), "problem")
     return "\n\n".join([f"{path} cannot run ({problems}){effect}", *map(str, error.problems)])
 
@@ -336,7 +336,7 @@ def _create_run_directory(config: RunConfig) -> RunDirectory:
 
 
 def _has_ended(point: ResumePoint, config: RunConfig) -> bool:
-    """Return True, and say so, if nothing is left to do."""
+    """Return True, and print it, if the run has no steps left."""
     if not point.has_ended(config.max_steps):
         return False
     say("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
@@ -389,7 +389,7 @@ def _run(
 
 
 def how_to_go_on(run: RunDirectory) -> str:
-    """Return what the user of an interrupted run can do, given the checkpoints that are whole."""
+    """Return the advice on resuming an interrupted run, given its undamaged checkpoints."""
     from roll.pipeline.checkpoints import newest_whole
 
     again = f"the same command with resume_from_checkpoint={run.root}"
@@ -404,7 +404,7 @@ def how_to_go_on(run: RunDirectory) -> str:
 async def to_its_end(
     run: Awaitable[None], recorder: RunRecorder, status_file: StatusFile
 ) -> tuple[FinalStatus, BaseException | str | None]:
-    """Await the run and return how it ended.
+    """Await the run; return its final status and the cause.
 
     A failure is recorded before the event loop is closed, because closing waits for threads and one of them may hang.
     The run has a task of its own: in Python 3.11 a failed task group leaves its owner marked as cancelled, and here
@@ -463,9 +463,9 @@ def _interrupt() -> None:
 
 
 def _end_in_order_on_signals() -> None:
-    """Let SIGTERM end a run in the same orderly way as Ctrl-C. Ray has installed a handler of its own before.
+    """Make SIGTERM end a run in the same orderly way as Ctrl-C, in place of Ray's handler.
 
-    Background jobs of a shell ignore SIGINT by default. Here it is handled, since it was sent on purpose.
+    Background jobs of a shell ignore SIGINT by default. It is handled here, since it was sent on purpose.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))

@@ -1,4 +1,4 @@
-"""`roll serve MODEL`: a finished model at an address, for the clients that agents use.
+"""`roll serve MODEL`: serves a finished model to clients of OpenAI and Anthropic.
 
 `roll chat` loads a model in the same way.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ENDED, FAILED, BAD_OPTIONS = 0, 1, 2
 LONGEST = 32768
-"""Tokens of a prompt and its answer where the model has room for more, unless `--sequence-length` says so."""
+"""Default limit of prompt plus answer in tokens; the model's own limit if that is lower."""
 NAMES = {"hf": "hf_infer"}
 """Short names of engines."""
 _EPILOG = """\
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which model is loaded, and how it samples."""
+    """Add the options that select the model and its sampling."""
     parser.add_argument("options", nargs="*", metavar="key=value", help="options of the engine, as `strategy_config`")
     parser.add_argument("--engine", default="hf", help="hf (default) or vllm")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs that the model is split over (default 1)")
@@ -98,7 +98,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def started(what: ServedHere) -> Iterator[Serving]:
-    """Serve a model; SIGTERM ends it as Ctrl-C does, also in the background of a shell."""
+    """Serve a model while the context is open. SIGTERM ends it as Ctrl-C does, also in a background job of a shell."""
     from roll.engines.local import serving
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -112,7 +112,7 @@ def started(what: ServedHere) -> Iterator[Serving]:
 
 
 def served_here(options: argparse.Namespace, **where: Any) -> ServedHere:
-    """Return what the options of `add_model_options` describe. Raises `ConfigError`."""
+    """Return the model to serve, and how, from the options of `add_model_options`. Raises `ConfigError`."""
     _check_numbers(options)
     name = NAMES.get(options.engine, options.engine)
     if name not in ENGINES.names() and ":" not in name:
@@ -148,9 +148,9 @@ def served_here(options: argparse.Namespace, **where: Any) -> ServedHere:
 
 
 def model_at(name: str) -> str:
-    """Return the folder of a model: the last whole checkpoint of a run, or the folder itself; a hub name stays one.
+    """Return the folder of a model: the last undamaged checkpoint of a run, or the folder itself.
 
-    Raises `ConfigError`.
+    A hub name is returned unchanged. Raises `ConfigError`.
     """
     from roll.pipeline.checkpoints import checkpoint_folder, exported_steps, model_damage
 
@@ -232,7 +232,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Raise `ConfigError` if the address cannot be listened at; the model would be loaded in vain."""
+    """Raise `ConfigError` if the server could not listen at the address, before the model is loaded."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

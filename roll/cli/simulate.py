@@ -1,6 +1,6 @@
-"""`roll simulate FILE`: the time of a step, who waits, how stale tokens will be and what the run will cost.
+"""`roll simulate FILE`: predicts the time of a step, the waits, the staleness of tokens and the cost of a run.
 
-Nothing is started, and neither a GPU nor the model is needed: its name or its `config.json` tells the sizes.
+Nothing is started. Neither a GPU nor the model is needed: the model's name or its `config.json` gives the sizes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from roll.tracking.files import say
 
 DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
 PREFIX = "simulation."
-"""Before the name of an input on the command line."""
+"""Prefix of the names of inputs on the command line."""
 SHORT = {"ratio": "async_generation_ratio"}
-"""Names in `--sweep` beside those of keys and inputs."""
+"""Short names of keys in `--sweep`."""
 PROGRESS_SECONDS = 5.0
-"""Time between lines that say how far a long simulation is."""
+"""Seconds between progress messages of a long simulation."""
 
 _EPILOG = """\
 examples:
@@ -108,7 +108,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def take_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that simulates: overrides, inputs, the seed and a price."""
+    """Add the arguments of the commands that simulate: overrides, inputs, a seed and a price."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value",
         help=f"dotted keys that replace values of the configuration; those that begin with `{PREFIX}` are inputs",
@@ -121,21 +121,21 @@ def take_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_price(price: float | None) -> None:
-    """Raise `ConfigError` for a price that is none."""
+    """Raise `ConfigError` for a price that is negative or not finite."""
     if price is not None and not 0 <= price < math.inf:
         raise problem("--price", f"{price:g} is no price", "write a number of at least 0")
 
 
 class Progress:
-    """Says on standard error, every few seconds, how far the command is."""
+    """Progress messages on standard error, at most one every `PROGRESS_SECONDS`."""
 
     def __init__(self) -> None:
         self.of = ""
-        """Row of a sweep that is simulated."""
+        """Prefix of the messages: the row of a sweep that is being simulated."""
         self._said_at = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        """Say it, if it is time."""
+        """Print ``text``, unless the last message is too recent."""
         if time.monotonic() - self._said_at >= PROGRESS_SECONDS:
             self._said_at = time.monotonic()
             say(self.of + text, error=True)
@@ -148,7 +148,7 @@ def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def simulated_config(file: str, overrides: Sequence[str]) -> PipelineConfig:
-    """Return a configuration that can work on the machine of its run. Raises `ConfigError`."""
+    """Load a configuration and check all but this machine. Raises `ConfigError`, also if it cannot be simulated."""
     told: list[str] = []
     config = loaded(lambda: read_config(file, overrides, told.append), here=False)
     check_elsewhere(config, LACKING if told else ())

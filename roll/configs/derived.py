@@ -1,12 +1,12 @@
-"""Numbers that follow from a configuration, each computed in one place.
+"""Values derived from a configuration, each computed in one place.
 
 The pipeline, the checks and the printed plan all read them here, so what is printed is what runs. Functions expect a
 configuration whose single values are in range; `roll.check` decides if the values fit together.
 
-Shares of each node's devices are another way to write device mappings; after the loader there are only mappings.
-Every node gives each share its devices, side by side in the order written, so that each node has them all. `train` is
-for actor_train, and for critic, reference and teacher unless they have shares of their own: these roles take turns, as
-roles of one mapping do. `infer` is for actor_infer; any other share has the name of its role.
+`cluster.shares` is a shorter way to write device mappings; the loader replaces shares by mappings. Every node is
+divided in the same way: each share gets adjacent devices, in the order written. The share `train` is for actor_train,
+and for critic, reference and teacher unless they have shares of their own; these roles take turns on its devices.
+`infer` is for actor_infer; any other share has the name of its role.
 """
 
 from __future__ import annotations
@@ -55,34 +55,34 @@ SYNCHRONOUS_KEYS = (
 """Keys that `synchronous` changes and that affect learning."""
 MEBIBYTE = 1024 * 1024
 REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
-"""Default timeouts that differ from that of the other verifiers."""
+"""Default timeouts of the verifiers that do not have the usual 10 seconds."""
 LONGEST_CANARY = 64
 """Maximum length of a parity-check sequence in tokens: enough for attention to matter, and cheap to compute."""
 
 
 def reinforcement(config: RunConfig) -> PipelineConfig:
-    """Return the configuration typed as one of reinforcement learning. `TypeError` if it is of another pipeline."""
+    """Return the configuration typed as `PipelineConfig`. Raises `TypeError` for `pipeline: sft`."""
     if not isinstance(config, PipelineConfig):
         raise TypeError(f"a configuration of reinforcement learning is needed here, not a {type(config).__name__}")
     return config
 
 
 def prompted(config: RunConfig) -> PromptConfig:
-    """Return the configuration typed as one of `rlvr` or `image`. `TypeError` if it belongs to another pipeline."""
+    """Return the configuration typed as that of `rlvr` or `image`. Raises `TypeError` for another pipeline."""
     if not isinstance(config, PromptConfig):
         raise TypeError(f"a configuration of `pipeline: rlvr` or `image` is needed here, not a {type(config).__name__}")
     return config
 
 
 def agentic(config: PipelineConfig) -> AgenticConfig:
-    """Return the configuration typed as that of `pipeline: agentic`. `TypeError` if it belongs to another pipeline."""
+    """Return the configuration typed as that of `pipeline: agentic`. Raises `TypeError` for another pipeline."""
     if not isinstance(config, AgenticConfig):
         raise TypeError(f"a configuration of `pipeline: agentic` is needed here, not a {type(config).__name__}")
     return config
 
 
 def role_sections(config: RunConfig) -> dict[str, WorkerConfig]:
-    """Return the sections of the roles that are written, by name."""
+    """Return the role sections present in the configuration, by role name."""
     if not isinstance(config, PipelineConfig):
         return {"actor_train": config.actor_train}
     logp, compared = config.actor_logp, (config.reference, config.teacher)
@@ -91,7 +91,7 @@ def role_sections(config: RunConfig) -> dict[str, WorkerConfig]:
 
 
 def picture_sampling(config: RunConfig) -> PictureSampling | None:
-    """Return how pictures are drawn; None if the run generates text."""
+    """Return the sampling settings of `pipeline: image`; None if the run generates text."""
     return config.sampling if isinstance(config, ImageConfig) else None
 
 
@@ -106,23 +106,23 @@ def trained_roles(config: RunConfig) -> dict[str, WorkerConfig]:
 
 
 def is_trainer(config: RunConfig, role: str) -> bool:
-    """Return True if a role is written, and `actor_train` does its work."""
+    """Return True if the role has a section but `actor_train` does its work."""
     if role == "actor_logp":
         return logp_is_trainer(config)
     return role in COMPARED_ROLES and (is_base(config, role) or is_policy(config, role))
 
 
 def is_policy(config: RunConfig, role: str) -> bool:
-    """Return True if a role is the teacher, and the policy with its present weights."""
+    """Return True if the role is a teacher that is the policy itself (`teacher.weights: policy`)."""
     teacher = config.teacher if isinstance(config, PipelineConfig) else None
     return role == "teacher" and teacher is not None and teacher.weights == "policy"
 
 
 def is_base(config: RunConfig, role: str) -> bool:
-    """Return True if the reference or the teacher is the trainer without its adapters (LoRA).
+    """Return True if the reference or the teacher is the trainer with its LoRA adapters switched off.
 
-    That is so if it has the same model, and the same devices or none of its own: a second copy of the model would
-    compute the same.
+    That holds if the role has the same model, and either the same devices or none of its own: a second copy of the
+    model would compute the same.
     """
     section, trained = role_sections(config).get(role), config.actor_train
     if section is None or trained.model_args.lora_target is None or is_policy(config, role):
@@ -133,7 +133,7 @@ def is_base(config: RunConfig, role: str) -> bool:
 
 
 def logp_is_trainer(config: RunConfig) -> bool:
-    """Return True if `actor_logp` names the devices of the trainer or none, so the trainer does its work."""
+    """Return True if the trainer does the work of `actor_logp`, which then names the trainer's devices or none."""
     role = config.actor_logp if isinstance(config, PipelineConfig) else None
     return role is not None and (role.device_mapping is None or _names_devices_of_trainer(config, role))
 
@@ -164,12 +164,12 @@ def device_mappings(config: RunConfig) -> dict[str, DeviceMapping]:
 
 
 def reward_timeout(reward: RewardConfig) -> float:
-    """Return the seconds within which a sample (for a reward model: a batch) must be judged."""
+    """Return the time limit, in seconds, for judging one sample (for a reward model: one batch)."""
     return reward.timeout_seconds or REWARD_TIMEOUT_SECONDS.get(reward.verifier, 10.0)
 
 
 def batch_wait_seconds(config: PipelineConfig, reward: RewardConfig) -> float:
-    """Return how long a reward model's batch waits for more samples.
+    """Return the time, in seconds, that a reward model's batch waits for more samples.
 
     The default is 0 at ratio 0, so that runs repeat bit for bit.
     """
@@ -179,28 +179,28 @@ def batch_wait_seconds(config: PipelineConfig, reward: RewardConfig) -> float:
 
 
 def uses_kl(config: PipelineConfig) -> bool:
-    """Return True if a KL term needs the reference policy."""
+    """Return True if a KL term is configured, which needs the reference policy."""
     return config.use_kl_loss or config.add_token_level_kl
 
 
 def learns_from_rewards(config: PipelineConfig) -> bool:
-    """Return False if the policy learns from its teacher alone."""
+    """Return True unless the policy learns from its teacher alone."""
     return config.distillation is None or config.distillation.reward_coef > 0
 
 
 def is_scored(config: PipelineConfig) -> bool:
-    """Return False if nothing judges the responses."""
+    """Return True if the rollouts are scored, by rewards or environments."""
     return not isinstance(config, PromptConfig) or bool(config.rewards)
 
 
 def pg_variant_args(config: PipelineConfig) -> dict[str, Any]:
-    """Return the arguments of the policy loss: `pg_variant_args` and those set under ROLL's names."""
+    """Return the arguments of the policy loss: `pg_variant_args` and the keys of `ROLL_ARGUMENTS` that are set."""
     given = {argument: vars(config.actor_train)[name] for name, (_, argument) in ROLL_ARGUMENTS.items()}
     return {**config.actor_train.pg_variant_args, **{key: value for key, value in given.items() if value is not None}}
 
 
 def may_be_stale(config: PipelineConfig) -> bool:
-    """Return True if a token can be older than the weights that train on it."""
+    """Return True if training may use tokens sampled by older weights."""
     return least_staleness(config) > 0
 
 
@@ -220,9 +220,9 @@ def total_devices(config: RunConfig) -> int:
 
 
 def data_parallel_ranks(role: WorkerConfig) -> int:
-    """Return the number of parts into which a trainer splits a batch.
+    """Return the number of data-parallel ranks of a trainer.
 
-    With Megatron, tensor x pipeline ranks share one part.
+    With Megatron, tensor x pipeline ranks form one data-parallel rank.
     """
     ranks = len(parse_device_mapping(role.device_mapping))
     if role.strategy_args.strategy_name != "megatron_train":
@@ -252,17 +252,17 @@ def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> st
 
 
 def needs_whole_models(config: PipelineConfig) -> bool:
-    """Return True if a role beside the engine gets the trainer's weights."""
+    """Return True if `actor_logp` has devices of its own, and so receives the trainer's full weights."""
     return config.actor_logp is not None and not logp_is_trainer(config)
 
 
 def adapter_rank(config: PipelineConfig) -> int | None:
-    """Return the rank of the adapters that are published alone; None if all weights are published."""
+    """Return the LoRA rank if weight updates carry adapters only; None if they carry all weights."""
     return config.actor_train.model_args.lora_rank if config.weight_update.content == "adapter" else None
 
 
 def publication_nodes(config: PipelineConfig) -> set[int]:
-    """Return the nodes of the trainer and of the roles that get its weights."""
+    """Return the nodes of the trainer and of the roles that receive its weights."""
     roles = present_roles(config)
     mappings = [roles[name].device_mapping for name in ("actor_train", "actor_infer", "actor_logp") if name in roles]
     devices = [device for mapping in mappings for device in parse_device_mapping(mapping)]
@@ -276,7 +276,7 @@ def tokenizer_path(config: RunConfig) -> str:
 
 
 def canary_interval(config: PipelineConfig) -> int:
-    """Return the interval of checked publications; 0: none. Canaries are sequences of text tokens."""
+    """Return the interval of parity checks, in weight updates; 0: never. `image` has none: they need text tokens."""
     return 0 if isinstance(config, ImageConfig) else config.weight_update.canary_interval
 
 
@@ -323,7 +323,7 @@ def samples_per_step(config: RunConfig) -> int:
 
 
 def used_tags(config: AgenticConfig, manager: EnvManagerConfig) -> dict[str, int]:
-    """Return each tag's share of successive groups, in order."""
+    """Return the environment tags in use, in order, each with its number of groups per cycle."""
     tags = manager.tags or list(config.custom_envs)
     return dict(zip(tags, manager.num_groups_partition or [1] * len(tags), strict=True))
 
@@ -336,7 +336,7 @@ def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
 
 
 def pinned_replicas(config: PipelineConfig) -> int:
-    """Return the number of replicas that keep a version for its validation while the others take newer ones."""
+    """Return the number of replicas that keep a weight version for validation while the others take newer versions."""
     settings = validation_settings(config)
     if settings is None or settings.mode == "pause" or shares_devices(config, "actor_infer"):
         return 0
@@ -345,7 +345,7 @@ def pinned_replicas(config: PipelineConfig) -> int:
 
 
 def pull_after_seconds(config: PipelineConfig) -> float | None:
-    """Return the longest time for which a replica with requests stays behind; None if weights are pushed."""
+    """Return the maximum delay, in seconds, of a weight update at a busy replica; None if weights are pushed."""
     return config.weight_update.pull_after_seconds if config.weight_update.mode == "pull" else None
 
 
@@ -355,8 +355,10 @@ def weight_buffers(config: PipelineConfig) -> int:
 
 
 def has_two_buffers(config: PipelineConfig) -> bool:
-    """Return True if a version is gathered while engines take the one before. Trainer and engines that share devices
-    take turns, so a second copy on them would not save time."""
+    """Return True if new weights are gathered while engines still take the previous ones.
+
+    With `cuda_ipc`, trainer and engines take turns on the same devices, so a second copy there would not save time.
+    """
     return config.weight_update.dual_buffer and config.weight_update.transport != "cuda_ipc"
 
 
@@ -371,10 +373,10 @@ def reward_weights(config: PipelineConfig, counted_in_turns: bool) -> tuple[floa
 
 
 def optimizer_batch_size(config: RunConfig, role: WorkerConfig, samples: int | None = None) -> int:
-    """Return the samples of one optimizer step of a trained role over all ranks.
+    """Return the samples per optimizer step of a trained role, over all ranks.
 
-    Without configured accumulation these are the samples of a training step; give ``samples`` if their number is not
-    fixed.
+    Without `gradient_accumulation_steps` these are all samples of a training step: ``samples``, or by default the
+    configured number.
     """
     arguments = role.training_args
     if arguments.gradient_accumulation_steps is None:
@@ -403,13 +405,15 @@ def warmup_steps(config: RunConfig, role: WorkerConfig) -> int:
 
 
 def warmup_steps_of(arguments: TrainingArguments, total_steps: int) -> int:
-    """Return the warm-up steps of a schedule over ``total_steps``; a part of a step counts as one."""
+    """Return the warm-up steps of a schedule over ``total_steps``, rounded up."""
     return arguments.warmup_steps or math.ceil(round(arguments.warmup_ratio * total_steps, 6))
 
 
 def sequence_length(config: RunConfig) -> int:
-    """Return the maximum length of prompt plus response in tokens. Of a picture these are its denoising steps, and one
-    token for the prompt."""
+    """Return the maximum length of prompt plus response in tokens.
+
+    A picture counts one token for its prompt and one for each denoising step.
+    """
     if isinstance(config, SFTConfig):
         return config.sequence_length
     if isinstance(config, ImageConfig):
@@ -422,7 +426,7 @@ def sequence_length(config: RunConfig) -> int:
 def max_new_tokens(config: PipelineConfig) -> int:
     """Return the maximum length of a training response in tokens.
 
-    A long prompt may leave less: see `sequence_length`. Tokens of a picture are the steps that are trained on.
+    A long prompt may leave less room: see `sequence_length`. For a picture, tokens are the denoising steps trained on.
     """
     if isinstance(config, ImageConfig):
         return config.sampling.window_size
@@ -432,7 +436,7 @@ def max_new_tokens(config: PipelineConfig) -> int:
 
 
 def least_staleness(config: PipelineConfig) -> int:
-    """Return the smallest bound under which a run can proceed: ceil(async_generation_ratio) + interval_steps - 1.
+    """Return the smallest `max_staleness` that a run can keep: ceil(async_generation_ratio) + interval_steps - 1.
 
     A group may start ceil(ratio) steps before it is trained on, with weights up to interval_steps - 1 versions old.
     """
@@ -440,7 +444,7 @@ def least_staleness(config: PipelineConfig) -> int:
 
 
 def synchronous(config: PipelineConfig) -> PipelineConfig:
-    """Return the configuration with nothing generated ahead, and nothing trained on before its batch is whole.
+    """Return the configuration made synchronous: no generation ahead, and training on whole batches only.
 
     Keys that then have no effect (`SYNCHRONOUS_KEYS`) are reset.
     """
@@ -458,7 +462,7 @@ def synchronous(config: PipelineConfig) -> PipelineConfig:
 
 
 def resolved_max_staleness(config: PipelineConfig) -> int:
-    """Return the age of the oldest token trained on, in policy versions."""
+    """Return the maximum age of a token trained on, in policy versions."""
     return least_staleness(config) if config.max_staleness is None else config.max_staleness
 
 
@@ -479,13 +483,16 @@ def truncates_sampling(config: PipelineConfig) -> bool:
 
 
 def canary_length(config: PipelineConfig) -> int:
-    """Return the tokens of a parity-check sequence; some engines need room for one token more."""
+    """Return the length of a parity-check sequence in tokens; one position stays free, which some engines need."""
     return min(LONGEST_CANARY, sequence_length(config) - 1)
 
 
 def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
-    """Return the mean absolute differences in the parity check above which the run is warned and stops, in nats per
-    token. They are equal unless the precision is low and the configuration does not say how much that may cost."""
+    """Return the limits of the parity check above which the run warns and stops, in nats per token.
+
+    Both limit a mean absolute difference. They are equal if `canary_tolerance` is set or if trainer and engine
+    compute in float32.
+    """
     if config.weight_update.canary_tolerance is not None:
         return (config.weight_update.canary_tolerance,) * 2
     dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
@@ -493,7 +500,7 @@ def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
 
 
 def validation_count(config: RunConfig) -> int:
-    """Return how often validation runs: before the first step, every `eval_steps`, and after the last."""
+    """Return the number of validations: before the first step, every `eval_steps`, and after the last."""
     if config.eval_steps == 0:
         return 0
     whole, rest = divmod(config.max_steps, config.eval_steps)
@@ -501,13 +508,13 @@ def validation_count(config: RunConfig) -> int:
 
 
 TAKING_TURNS = ("actor_train", "critic", "reference", "teacher")
-"""Roles of the share `train`."""
+"""Roles that get their devices from the share `train`."""
 _ROUNDING = 0.02
-"""Part of a device by which a share may miss a whole number: 0.33 is a third."""
+"""Tolerance, in devices, of a share that is not a whole number of devices: 0.33 of 3 devices is one."""
 
 
 def place_shares(config: RunConfig) -> list[ConfigProblem]:
-    """Replace `cluster.shares` by the device mappings that they come to; return the reasons why that is impossible."""
+    """Replace `cluster.shares` by device mappings, in place. Return the problems of shares that cannot be placed."""
     cluster, shares = config.cluster, config.cluster.shares
     if not shares or not 0 < total_devices(config) <= MAX_DEVICES or cluster.num_nodes < 1:
         return []  # rules reject such a cluster
@@ -532,7 +539,7 @@ def _sections(config: RunConfig) -> dict[str, WorkerConfig | RewardConfig]:
 
 
 def _roles_of_shares(config: RunConfig) -> dict[str, list[str]]:
-    """Return the roles of each share that this run can have, by its name."""
+    """Map the name of each share that this run may have to the roles that get its devices."""
     names = list(_sections(config))
     turns = [role for role in TAKING_TURNS if role in names and role not in config.cluster.shares]
     others = {name: [name] for name in names if name not in ("actor_train", "actor_infer")}

@@ -22,7 +22,7 @@ _EXAMPLES = 'for example [0, 1], "0-3", "0,2,5-7" or list(range(0,4))'
 
 
 class DeviceMappingError(ValueError):
-    """A device mapping that names no list of distinct devices."""
+    """A device mapping that does not denote a list of distinct devices."""
 
 
 def parse_device_mapping(value: DeviceMapping) -> list[int]:
@@ -53,7 +53,7 @@ def parse_device_mapping(value: DeviceMapping) -> list[int]:
 
 
 def _read(text: str) -> list[int]:
-    """Return the numbers of a sum of terms, bounded while it grows."""
+    """Return the devices of all terms joined by ``+``; stop as soon as there are too many."""
     if len(text) > _LONGEST_TEXT:
         raise DeviceMappingError(f"longer than {_LONGEST_TEXT} characters")
     if not text.strip():

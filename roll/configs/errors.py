@@ -1,8 +1,9 @@
-"""Errors of a configuration that cannot work: every problem at once, each with its path and a remedy.
+"""Configuration errors: all problems at once, each with its path and a remedy.
 
-The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2. A
-key that users bring from another toolkit gets its replacement (`roll/configs/dialects`); the nearest name of ours would
-often be a wrong guess. A key is secret by its name: its value appears in no message and in no saved configuration.
+The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2. For
+a key of another toolkit the remedy is its equivalent here (`roll/configs/dialects`), since the most similar name would
+often be a wrong guess. The name of a key decides if it is secret; secret values appear neither in messages nor in saved
+configurations.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class ConfigProblem:
 
 
 class NoEffect(ConfigProblem):
-    """The problem of a key that other settings leave without effect."""
+    """The problem of a key that has no effect because of other settings."""
 
 
 def without_effect(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
-    """Return the problem of a key that other settings leave without effect."""
+    """Return the problem of a key that has no effect because of other settings."""
     return NoEffect(path, f"{shown(value)} has no effect: {reason}", remedy)
 
 
@@ -46,7 +47,7 @@ class ConfigError(Exception):
     """A configuration with at least one problem."""
 
     def __init__(self, problems: Sequence[ConfigProblem], rest: Any = None) -> None:
-        """``rest``: the configuration without what is wrong in it, if there is one, for further checks."""
+        """``rest``: the configuration without its wrong keys, for further checks; None if that does not load either."""
         if not problems:
             raise ValueError("a ConfigError needs at least one problem")
         self.problems = list(problems)

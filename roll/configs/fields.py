@@ -1,7 +1,7 @@
-"""How a key is declared (help text, range, default), and how the schema is walked.
+"""Declaration of keys (help text, range, default), and functions that walk the schema.
 
 The loader, the checks and the reference page all walk the same dataclasses, so a new key is validated, suggested and
-documented without another line anywhere.
+documented without further code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class Range:
-    """A range of numbers with optional limits. It stands in the type of a key: `Annotated[int, Range(at_least=1)]`."""
+    """A range of numbers with optional limits, part of the type of a key: `Annotated[int, Range(at_least=1)]`."""
 
     at_least: float | None = None
     above: float | None = None
@@ -62,10 +62,10 @@ Nucleus = Annotated[float, Range(above=0, at_most=1)]
 
 
 def option(default: Any, help: str, needs: str | None = None) -> Any:
-    """Declare a dataclass field with its help text. A callable ``default`` makes the value, as a mutable one needs.
+    """Declare a dataclass field with its help text. A callable ``default`` is the default factory.
 
-    ``needs`` is what the key has no effect without: another key of its section with a value (``template: chat``), or
-    with any but 0 and null (``critic``).
+    ``needs`` is the condition without which the key has no effect: another key of its section with the value given
+    (``template: chat``), or with any value but 0 and null (``critic``).
     """
     metadata = {"help": help, "needs": needs}
     if callable(default):
@@ -183,8 +183,8 @@ def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
 
 
 def section_below(kind: Any) -> tuple[type, str] | None:
-    """Return the dataclass at or in a type, and what its keys add to a path: ``.<name>`` in a mapping, ``[i]`` in a
-    list. None for a plain value."""
+    """Return the dataclass in a type, and the suffix that leads to it: empty for the dataclass itself, ``.<name>`` in a
+    mapping, ``[i]`` in a list. None for a plain value."""
     for suffix, inside in (("", kind), (".<name>", member(kind, "")), ("[i]", member(kind, 0))):
         below = dataclass_of(inside)
         if below is not None:
@@ -215,7 +215,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def describe(kind: Any) -> str:
-    """Describe a type, and the limits that pydantic's `Field` gives: ``a whole number, > 0 or null``."""
+    """Describe a type in words, with the limits of pydantic's `Field`: ``a whole number, > 0 or null``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if _is_union(kind):
         words = [describe(each) for each in _members(kind)]

@@ -1,9 +1,9 @@
-"""Objects that a Python program gives in place of names, such as a reward that was written in a notebook.
+"""Objects that a Python program passes where a configuration has a name, such as a reward written in a notebook.
 
 A configuration is text, so it holds a token, ``given from Python: <name>``, and this process holds the pickled object
-for it. Workers receive the pickles with the arguments of their start, never from a file: what a configuration file
-says cannot make a process load a pickle. A saved configuration therefore names the object honestly, and a run that
-reads it without being given the object again is refused.
+of the token. Workers receive the pickles with their start arguments, never from a file, so a configuration file cannot
+make a process load a pickle. A saved configuration keeps the token; a run that reads it fails unless the program passes
+the object again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import cloudpickle
 from roll.configs.errors import ConfigError, ConfigProblem
 
 DEEPEST = 50
-"""Most levels of a tree."""
+"""Maximum number of levels of a tree."""
 PREFIX = "given from Python: "
 
 _pickles: dict[str, bytes] = {}
@@ -29,11 +29,11 @@ _objects: dict[str, Any] = {}
 
 
 class NotGiven(ImportError):
-    """The object of a token was not given to this process."""
+    """A token whose object this process does not have."""
 
 
 def is_given(name: str) -> bool:
-    """Return True if a name stands for an object that a Python program gave."""
+    """Return True if a name is the token of an object passed by a Python program."""
     return name.startswith(PREFIX)
 
 
@@ -55,7 +55,7 @@ def given_pickles() -> Mapping[str, bytes]:
 
 
 def receive(pickles: Mapping[str, bytes]) -> None:
-    """Add pickles that the process which started this one has sent."""
+    """Add pickles received from the parent process."""
     for token, pickled in pickles.items():
         if _pickles.get(token) != pickled:
             _objects.pop(token, None)
@@ -64,7 +64,7 @@ def receive(pickles: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def holding_given(pickles: Mapping[str, bytes]) -> Iterator[None]:
-    """Hold pickles while this is open, for a check within the caller's own process."""
+    """Hold pickles for the duration of the context, for a check in the caller's own process."""
     before = dict(_pickles)
     receive(pickles)
     try:
@@ -77,7 +77,7 @@ def holding_given(pickles: Mapping[str, bytes]) -> Iterator[None]:
 
 
 def _pickled(value: Callable[..., Any]) -> bytes:
-    """Pickle by value what other processes could not import: what is in `__main__`, or in a module without a file."""
+    """Pickle an object, by value if other processes cannot import it: from `__main__` or a module without a file."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     if module is None or module.__spec__ is not None or module.__name__ == "__main__":
         return bytes(cloudpickle.dumps(value))
@@ -91,9 +91,9 @@ def _pickled(value: Callable[..., Any]) -> bytes:
 def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
     """Return a tree with a token in place of each callable, and the pickles by token.
 
-    The same object gets the same token; two objects of one name are numbered. Paths become text, and scalars of numpy
-    plain numbers. Raises `ConfigError` with each object that cannot be pickled, and each other value that is no text,
-    number, list or mapping.
+    The same object gets the same token; several objects of one name are numbered. Paths become text, and NumPy scalars
+    plain numbers. Raises `ConfigError` with each object that cannot be pickled, and each value that a configuration
+    cannot hold.
     """
     tokens: dict[int, str] = {}
     objects: dict[str, Callable[..., Any]] = {}

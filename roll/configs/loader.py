@@ -1,12 +1,12 @@
-"""From a YAML file and overrides to a typed configuration, or to every problem at once.
+"""Loader: turns a YAML file and overrides into a typed configuration, or reports every problem at once.
 
-Order: read, lay the file over the defaults, apply `dotted.key=value` overrides, resolve `${...}`, validate against the
-dataclasses, turn shares of devices into device mappings. Nothing is executed, nothing heavy is imported, and no key is
-silently ignored. Plain values follow YAML 1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A
+Order: read, merge the file into the defaults, apply `dotted.key=value` overrides, resolve `${...}`, validate against
+the dataclasses, turn shares of devices into device mappings. Nothing is executed, nothing heavy is imported, and no key
+is silently ignored. Plain values follow YAML 1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A
 repeated key, a tag such as `!!python/object` and an alias that grows without bound are reported with line and column.
 
 An unknown key gets the nearest valid name at its level, or the section where a key of that name belongs. A wrong value
-gets the expected type. If several readings of one value fail, one problem is reported.
+gets the expected type. A value that fits no member of a union is reported once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def _truth_values(kind: Any, value: Any, parts: tuple[PathPart, ...]) -> Iterator[tuple[tuple[PathPart, ...], Any]]:
-    """Yield each `true` where a number is expected, and anything but true or false where a truth value is."""
+    """Yield path and value of each boolean where a number is expected, and of each non-boolean where a boolean is."""
     if isinstance(value, (dict, list)):
         for part, below in value.items() if isinstance(value, dict) else enumerate(value):
             expected = member(kind, part)
@@ -148,7 +148,7 @@ _NAMES_IN_SFT = dict(
 
 
 def _remedy_in_sft(parts: tuple[PathPart, ...]) -> str | None:
-    """Return what to do about a key of the other pipelines in a file of supervised fine-tuning; None for others."""
+    """Return the remedy for a key of another pipeline in a file with `pipeline: sft`; None for any other key."""
     name = str(parts[-1])
     owners = [f"`{pipeline}`" for pipeline, cls in PIPELINES.items() if kind_at(cls, parts) is not None]
     if not owners:
@@ -210,15 +210,15 @@ def load_config(
     """Read, merge, resolve and validate a configuration. Raises `ConfigError` with every problem found.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; list entries are ``key[0]`` or ``key.0``. A mapping
-    is merged into the one in the file, anything else replaces it. ``tell`` is called with the text of how a file in
-    ROLL's dialect is read; not for a file of ours.
+    is merged into the one in the file, anything else replaces it. If the file is in ROLL's dialect, ``tell`` is called
+    with a text that explains how it is read.
     """
     written = read_mapping(Path(path))
     return _typed(written, overrides, partial(_tell_dialect, str(path), tell))
 
 
 def resolved_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree with the references among its keys resolved, as far as they lead somewhere."""
+    """Return a tree with its references `${...}` resolved; those that cannot be resolved are left out."""
     return _resolved(tree, (), _References())[0]
 
 
@@ -300,7 +300,7 @@ def _resolved(
 
 
 def _is_settled(value: Any) -> bool:
-    """Return True if a tree is plain and holds nothing that OmegaConf would read as something else."""
+    """Return True if OmegaConf would leave a tree unchanged: plain values, no text with ``${`` or equal to ``???``."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_settled(below) for key, below in value.items())
     if isinstance(value, list):
@@ -311,7 +311,7 @@ def _is_settled(value: Any) -> bool:
 
 
 def _without(cls: type[RunConfig], tree: dict[str, Any], problems: Sequence[ConfigProblem]) -> Any:
-    """Return the configuration without the reported keys; None if what is left does not fit either."""
+    """Return the configuration without the reported keys; None if the rest is not valid either."""
     reported = {each.path for each in problems}
 
     def kept(value: Any, parts: tuple[PathPart, ...]) -> Any:
@@ -328,14 +328,14 @@ def _without(cls: type[RunConfig], tree: dict[str, Any], problems: Sequence[Conf
 
 
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunConfig]:
-    """Return the class of the pipeline; for an unknown name the most likely one, so that its keys are checked."""
+    """Return the class of the pipeline; for an unknown name that of the most similar one, so that keys are checked."""
     overridden = [text.partition("=")[2].strip() for text in overrides if text.startswith("pipeline=")]
     name = overridden[-1] if overridden else tree.get("pipeline", "rlvr")
     return PIPELINES[nearest(str(name), PIPELINES) or "rlvr"]
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the top level of a YAML file, without references resolved. Raises `ConfigError`."""
+    """Return the top level of a YAML file, with references unresolved. Raises `ConfigError`."""
     tree = parse_yaml(_read_text(path), str(path))
     if tree is None:
         raise problem(str(path), "the file is empty", "write at least `pretrain` and the data")
@@ -392,10 +392,10 @@ def _laid_over(defaults: Any, written: Any) -> Any:
 
 
 class _References:
-    """A resolver of `${...}` that collects the references that are refused or lead nowhere.
+    """A resolver of `${...}` that collects problems: references that are refused or cannot be resolved.
 
-    Only other values and `oc.env` may be referred to: other OmegaConf resolvers could import modules. A text is checked
-    with the same grammar that resolves it.
+    References may only name other keys and `oc.env`: other OmegaConf resolvers could import modules. Texts are checked
+    with the same grammar that resolves them.
     """
 
     def __init__(self) -> None:
@@ -403,7 +403,7 @@ class _References:
         self.values = 0
 
     def vetted(self, value: Any, parts: tuple[PathPart, ...]) -> Any:
-        """Return the value without the texts whose references are malformed or refused."""
+        """Return the value without texts whose references are malformed or refused."""
         if isinstance(value, dict):
             pairs = [(key, self.vetted(below, (*parts, key))) for key, below in value.items()]
             return {key: below for key, below in pairs if below is not _UNRESOLVED}
@@ -418,7 +418,7 @@ class _References:
         return value
 
     def resolved(self, node: Any, parts: tuple[PathPart, ...]) -> Any:
-        """Return a plain tree with each reference replaced; references that lead nowhere are left out."""
+        """Return a plain tree with each reference replaced; references that cannot be resolved are left out."""
         self.values += 1
         if len(parts) > MAX_DEPTH or self.values > MAX_NODES:
             message = f"references refer back to themselves, or grow beyond {MAX_NODES} values"
@@ -498,7 +498,7 @@ _PLAIN_VALUES = (
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads plain values by the rules above."""
+    """A loader that reads plain values by `_PLAIN_VALUES`."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -573,8 +573,8 @@ def _too_large(source: str) -> ConfigProblem:
 
 
 def _node_problems(root: yaml.Node, source: str) -> list[ConfigProblem]:
-    """Return each tag and key that is refused, or that the tree is too large once its aliases are expanded."""
-    # By place and message, since an alias is met wherever it is used.
+    """Return a problem for each tag and key that is refused, or a single one if the expanded tree is too large."""
+    # Keyed by place and message, since the node of an alias is visited once for each use.
     found: dict[tuple[int, int, str], ConfigProblem] = {}
 
     def report(mark: yaml.Mark, message: str, remedy: str) -> None:

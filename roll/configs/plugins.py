@@ -1,7 +1,7 @@
-"""Plug-ins: from a name in a configuration to an object and its checked arguments, the same way for every kind.
+"""Plug-ins: turn a name in a configuration into an object and its checked arguments, in the same way for every kind.
 
 A name is built in, or an entry point of an installed package in the group of its kind, or an import path
-`package.module:object`, or the token of an object that a Python program gave (`roll.configs.given`). Modules are
+`package.module:object`, or the token of an object that a Python program passed (`roll.configs.given`). Modules are
 imported from installed packages, `PYTHONPATH` and the working folder. A console command does not search the working
 folder by itself, but a user who writes a file beside the configuration expects it to be found.
 
@@ -34,14 +34,14 @@ from roll.distribution import EXTRAS, PACKAGES, install_command
 
 @dataclass(frozen=True)
 class PlugIn:
-    """Place and requirements of a plug-in. Kinds add what must be known before it is imported."""
+    """Import path and requirements of a plug-in. Subclasses add facts that are needed before it is imported."""
 
     path: str
     """Import path, ``package.module:object``."""
     requires: tuple[str, ...] = ()
     """Modules that are not installed with `roll`."""
     extra: str | None = field(default=None, kw_only=True)
-    """The extra that brings them, if it is not that of the module (`roll.distribution`)."""
+    """The extra that installs them, if it differs from the usual extra of the module (`roll.distribution`)."""
 
 
 Record = TypeVar("Record", bound=PlugIn)
@@ -49,7 +49,7 @@ Record = TypeVar("Record", bound=PlugIn)
 
 @dataclass(frozen=True)
 class Kind(Generic[Record]):
-    """One kind of plug-in. A new built-in plug-in is a file, and a line in ``built_in``."""
+    """One kind of plug-in. A new built-in plug-in needs a file, and a line in ``built_in``."""
 
     name: str
     """Singular noun for messages, for example ``policy loss``."""
@@ -61,9 +61,9 @@ class Kind(Generic[Record]):
     form: str = "package.module:function"
     """Form of an import path, for messages."""
     base: str | None = None
-    """Import path of the class that each class of this kind is derived from."""
+    """Import path of the base class that each class of this kind must have."""
     members: tuple[str, ...] = ()
-    """What each class of this kind has, where it need not be derived from one."""
+    """Names of the attributes that each class of this kind must have; for kinds without a base class."""
 
     def names(self) -> list[str]:
         """Return the names that need no import path, sorted."""
@@ -89,7 +89,7 @@ class Kind(Generic[Record]):
         """Return the class or function of a plug-in.
 
         Raises `ConfigError` if it is not known, needs a package that is not installed, cannot be imported, cannot be
-        called, or is no class of this kind.
+        called, or is not a class of this kind.
         """
         found = self.find(name, where)
         require(found.requires, name, where, found.extra)
@@ -110,19 +110,19 @@ class Kind(Generic[Record]):
 
 
 def _path_now() -> tuple[tuple[str, int], ...]:
-    """The folders that packages are found in, with the times at which one was last added or removed."""
+    """Return the folders of ``sys.path`` with their modification times, which change with the installed packages."""
     folders = map(os.path.abspath, sys.path)
     return tuple((folder, os.stat(folder).st_mtime_ns if os.path.exists(folder) else 0) for folder in folders)
 
 
 @lru_cache(maxsize=1)
 def _installed(_path: tuple[tuple[str, int], ...]) -> Any:
-    """All entry points, read once for each state of the path: reading them takes tens of milliseconds."""
+    """Return all entry points, cached for each state of the path: reading them takes tens of milliseconds."""
     return entry_points()
 
 
 def problem(path: str, message: str, remedy: str) -> ConfigError:
-    """Return the error of a single problem."""
+    """Return a `ConfigError` with a single problem."""
     return ConfigError([ConfigProblem(path, message, remedy)])
 
 
@@ -162,7 +162,7 @@ def load_subclass(path: str, base: type, where: str) -> type:
 
 
 def import_object(path: str) -> Any:
-    """Return the object at ``package.module:attribute`` (the attribute may be dotted), or of a token.
+    """Return the object at ``package.module:attribute`` (the attribute may be dotted), or the object of a token.
 
     Searches the working folder last. Raises `ImportError` with the part that was not found; an error raised by the
     module itself is its cause.
@@ -212,12 +212,12 @@ def parameters_of(function: Callable[..., Any], name: str, where: str) -> Mappin
 
 
 def by_name(parameters: Mapping[str, inspect.Parameter], filled: Collection[str] = ()) -> dict[str, inspect.Parameter]:
-    """Return the parameters that can be given by name, without those in ``filled``."""
+    """Return the parameters that can be given by name, except those in ``filled``."""
     return {key: each for key, each in parameters.items() if each.kind in _BY_NAME and key not in filled}
 
 
 def takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return True if the parameters include ``**anything``."""
+    """Return True if the parameters include ``**kwargs``."""
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
@@ -236,7 +236,8 @@ def checked_arguments(
     ``name`` is the name of the plug-in in messages. ``where`` is the configuration path of the arguments. ``filled``
     holds the parameters that the run fills itself. With ``strict``, integers become floats and nothing else is
     converted; without it, a string may become a regular expression, for example. ``owners`` returns the other plug-ins
-    that have an argument. Raises `ConfigError` with every unknown or missing name and every value that does not fit.
+    that have an argument of a given name. Raises `ConfigError` with every unknown or missing name and every value that
+    does not fit.
     """
     named = by_name(parameters, filled)
     anything = takes_anything(parameters)
@@ -285,7 +286,7 @@ def made(
 ) -> Made:
     """Check a user's arguments (`checked_arguments`), and return the result of calling ``factory`` with them.
 
-    Raises `ConfigError`, also for a ``ValueError`` by which the factory itself refuses a combination of arguments.
+    Raises `ConfigError`, also where the factory itself rejects a combination of arguments with ``ValueError``.
     """
     parameters = parameters_of(factory, name, where)
     checked = checked_arguments(name, parameters, arguments, where, filled=filled, strict=strict, owners=owners)
@@ -296,7 +297,7 @@ def made(
 
 
 def help_text(annotation: Any) -> str:
-    """Return the last description in the `Field`s of an annotation, the outermost; empty if there is none."""
+    """Return the help text of an annotation: the description of its outermost `Field` with one; empty without any."""
     notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((note.description for note in reversed(notes) if isinstance(note, FieldInfo) and note.description), "")
 

@@ -12,10 +12,10 @@ from roll.configs.roles import ModelArguments, StrategyArguments
 
 @dataclass(frozen=True)
 class VerifierPlugIn(PlugIn):
-    """A verifier. Workers import what it requires when they start."""
+    """A verifier. Workers import its required modules when they start."""
 
     timeout_score: float | None = None
-    """Score of a response that cannot be judged in time; ``None`` makes that a failure of the reward."""
+    """Score of a response that is not judged in time; with ``None`` a timeout is a failure of the reward."""
 
 
 VERIFIERS = Kind(

@@ -1,5 +1,4 @@
-"""The roles that run a model on devices, the arguments that they share or need for sampling, and the keys that each
-does not read."""
+"""Sections of the roles that run a model on devices, their shared arguments, and the keys that a role does not read."""
 
 from __future__ import annotations
 
@@ -204,7 +203,7 @@ class ValidationGeneratingArguments(GeneratingArguments):
 
 @dataclass
 class PictureSampling:
-    """Settings of drawing pictures, in training and in validation (which adds no noise)."""
+    """Sampling parameters of pictures, in training and in validation (which adds no noise)."""
 
     height: Count = option(512, "Height of the pictures in pixels.")
     width: Count = option(512, "Width of the pictures in pixels.")
@@ -243,7 +242,7 @@ class PictureSampling:
 
     @property
     def reach(self) -> int:
-        """Number of steps at the beginning among which the window lies."""
+        """Number of denoising steps, from the first, among which the window of trained steps lies."""
         return max(self.window_size, self.num_inference_steps // 2) if self.window_reach is None else self.window_reach
 
 
@@ -265,7 +264,7 @@ class StrategyArguments:
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys of `model_args` that describe adapters."""
 MODEL_REWARDS = ("reward_model", "judge")
-"""Rewards that ask a model, with keys of their own; a user selects them with the key `verifier`."""
+"""Values of `verifier` that query a model and have keys of their own."""
 
 
 @dataclass
@@ -356,7 +355,7 @@ class ActorTrainConfig(WorkerConfig):
 
 @dataclass
 class PictureTrainConfig(ActorTrainConfig):
-    """The model of pictures that is trained."""
+    """The trained model of pictures."""
 
     use_dynamic_batching_in_train: bool = option(
         False,
@@ -371,8 +370,7 @@ class PictureTrainConfig(ActorTrainConfig):
 ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {
     item.name: item.metadata["argument"] for item in fields(ActorTrainConfig) if "argument" in item.metadata
 }
-"""Arguments of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss,
-argument)."""
+"""ROLL's names for arguments of policy losses, accepted as keys of `actor_train`: name -> (loss, argument)."""
 
 
 @dataclass
@@ -460,9 +458,9 @@ UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FORWARD_ROLES, TRAINING_KEYS + ("generating_args",)),
     "critic": ("generating_args", "data_args"),
 }
-"""Keys that a role has by its type but that nothing reads; setting one is an error."""
+"""Keys that a role's type has but that nothing reads; setting one is an error."""
 UNREAD_PATHS = tuple(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys)
-"""Paths of these keys; neither documented nor suggested."""
+"""Paths of the keys in `UNREAD_KEYS`; they are neither documented nor suggested."""
 
 
 @dataclass

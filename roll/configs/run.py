@@ -526,7 +526,7 @@ class EnvManagerConfig:
 
 
 AGENTS = ("agent", "verifiers")
-"""Environments that ask for the policy's turns by HTTP."""
+"""Environments whose agents request the policy's turns over HTTP."""
 
 
 @dataclass

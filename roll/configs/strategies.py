@@ -1,11 +1,12 @@
 """Trainers, generation engines and engines of reward models, by the name in `strategy_args.strategy_name`.
 
-The record of a strategy is all that is known of it before its libraries are loaded. A new one is a module and a record
-here; one from outside has an import path or an entry point, and the defaults of these records.
+The record of a strategy holds the facts that are needed before its libraries are imported. A new strategy needs a
+module and a record here. An external one is named by an import path or an entry point, and its record has the default
+values.
 
-`strategy_config` goes to the engine unchanged, and each strategy knows its own option names. But ranks and memory are
-computed from some options before an engine is asked, even if it is not installed. `OPTIONS` has their types; a rule
-checks them, and the arithmetic reads them only through `Options`, which rejects undeclared names, so no option is read
+`strategy_config` goes to the engine unchanged, and each strategy knows its own option names. Some options are needed
+earlier, to compute ranks and memory even where the engine is not installed. `OPTIONS` has their types; a rule checks
+them, and the arithmetic reads them only through `Options`, which rejects undeclared names, so no option is read
 unchecked.
 """
 
@@ -32,20 +33,21 @@ class Strategy(PlugIn):
     """A trainer or an engine."""
 
     install: str = ""
-    """The command that installs what it requires, and notes."""
+    """Command that installs its required modules, with notes."""
     options: str | None = None
-    """Import path of a dataclass of all options, or of the function that checks `strategy_config`: (options, their
-    path) -> problems. Loads no library. None: the class may have such a static method, ``check_options``."""
+    """Import path of a dataclass of all options, or of a function (options, their path) -> problems that checks
+    `strategy_config`. Its module imports no engine library. None: the class of the strategy may have such a function as
+    a static method ``check_options``."""
     package_tells: str | None = None
-    """The names in `strategy_config` that only its package knows; without it they cannot be checked."""
+    """Description, for messages, of the option names that can only be checked where its package is installed."""
     chooses_attention: bool = False
-    """True if `model_args.attn_implementation` is its attention; others have their own."""
+    """True if it uses `model_args.attn_implementation`; other strategies have their own attention."""
     replicates: bool = False
-    """True if each device holds a whole model, and the devices share out the work only."""
+    """True if each device holds a whole model and only the work is divided."""
 
     @property
     def package(self) -> str | None:
-        """The module that it requires; None if there is none."""
+        """The first module that it requires; None if there is none."""
         return self.requires[0] if self.requires else None
 
 
@@ -54,15 +56,15 @@ class Trainer(Strategy):
     """A trainer, or a strategy that computes log-probabilities only."""
 
     learns: bool = True
-    """False if it drives forward-only roles alone."""
+    """False if it is for forward-only roles."""
     packs: bool = False
     """True if it can train on samples packed into rows."""
     adapters: bool = False
     """True if it can train adapters (LoRA)."""
     receives: bool = False
-    """True if a forward-only role of it can take new weights while it runs."""
+    """True if a forward-only role with this strategy can take new weights while it runs."""
     draws: bool = False
-    """True if it can train models of pictures, beside those of text."""
+    """True if it can train models of pictures as well as models of text."""
     layout: str | None = None
     """Import path of the function that checks how a role's model is split over its devices; see
     `roll.trainers.megatron.facts.layout_problems`."""
@@ -73,7 +75,7 @@ class Engine(Strategy):
     """A generation engine."""
 
     largest_adapter: float = 0
-    """Largest rank of adapters (LoRA) that weight updates may bring alone; 0: they bring all weights."""
+    """Largest LoRA rank for which weight updates may carry adapters only; 0: they always carry all weights."""
     draws: bool = False
     """True if it draws pictures, False if it generates text."""
 
@@ -128,7 +130,7 @@ FORWARD_STRATEGIES = replace(
     },
     base="roll.trainers.trainer:ForwardStrategy",
 )
-"""Strategies of roles that compute only: the trainers, and a whole model on each device."""
+"""Strategies of forward-only roles: the trainers, and `hf_infer` with a whole model on each device."""
 ENGINES = Kind(
     "generation engine",
     "roll.engines",
@@ -205,7 +207,7 @@ def strategy_class(kind: Kind[Any], name: str, own: str | None = None, path: str
 
 
 def option_problems(kind: Kind[Any], name: str, strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path``. Loads no library of a built-in strategy."""
+    """Return the problems of the ``strategy_config`` at ``path``. Loads no library of a built-in strategy."""
     record = kind.find(name, path)
     if record.options is not None:
         check: Callable[..., Iterable[ConfigProblem]] = import_object(record.options)
@@ -273,13 +275,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "recompute_num_layers": _Count | None,
     },
 }
-"""Strategy -> path of an option -> its type; None and `auto` leave it to the engine. The entry of `hf_infer` is for the
-engine; roles that only compute have no options."""
+"""Strategy -> path of an option -> its type; None and `auto` leave the choice to the engine. The entry of `hf_infer` is
+for the generation engine; forward-only roles have no options with it."""
 _NOTHING = object()
 
 
 def _checked(kind: Any, value: Any) -> Any:
-    """Return a value of this type; `_NOTHING` if it does not fit."""
+    """Return a value converted to a type; `_NOTHING` if it does not fit."""
     try:
         return _NOTHING if is_too_large(value) else converted(value, kind, strict=True)
     except ValidationError:
@@ -310,7 +312,7 @@ class Options:
 
     @property
     def invents_weights(self) -> bool:
-        """True if the engine does not load the weights of its files."""
+        """True if the engine starts with dummy weights and loads none from files."""
         return self.strategy == "vllm" and self.config.get("load_format") == "dummy"
 
     def wrong(self) -> Iterator[tuple[str, Any, Any]]:

@@ -1,10 +1,10 @@
-"""Turn templates: the exact tokens between what a policy wrote and where it writes next.
+"""Turn templates: compute the exact tokens between one response of the policy and the next.
 
 A context only ever grows: first prompt, sampled tokens as they were sampled, *glue*, sampled tokens, glue, and so on.
-The glue is what the template writes from the end of the assistant's content to where the assistant writes next. Sampled
-tokens are never decoded and encoded again. Contents are shielded before they are rendered, so that they never become
-control tokens. A chat template that rewrites earlier text cannot be continued like that and is rejected.
-`docs/agentic_tokens.md` has a worked example.
+The glue is the template's text from the end of one assistant content to the start of the next. Sampled tokens are never
+decoded and encoded again. Contents are shielded before they are rendered, so that they never become control tokens. A
+chat template that rewrites earlier text cannot be continued in this way and is rejected. `docs/agentic_tokens.md` has a
+worked example.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACEHOLDER = "AssistantWrites{number}Qz"
 """A stand-in for the assistant's content while a chat template renders the text around it. It is one word of letters
 and digits, so that no template trims, splits or escapes it."""
 ASKED: Message = {"role": "user", "content": "hello"}
-"""A message with which a template is tried."""
+"""A user message with which templates are tried."""
 _OPENED = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 
 
@@ -50,15 +50,15 @@ class TurnTemplate(ABC):
 
     tokenizer: PreTrainedTokenizerBase
     refuse_control_tokens: bool = field(default=False, kw_only=True)
-    """True if contents that spell control tokens are refused. What the assistant said itself is not."""
+    """True if contents that spell control tokens are refused, except those of the assistant itself."""
 
     @abstractmethod
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Return token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
+        """Return token ids (int32) of a conversation, up to the assistant's next content. Raises `TemplateRefused`."""
 
     @abstractmethod
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
+        """Begin a conversation that is continued turn by turn. Raises `TemplateRefused`."""
 
     @property
     @abstractmethod
@@ -67,12 +67,14 @@ class TurnTemplate(ABC):
 
     @cached_property
     def contents(self) -> ContentEncoder:
-        """The shield of the contents of messages, and the encoder of what is rendered from them."""
+        """Encoder that shields message contents and encodes the text rendered from them."""
         return ContentEncoder(self.tokenizer)
 
     def shielded(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages, or descriptions of tools, with stand-ins for what they spell. Raises `ControlTokenSpelled`
-        where that is refused."""
+        """Return messages, or descriptions of tools, with stand-ins for the control tokens that they spell.
+
+        Raises `ControlTokenSpelled` if such texts are refused.
+        """
         for message in messages if self.refuse_control_tokens else ():
             spelled = None if message.get("role") == "assistant" else self.contents.spelled_in(message)
             if spelled is not None:
@@ -105,38 +107,38 @@ class Tail:
     """The text between two turns of the policy."""
 
     text: str
-    """From the end of what the policy wrote to where it writes next, of shielded messages."""
+    """Text from the end of the policy's response to the start of its next one, rendered from shielded messages."""
     end: str | None
-    """What ends the policy's turn where nothing follows it; None: the template's ``closing``."""
+    """Text that ends the policy's turn if nothing follows it; None: the template's ``closing``."""
     following: TailOf
-    """The tails of what follows."""
+    """Function that returns the next tail."""
 
 
 TailOf = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Tail]
-"""A function of the next messages and of the tool calls of the policy's turn before them. It changes nothing."""
+"""A function of the next messages, and of the tool calls in the policy's turn before them, without side effects."""
 
 
 class Conversation:
     """A context that grows turn by turn."""
 
     def __init__(self, template: TurnTemplate, prompt_token_ids: np.ndarray, tail: TailOf) -> None:
-        """Begin with int32 token ids, which the policy reads in its first turn."""
+        """Begin with the token ids, int32, that the policy reads in its first turn."""
         self._template = template
         self._tail = tail
         self.prompt_token_ids = prompt_token_ids
 
     def branch(self) -> Conversation:
-        """Return a conversation that goes on from here by itself."""
+        """Return an independent conversation that continues from here."""
         return Conversation(self._template, self.prompt_token_ids, self._tail)
 
     def glue(
         self, sampled: np.ndarray, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        """Return the tokens between ``sampled`` (the policy's last tokens) and its next ones.
+        """Return the tokens (int32) between ``sampled``, the policy's last tokens, and its next ones.
 
         They are the end of the policy's turn unless it wrote that itself, the new messages, and the opening of its next
-        turn. ``tool_calls``: those that the policy's turn is read as, for templates that look at them. int32; one call
-        per turn, in order. Raises `TemplateRefused`, and is then where it was.
+        turn. ``tool_calls``: the calls parsed from the policy's turn, for templates that render them. Call this once
+        per turn, in order. Raises `TemplateRefused`, which leaves the conversation unchanged.
         """
         _require_messages(messages)
         template = self._template
@@ -162,8 +164,11 @@ class ChatTurns(TurnTemplate):
         return Conversation(self, self.encode(text.read), text.tail)
 
     def end_of(self, text: str) -> str:
-        """Return what ends the turn of an assistant in the text of a conversation that it is the last of: what ends
-        each turn, or else a control token of its own. Raises `TemplateRefused` if there is neither."""
+        """Return the text that ends the assistant's turn at the end of a conversation, ``text``.
+
+        It is the usual end of a turn, or else a special token. It is empty if this template ends no turn. Raises
+        `TemplateRefused` if the template ends turns, but not this one.
+        """
         usual = self._around[1]
         if usual and text.endswith(usual):
             return usual
@@ -177,14 +182,13 @@ class ChatTurns(TurnTemplate):
 
     @cached_property
     def leading(self) -> str:
-        """Whitespace that the template writes before an assistant's content; a policy that knows it writes it, too."""
+        """Whitespace before an assistant's content that is not in the generation prompt, so the policy writes it."""
         more = self._around[0].removeprefix(self.render([ASKED], ()))
         return more if more.isspace() else ""
 
     @cached_property
     def opening(self) -> str:
-        """Thought that the template opens where the assistant writes, such as ``<think>`` with what follows it; empty
-        if there is none, or if the template closes it, too."""
+        """Thought tag that ends the generation prompt (such as ``<think>``, with whitespace after it), or empty."""
         found = _OPENED.search(self.render([ASKED], ()))
         return "" if found is None else found[0]
 
@@ -195,7 +199,7 @@ class ChatTurns(TurnTemplate):
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """Text before and behind the content of an assistant's answer to `ASKED`."""
+        """Text before and after the content of an assistant's answer to `ASKED`."""
         word = PLACEHOLDER.format(number=0)
         answered = [ASKED, {"role": "assistant", "content": word}]
         return _split_at(self.render(answered, (), generation_prompt=False), word)
@@ -236,7 +240,7 @@ class ChatTurns(TurnTemplate):
         return not self._takes(called) and self._takes(_with_text_arguments(called))
 
     def _takes(self, message: Message) -> bool:
-        """Return True if the template renders a message behind `ASKED`."""
+        """Return True if the template renders a message after `ASKED`."""
         try:
             self.tokenizer.apply_chat_template([ASKED, message], tokenize=False, **self.options)
         except Exception:  # a template is a program and may raise anything
@@ -256,7 +260,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 class _ChatText:
-    """The text of one conversation, of shielded messages. The template sees placeholders for what the policy writes."""
+    """The text of one conversation, rendered from shielded messages, with placeholders for the policy's responses."""
 
     def __init__(
         self, chat: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], turns: int = 0
@@ -269,7 +273,7 @@ class _ChatText:
 
     @cached_property
     def read(self) -> str:
-        """The text that the policy has read."""
+        """Text that the policy has read."""
         return self._chat.render(self._messages, self._tools)
 
     def tail(self, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()) -> Tail:
@@ -291,15 +295,18 @@ class _ChatText:
         return Tail(written, end, following.tail)
 
     def _behind_calls(self, longer: list[Message], count: int, word: str, text: str) -> tuple[str, str]:
-        """Return the text behind the assistant's tool calls, with the last ``count`` of the messages ``longer`` in it,
-        and what would end the assistant's turn if it were the last."""
+        """Return the text after the assistant's tool calls, and the text that would end its turn if it were the last.
+
+        ``longer``: all messages, of which the last ``count`` follow the assistant's turn. ``word``: the placeholder for
+        its content in ``text``, the text of all messages.
+        """
         present = longer[: len(longer) - count]
         alone = self._chat.render(present, self._tools, generation_prompt=False)
         head, _, behind = text.partition(word)
         if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
             own = alone.split(word)[1]
             self._require_continued_by(head)
-        else:  # templates that write nothing beside calls, or the results of tools before the words
+        else:  # the template leaves out a content beside calls, or writes results of tools before it
             present[-1] = {**present[-1], "content": ""}
             alone = head = own = self._chat.render(present, self._tools, generation_prompt=False)
             behind = self._chat.render([*present, *longer[len(present) :]], self._tools)
@@ -319,11 +326,11 @@ class _ChatText:
         return PLACEHOLDER.format(number=number)
 
     def _require_continued_by(self, head: str) -> None:
-        """Raise `TemplateRefused` unless ``head``, up to the assistant's content or further, continues the text read so
-        far.
+        """Raise `TemplateRefused` unless ``head`` continues the text read so far.
 
-        The messages must be rendered as before. The opening of the assistant's turn may differ: `<think>` in the
-        generation prompt and `<think></think>` in the history, or the space that some templates write before a content.
+        ``head`` is the new text, at least up to the assistant's content. The messages must be rendered as before. The
+        opening of the assistant's turn may differ: `<think>` in the generation prompt and `<think></think>` in the
+        history, or the space that some templates write before a content.
         """
         before = self.read
         if head.startswith(before):
@@ -386,7 +393,7 @@ class RawTurns(TurnTemplate):
 
 
 def _require_written(tail: str, messages: Sequence[Message]) -> None:
-    """Raise `TemplateRefused` if the template leaves a message out: the policy would act on what it never read."""
+    """Raise `TemplateRefused` if the template leaves a message out, so that the policy would never read it."""
     message = _left_out(tail, messages)
     if message is not None:
         raise TemplateRefused(
@@ -434,7 +441,7 @@ def _without_written_stop(
     """Return ``tail``, without the end of the assistant's turn if the response already has it.
 
     The end is the closing up to its first special token (``<|im_end|>``), which alone identifies it; without a special
-    token it is all of the closing. Where nothing ends a turn, the special token that opens the next one does.
+    token it is all of the closing. If the template ends no turn, the special token that opens the next one is the end.
     """
     shorter = min(len(closing), len(tail))
     different = np.flatnonzero(closing[:shorter] != tail[:shorter])

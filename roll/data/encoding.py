@@ -1,9 +1,10 @@
-"""Texts to tokens. Contents never become control tokens: in a message ``<|im_end|>`` is ten characters.
+"""Encoding of texts. Contents never become control tokens: in a message, ``<|im_end|>`` is ten plain characters.
 
 A chat template joins its own control tokens and the contents of messages into one text, and a tokenizer cannot tell
 them apart. So before rendering, each control token's text in a content is replaced by a stand-in. In the rendered text
-the tokenizer finds the template's own ones; what stands between them is put back and encoded by a copy of the tokenizer
-that encodes control tokens as plain text. A text without stand-ins is encoded as ever.
+the tokenizer finds only the template's own control tokens. The texts between them get their contents back, and are
+encoded by a copy of the tokenizer that treats control tokens as plain text. A text without stand-ins is encoded as
+usual.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 BEGIN, END = "\ue000", "\ue001"
-"""Characters of Unicode's private use, which no template writes, on both sides of a stand-in's number."""
+"""Characters around the number of a stand-in: Unicode's private use, which no template writes."""
 FRAMES = re.compile(r"(?!</?(think|thinking|thought|reasoning|answer)>)(?=.*\w)(?=.*[^\w\s])\S+")
-"""Added tokens that may frame turns without being special: marks around a word. A policy writes thoughts itself."""
+"""Added tokens that may frame turns without being special: marks around a word, except the tags of thoughts and
+answers, which the policy writes itself."""
 _STAND_IN = re.compile(f"{BEGIN}([0-9]+){END}")
 LONG_TEXT = 2**12
-"""Characters, or tokens. While more are encoded or decoded, the interpreter is left to other threads."""
+"""Number of characters (or tokens) above which encoding (or decoding) releases the interpreter lock."""
 
 
 def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
@@ -52,13 +54,13 @@ class ControlTokensRefused(ValueError):
 
 
 class ContentEncoder:
-    """The encoder of rendered conversations of one tokenizer, safe to use from several threads."""
+    """Encoder of rendered conversations for one tokenizer. It may be used from several threads."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def shielded(self, value: Value) -> Value:
-        """Return a message, or any structure of texts, with stand-ins in its texts for what they spell."""
+        """Return a message, or any structure of texts, with stand-ins for the control tokens that its texts spell."""
         if isinstance(value, str):
             return self._shielded_text(value)  # type: ignore[return-value]
         if isinstance(value, Mapping):
@@ -79,7 +81,7 @@ class ContentEncoder:
     def _shielded_text(self, text: str) -> str:
         if self._begins.isdisjoint(text) and self._ends.isdisjoint(text[:1]):
             return text
-        # Two contents may be joined without anything between them.
+        # Two contents may be joined directly, and spell a control token together.
         begun, ended = self._cut
         lengths = range(1, max(map(len, self._texts)))
         before = any(text[:length] in ended for length in lengths)
@@ -98,13 +100,13 @@ class ContentEncoder:
 
     @cached_property
     def writes_prefix(self) -> bool:
-        """True if the tokenizer begins a text with a space of its own, so that a part needs to know what it follows."""
+        """True if the tokenizer prepends a space to some texts, so that encoding a part depends on what it follows."""
         return any(_prefixes(json.loads(self._copy().to_str()))) if self._backend is not None else False
 
     def encode(self, text: str, before: np.ndarray | None = None) -> np.ndarray:
         """Return token ids (int32) of a text rendered from shielded contents, without added tokens.
 
-        ``before``: the token ids that the text goes on from; None: it begins a sequence. Raises `ControlTokensRefused`.
+        ``before``: the token ids that the text follows; None: it begins a sequence. Raises `ControlTokensRefused`.
         """
         if self._is_harmless(text):
             text = self.restored(text)
@@ -122,7 +124,7 @@ class ContentEncoder:
         return np.array(found + self._plain(text[place:], behind), dtype=np.int32)
 
     def _is_harmless(self, text: str) -> bool:
-        """Return True if the contents in a rendered text bring no control token into it, also where they meet."""
+        """Return True if the contents in a rendered text add no control token to it, not even where they meet."""
         if not self.is_shielded(text):
             return True
         restored = self.restored(text)
@@ -131,7 +133,7 @@ class ContentEncoder:
         )
 
     def _plain(self, text: str, before: np.ndarray | None) -> list[int]:
-        """Return the ids of a text of contents only, behind ``before``."""
+        """Return the ids of a text that consists of contents only and follows the token ids ``before``."""
         if not text:
             return []
         ids = _encoded(self.restored(text), self._encoder(before, plain=True)).ids
@@ -144,7 +146,7 @@ class ContentEncoder:
 
     @cached_property
     def _control(self) -> dict[int, str]:
-        """Id of each control token -> its text: special tokens, and what else the chat template frames turns with."""
+        """Id of each control token -> its text: special tokens, and others that frame turns in the chat template."""
         added = {
             number: token.content
             for number, token in self._tokenizer.added_tokens_decoder.items()
@@ -155,7 +157,7 @@ class ContentEncoder:
 
     @cached_property
     def _frame(self) -> str:
-        """Text of the chat template around plain contents; empty if it refuses them, or if there is none."""
+        """Text that the chat template writes for plain contents; empty if there is no template, or if it fails."""
         asked, answered = ({"role": role, "content": "word"} for role in ("user", "assistant"))
         try:
             return self._tokenizer.apply_chat_template(
@@ -166,7 +168,7 @@ class ContentEncoder:
 
     @cached_property
     def _unknown(self) -> set[int | None]:
-        """The id of what the vocabulary does not have, which may be a control token's."""
+        """Ids of the tokenizer's unknown token, which may be a control token as well."""
         own = self._encoder(None)
         model = json.loads(own.to_str())["model"]
         named = model.get("unk_token")
@@ -174,7 +176,7 @@ class ContentEncoder:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """Texts with a stand-in, by its number: nothing, what a stand-in begins with (so that no content spells one),
+        """Texts that have a stand-in, by its number: the empty text, `BEGIN` (so that no content can spell a stand-in),
         and the control tokens."""
         return ["", BEGIN, *sorted(filter(None, self._control.values()), key=len, reverse=True)]
 
@@ -188,29 +190,31 @@ class ContentEncoder:
 
     @cached_property
     def _cut(self) -> tuple[set[str], set[str]]:
-        """Proper beginnings and proper ends of control tokens."""
+        """Proper prefixes and proper suffixes of control tokens."""
         cuts = [(text[:cut], text[cut:]) for text in self._control.values() for cut in range(1, len(text))]
         return {begun for begun, _ in cuts}, {ended for _, ended in cuts}
 
     @cached_property
     def _begins(self) -> set[str]:
-        """First characters of what has a stand-in."""
+        """First characters of the texts that have a stand-in."""
         return {text[0] for text in self._texts if text}
 
     @cached_property
     def _ends(self) -> set[str]:
-        """First characters of ends of control tokens."""
+        """First characters of the suffixes of control tokens."""
         return {text[0] for text in self._cut[1]}
 
     def _encoder(self, before: np.ndarray | None, *, plain: bool = False) -> Tokenizer:
-        """Return the encoder of what follows these token ids, which takes control tokens for text if ``plain``."""
+        """Return the encoder of a text that follows these token ids. If ``plain``, it treats control tokens as text."""
         place = "first" if before is None else "control" if len(before) and int(before[-1]) in self._control else "text"
         return self._encoders[place, plain]
 
     @cached_property
     def _encoders(self) -> dict[tuple[str, bool], Tokenizer]:
-        """Encoders of what begins a sequence, follows a control token or follows text. Some tokenizers begin every text
-        with a space, some all but the one after a control token."""
+        """Encoders by the position of a text (first, after a control token, after text) and by ``plain``.
+
+        Some tokenizers prepend a space to every text, others to every text but one after a control token.
+        """
         from tokenizers import Tokenizer
 
         encoders = {}
@@ -228,8 +232,8 @@ class ContentEncoder:
 
     @cached_property
     def _alone(self) -> Tokenizer | None:
-        """The tokenizer without the library around it, which takes longer than a short text; None: that has a way of
-        its own to encode."""
+        """Backend of the tokenizer, for short texts, where the library around it costs most of the time; None if that
+        library encodes in a way of its own."""
         is_usual = _backend_of(self._tokenizer, "__call__", "_encode_plus") is not None
         return self._copy() if is_usual and not self._tokenizer.split_special_tokens else None
 
@@ -238,7 +242,7 @@ class ContentEncoder:
         return _backend_of(self._tokenizer)
 
     def _copy(self) -> Tokenizer:
-        """Return the tokenizer that does the work, as an object of its own: its settings are shared between threads."""
+        """Return a copy of the tokenizer's backend, whose settings would otherwise be shared between threads."""
         from tokenizers import Tokenizer
 
         if self._backend is None:
@@ -253,7 +257,7 @@ class ContentEncoder:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase, *methods: str) -> Tokenizer | None:
-    """Return what does a tokenizer's work; None: it has a way of its own, or one of its ``methods`` has."""
+    """Return a tokenizer's backend; None if it has none, or if its class overrides one of ``methods``."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -263,14 +267,14 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, *methods: str) -> Tokenizer 
 
 
 def _encoded(text: str, encoder: Tokenizer) -> Encoding:
-    # Only a batch leaves the interpreter to other threads; its hand-over takes longer than a short text.
+    # Only a batch releases the interpreter lock, but for a short text its overhead is larger than the work.
     if len(text) > LONG_TEXT:
         return encoder.encode_batch([text], add_special_tokens=False)[0]
     return encoder.encode(text, add_special_tokens=False)
 
 
 def _prefixes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a tokenizer (`tokenizer.json`) that begin a text with a space."""
+    """Yield the steps of a tokenizer (`tokenizer.json`) that prepend a space to a text."""
     for key, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         step = settings.get(key) or {}
         for each in [step, *step.get(inner, [])]:
@@ -280,7 +284,7 @@ def _prefixes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _take_away(step: dict[str, Any]) -> None:
-    """Let a step begin no text with a space."""
+    """Change a step so that it prepends no space."""
     if step.get("type") == "Prepend":
         step.clear()
         step.update({"type": "Sequence", "normalizers": []})

@@ -1,11 +1,11 @@
 """The examples of supervised fine-tuning: token ids, and which of them are learned.
 
-A row with a `response` is learned from there on: prompt and earlier turns are read, the response and its end mark are
-trained. Of a row of `messages` alone every assistant turn is trained, with its end mark. Texts are tokenised as in a
-rollout: the prompt up to where the assistant writes, then what it writes, then the template's text up to its next turn
-(`roll.data.chat`). So reinforcement learning goes on with the very tokens that were learned here. The end mark is what
-the chat template writes after an assistant's content, up to its first special token; if it writes none, or without a
-template, the tokenizer's end token. All problems of the data are raised at once.
+In a row with a `response`, only the response and its end mark are learned. In a row of `messages` alone, every
+assistant turn is learned with its end mark. Texts are tokenised as in a rollout: the prompt up to the assistant's
+content, then the content, then the template's text up to its next turn (`roll.data.chat`), so reinforcement learning
+continues with exactly the tokens that were learned here. The end mark is the text that the chat template writes after
+an assistant's content, up to its first special token. If it writes none, or without a template, the end mark is the
+tokenizer's end token. All problems of the data are raised at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 Part = tuple[str | np.ndarray, bool]
-"""A text to tokenise (of chats: rendered from shielded contents) or token ids (int32), and True if it is learned."""
+"""A text to tokenise (in chats rendered from shielded contents) or token ids (int32), and True if it is learned."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of a data section that fit."""
+    """The usable examples of a data section."""
 
     examples: list[Example]
     overlong: int
-    """Number of rows that were left out, longer than a sequence may be."""
+    """Number of rows that were left out because they are too long."""
     end: int
-    """The token that ends a response."""
+    """Id of the token that ends a response."""
 
     def fingerprint(self, data_args: ExampleArguments) -> str:
-        """Return the fingerprint of the examples and of what decides their order."""
+        """Return the fingerprint of the examples and of the settings that decide their order."""
         digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
         for example in self.examples:
             digest.update(f"{example.example_id}\0{example.domain}\0".encode("utf-8", "surrogatepass"))
@@ -81,7 +81,7 @@ class Examples:
 
 
 def batch_of(examples: Sequence[Example]) -> SampleBatch:
-    """Return the examples as a trainer takes them, in their order."""
+    """Return the examples, in their order, as a batch for a trainer."""
     return SampleBatch(
         lengths=np.array([len(example.token_ids) for example in examples], dtype=np.int64),
         tokens={
@@ -103,7 +103,7 @@ def load_examples(
     """Read, tokenise, check and select the examples of one `data_args`.
 
     ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``sequence_length`` counts
-    tokens. With ``max_samples`` and ``refuse_control_tokens`` see `roll.data.prompts.load_prompts`. Raises
+    tokens. For ``max_samples`` and ``refuse_control_tokens`` see `roll.data.prompts.load_prompts`. Raises
     `ConfigError`.
     """
     problems = Problems()
@@ -151,7 +151,7 @@ def load_examples(
 
 
 def _reason(cause: BadRow | TemplateRefused) -> str:
-    """Return why a row is refused, without what a template's refusal advises for environments."""
+    """Return the reason why a row is refused, without the advice for environments in a template's message."""
     return re.split(r"; |\. Take ", str(cause))[0] if isinstance(cause, TemplateRefused) else str(cause)
 
 
@@ -164,9 +164,9 @@ def _remedy(cause: BadRow | TemplateRefused) -> str:
 def _tokenised(
     found: Sequence[tuple[PromptRow, Sequence[Part]]], contents: ContentEncoder, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Example | ControlTokensRefused]:
-    """Yield the examples that rows consist of, each part behind the one before it, or why one cannot be encoded."""
+    """Yield the example of each row, or the error if it cannot be encoded. Each part continues the one before it."""
 
-    # All at once is several times faster, and the same if what stands before a text does not matter.
+    # Tokenising all texts at once is several times faster, and equivalent unless a text depends on the one before it.
     def is_plain(part: str | np.ndarray) -> bool:
         return isinstance(part, str) and not contents.writes_prefix and not contents.is_shielded(part)
 
@@ -188,7 +188,7 @@ def _tokenised(
 
 
 def _response(row: PromptRow) -> str | None:
-    """Return the response of a row, None if it has none. Raises `BadRow` for what is no text."""
+    """Return the response of a row; None if it has none. Raises `BadRow` if it is empty or not text."""
     response = row.metadata.get("response")
     if response is not None and not isinstance(response, str):
         raise BadRow(f"`response` must be text, not a {type(response).__name__}")
@@ -207,7 +207,7 @@ def _end_token(tokenizer: PreTrainedTokenizerBase, path: str) -> np.ndarray:
 def _raw_parts(
     tokenizer: PreTrainedTokenizerBase, path: str
 ) -> tuple[np.ndarray, Callable[[PromptRow], Iterator[Part]]]:
-    """Return the end mark (int32), and what makes a row into parts."""
+    """Return the end mark (int32), and the function that splits a row into parts."""
     end = _end_token(tokenizer, path)
 
     def parts(row: PromptRow) -> Iterator[Part]:
@@ -226,7 +226,7 @@ def _raw_parts(
 def _chat_parts(
     data_args: ExampleArguments, contents: ContentEncoder, tokenizer: PreTrainedTokenizerBase, path: str
 ) -> tuple[np.ndarray, Callable[[PromptRow], Iterator[Part]]]:
-    """Return the end mark (int32), and what makes a row into parts."""
+    """Return the end mark (int32), and the function that splits a row into parts."""
     turns = ChatTurns(tokenizer, data_args.chat_template_kwargs)
     try:
         leading, opening, closing = turns.leading, turns.opening, turns.closing
@@ -237,8 +237,10 @@ def _chat_parts(
     end = closing[: special[0] + 1] if special else _end_token(tokenizer, path)
 
     def answer(text: str, is_learned: bool = True) -> str:
-        """Return what the policy writes of a turn, in which the template may have opened a thought. Raises `BadRow` if
-        the text has none."""
+        """Return the policy's part of a turn: without the thought tag that the template itself opens.
+
+        Raises `BadRow` if the template opens a thought and a learned text has none.
+        """
         tag = opening.strip()
         if tag and text.startswith(tag):
             text = text.removeprefix(opening) if text.startswith(opening) else text.removeprefix(tag).lstrip()
@@ -286,11 +288,11 @@ def _tools(row: PromptRow) -> list[dict[str, object]]:
 
 
 LEARNED_KEYS = ("weight", "train")
-"""Keys of a message that say whether it is learned, as the files of other systems have them."""
+"""Keys that mark a message as learned or not in the files of other systems."""
 
 
 def _is_learned(message: Mapping[str, object], place: int) -> bool:
-    """Return True unless a turn says that it is only read. Raises `BadRow` for a weight between."""
+    """Return True unless a turn is marked as not learned. Raises `BadRow` for values other than 0, 1 and booleans."""
     for key in LEARNED_KEYS:
         value = message.get(key)
         if value is not None and value not in (0, 1):
@@ -299,7 +301,7 @@ def _is_learned(message: Mapping[str, object], place: int) -> bool:
 
 
 def _require_turns(messages: Sequence[Message], places: Sequence[int]) -> None:
-    """Raise `BadRow` unless assistant turns (at ``places``) follow something and can be learned as they are."""
+    """Raise `BadRow` unless there are assistant turns (at ``places``), none comes first, and each is only text."""
     if not places:
         raise BadRow("no `response`, and no turn of `assistant` in `messages`")
     if places[0] == 0:

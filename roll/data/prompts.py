@@ -2,10 +2,10 @@
 
 `load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
 its result depends only on the files, the configuration and the seed. The text that is tokenised is exactly the text in
-the logs. No special token is added to the data: a raw prompt that needs a leading token spells it, and a chat template
-writes its own, while what messages spell stays text.
+the logs. No special token is added to the data: a raw prompt that needs a leading token has to spell it, and a chat
+template writes its own. Control tokens that messages spell stay plain text.
 
-`PromptStream` is the endless stream of them, or of examples. Two promises hold for any number of prompts drawn: within
+`PromptStream` is an endless stream of prompts or examples. Two promises hold for any number of prompts drawn: within
 a domain each prompt comes exactly once per epoch, and no domain is ever a whole prompt away from its share. The stream
 is a pure function of prompts and seed, so a resumed run draws what the first one drew.
 """
@@ -57,7 +57,7 @@ def load_prompts(
 
     ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``prompt_length`` counts
     tokens. With ``max_samples`` the prompts kept are a random choice by ``seed`` (the first ones without ``shuffle``),
-    in the order of the data. With ``refuse_control_tokens`` a message that spells one is a problem. Raises
+    in the order of the data. With ``refuse_control_tokens`` a message that spells a control token is a problem. Raises
     `ConfigError`.
     """
     problems = Problems()
@@ -123,12 +123,12 @@ def rewritten_prompts(
     *,
     refuse_control_tokens: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Return prompt id -> the token ids (int32 ``[length]``) of the same prompt as a text with fields says it.
+    """Return prompt id -> token ids (int32 ``[length]``) of each prompt rewritten by ``text``, a text with fields.
 
-    ``{prompt}`` is the prompt's text, with ``template: chat`` the content of its last user message, which is replaced;
-    ``{ground_truth}``, ``{domain}`` and other names are fields of its row. ``{{`` and ``}}`` are braces. ``path`` is
-    the key of ``text``. Raises `ConfigError` that names the prompts that lack a field, and with
-    ``refuse_control_tokens`` those whose messages spell one.
+    The field ``{prompt}`` is the prompt's text, or with ``template: chat`` the content of its last user message, which
+    is replaced; ``{ground_truth}``, ``{domain}`` and other names are fields of its row. ``{{`` and ``}}`` are braces.
+    ``path`` is the key of ``text``. Raises `ConfigError` that names the prompts that lack a field, and with
+    ``refuse_control_tokens`` those whose messages spell a control token.
     """
     problems, contents = Problems(), ContentEncoder(tokenizer)
     if not any(field[1] for field in _FIELD.finditer(text)):
@@ -161,7 +161,7 @@ _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def _rewritten(prompt: Prompt, text: str) -> list[Message]:
-    """Return a prompt's messages, of which the user's last one is in other words. Raises `BadRow`."""
+    """Return a prompt's messages with the last user message replaced by ``text``. Raises `BadRow`."""
     asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
     if not asked:
         raise BadRow("there is no user message to replace")
@@ -172,9 +172,9 @@ def _rewritten(prompt: Prompt, text: str) -> list[Message]:
 
 
 def _with_fields(text: str, prompt: Prompt, own: str) -> str:
-    """Return a text with the fields of a prompt's row in it; ``own`` is the field ``prompt``. Raises `BadRow`."""
+    """Return a text with its fields filled in from a prompt's row; ``own`` is the field ``prompt``. Raises `BadRow`."""
     values = {
-        "answer": prompt.ground_truth,  # a column may be called so, and the next one, too
+        "answer": prompt.ground_truth,  # a column of either name takes precedence
         "tag": prompt.domain,
         **prompt.metadata,
         "prompt": own,
@@ -198,7 +198,7 @@ def _with_fields(text: str, prompt: Prompt, own: str) -> str:
 
 
 def _text(row: PromptRow, messages: list[Message], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a prompt: that of the row, or what the tokenizer's chat template makes of the messages."""
+    """Return the text of a prompt: the row's own, or the messages rendered by the tokenizer's chat template."""
     if data_args.template == "raw":
         if row.text is None:
             raise BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
@@ -265,7 +265,7 @@ Item = TypeVar("Item", bound=HasDomain)
 
 
 class PromptStream(Generic[Item]):
-    """An endless iterator of prompts by domain shares; each domain has epochs of its own."""
+    """An endless iterator of prompts or examples by domain shares; each domain has epochs of its own."""
 
     def __init__(
         self,

@@ -1,16 +1,15 @@
-"""The records of a run (prompt, sample, group, batch), their form as bytes, and reproducible seeds.
+"""The records of a run (prompt, sample, group, batch), their encoding as bytes, and reproducible seeds.
 
 Everything is ragged numpy until a micro-batch is built. A sample's arrays have one entry per token of prompt plus
 response. An entry describes *that* token (its log-probability given the tokens before it), so nothing is shifted before
 a trainer shifts it. If the response mask is 0, the other arrays hold 0 (versions: -1) and have no meaning.
 
-A finished group becomes bytes and comes back without loss, so that it outlives the process that made it: a JSON header,
-then the arrays; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground truth, metadata,
-messages) are left out, since a finished group has been scored; so is the picture itself, since its latents are trained
-on.
+A finished group is encoded as bytes without loss, so that it outlives the process that made it: a JSON header, then the
+arrays; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground truth, metadata, messages) are
+left out, since a finished group has been scored. A picture is left out as well, since training uses its latents.
 
-A run's seed and a name give the same seed on any machine, in any order (`derive_seed`). No random generator is shared
-between parts of a run, so what one part draws never changes what another one sees.
+A run's seed and a name give the same derived seed on any machine, in any order (`derive_seed`). No random generator is
+shared between parts of a run, so drawing in one part never changes another.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def encode_group(group: Group) -> bytes:
     arrays: list[np.ndarray] = []
 
     def form(value: Any) -> Any:
-        """Return what the header has for an array, or for a number of numpy."""
+        """Return the header's entry for an array, or for a NumPy number."""
         if not isinstance(value, np.ndarray):
             return float(value)
         arrays.append(value)
@@ -51,18 +50,18 @@ def _sample(sample: Sample) -> dict[str, Any]:
 
 
 def _declared(record: Prompt | Sample | Group) -> dict[str, Any]:
-    """Return the fields of a record, without what a plug-in may have added to it."""
+    """Return the declared fields of a record, without attributes that a plug-in may have added."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def decode_group(data: bytes) -> Group:
-    """Return the group that `encode_group` received. Raises `ValueError` for other bytes."""
+    """Return the group that `encode_group` encoded. Raises `ValueError` for other bytes."""
     if len(data) < _SIZE_BYTES:
         raise ValueError("these bytes are no group")
     offset = start = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
 
     def take(fields: dict[str, Any]) -> Any:
-        """Return the next array if this is the form of one. They come in the order of their forms."""
+        """Return the next array if ``fields`` describe one, else ``fields``. Arrays come in that order."""
         nonlocal offset
         if not isinstance(fields.get("dtype"), str):
             return fields
@@ -115,20 +114,20 @@ class Sample:
     """Score after normalisation and penalties."""
     metrics: dict[str, float] = field(default_factory=dict)
     episode: int | None = None
-    """Number of the episode of the group that this sample is a part of; None: the sample is an episode by itself."""
+    """Number of the group's episode to which this sample belongs; None: the sample is an episode by itself."""
     turns: np.ndarray | None = None
     """int32 ``[length]``: the episode's turn of each sampled token, from 0; elsewhere -1."""
     turn_rewards: np.ndarray | None = None
     """float32 ``[length]``: the turn's reward, penalties included, at the last sampled token of each turn; else 0."""
     turn_states: np.ndarray | None = None
-    """int64 ``[length]``: the id of the state that a turn acted in, at each of its sampled tokens; elsewhere -1."""
+    """int64 ``[length]``: id of the state in which a turn acted, at its sampled tokens; elsewhere -1."""
     latents: np.ndarray | None = None
-    """Of a picture, whose sampled tokens are the numbers of its denoising steps: the latents before the first of these
-    steps and after each, float32 ``[sampled tokens + 1, channels, height, width]``."""
+    """float32 ``[sampled tokens + 1, channels, height, width]``, for pictures only: latents before the first trained
+    step and after each one. The sampled tokens of a picture are the numbers of its trained denoising steps."""
     image: np.ndarray | None = None
-    """Of a picture that may be looked at: uint8 ``[height, width, 3]``."""
+    """uint8 ``[height, width, 3]``, for pictures only: the decoded picture."""
     newest_version: int = -1
-    """Of a picture: newest policy version behind any of its denoising steps, of which only some are tokens."""
+    """Newest policy version behind any denoising step, for pictures only; just some of these steps are tokens."""
 
     @property
     def response_tokens(self) -> int:
@@ -143,7 +142,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """The samples of one prompt: the unit of account."""
+    """The samples of one prompt, which are accepted, dropped and trained on together."""
 
     group_id: int
     prompt: Prompt
@@ -274,7 +273,7 @@ class SampleBatch:
 
 
 def _of_pictures(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Return the ``latents`` of pictures, which have equally many steps; nothing of other samples."""
+    """Return the stacked ``latents`` of pictures, which all have the same number of steps; empty for other samples."""
     latents = [sample.latents for sample in samples if sample.latents is not None]
     return {"latents": np.stack(latents)} if latents else {}
 

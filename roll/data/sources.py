@@ -1,8 +1,8 @@
-"""The rows that prompts and examples are made of, as files, data sets and task generators have them.
+"""Readers of rows, from which prompts and examples are made, from files, data sets and task generators.
 
-Files are untrusted: a line that is not UTF-8, JSON or a prompt is reported with its file and number, and a column that
-does not fit with its name. Parquet files and data sets of the hub are read by the package `datasets`, which runs no
-loading scripts.
+Files are untrusted: a line that is not UTF-8, JSON or a prompt is reported with its file and number, and a missing
+column with its name. Parquet files and data sets of the hub are read by the package `datasets`, which runs no loading
+scripts.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 SHOWN_OFFENDERS = 5
-"""Number of prompts named in a message about many."""
+"""Maximum number of prompts named in one message."""
 DEFAULT_DOMAIN = "default"
 MAX_PROBLEMS_PER_FILE = 8
 
 REASONING_GYM_KEY = "reasoning_gym"
-"""Metadata key of a procedural task: ``{"dataset": name, "config": arguments}``, which the verifier needs to score."""
+"""Metadata key of a procedural task, with what its verifier needs: ``{"dataset": name, "config": arguments}``."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt as its source has it: as text, as chat messages, or as both."""
+    """One row of a source: a prompt or an example, as text, as chat messages, or as both."""
 
     prompt_id: str
     origin: str
@@ -61,14 +61,16 @@ class PromptRow:
 
 
 class BadRow(ValueError):
-    """Raised for a line that is no prompt, or that the template cannot render; the message is the reason."""
+    """Raised for a row that is not usable, or that the template cannot render; the message is the reason."""
 
 
 def usable_rows(
     data_args: RowArguments, tokenizer: PreTrainedTokenizerBase, path: str, problems: Problems, seed: int
 ) -> list[PromptRow]:
-    """Return the rows of a data section that are used: all, or ``max_samples`` of them. Raises `ConfigError` for rows
-    that are wrong, and for a chat's template that the tokenizer does not have."""
+    """Return the rows of a data section that are used: all, or ``max_samples`` of them.
+
+    Raises `ConfigError` for bad rows, and for `template: chat` if the tokenizer has no chat template.
+    """
     rows = read_rows(data_args, path, problems)
     if data_args.template == "chat" and not tokenizer.chat_template:
         remedy = "use `template: raw`, or a model with a chat template"
@@ -78,7 +80,7 @@ def usable_rows(
 
 
 def read_rows(data_args: RowArguments, path: str, problems: Problems) -> list[PromptRow]:
-    """Return the rows of all sources, and note what is wrong with others. Columns without a use here are metadata."""
+    """Return the good rows of all sources, and note the problems of the others. Unused columns become metadata."""
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
     columns = _columns(data_args.columns)
     rows = []
@@ -103,7 +105,7 @@ def read_rows(data_args: RowArguments, path: str, problems: Problems) -> list[Pr
 
 
 def _columns(columns: RowColumns) -> dict[str, str]:
-    """Return our fields that have columns of other names."""
+    """Return field -> column for the fields whose columns have other names."""
     named = {"prompt": columns.prompt, "messages": columns.messages, "domain": columns.domain}
     if isinstance(columns, PromptColumns):
         named["ground_truth"] = columns.ground_truth
@@ -123,8 +125,10 @@ def select_rows(rows: list[PromptRow], max_samples: int | None, shuffle: bool, s
 def read_jsonl(
     file_name: str, path: str, problems: Problems, columns: Mapping[str, str] | None = None
 ) -> list[PromptRow]:
-    """Return all prompts of a JSONL file, and note the problems of the other lines at ``path``. ``columns``: our field
-    -> its column."""
+    """Return all good rows of a JSONL file, and note the problems of the other lines.
+
+    ``path`` is the configuration path of the problems. ``columns``: field -> column.
+    """
     file = Path(file_name)
     try:
         content = file.read_bytes()
@@ -137,7 +141,7 @@ def read_jsonl(
 
 
 def read_parquet(file_name: str, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
-    """Return all prompts of a Parquet file, and note the problems of the other rows; see `read_jsonl`."""
+    """Return all good rows of a Parquet file, and note the problems of the others; see `read_jsonl`."""
     if not Path(file_name).is_file():
         problems.add(path, f"cannot read `{file_name}` (no such file)", "give the path of an existing Parquet file")
         return []
@@ -148,7 +152,7 @@ def read_parquet(file_name: str, path: str, problems: Problems, columns: Mapping
 
 
 def read_hub(source: HubSource, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
-    """Return all prompts of a data set of the hub, and note the problems of the other rows; see `read_jsonl`."""
+    """Return all good rows of a data set on the hub, and note the problems of the others; see `read_jsonl`."""
     options = {"name": source.subset, "split": source.split, "revision": source.revision}
     given = {key: value for key, value in options.items() if value is not None}
     table = problems.attempt(_data_set, path, source.dataset, source.dataset, **given)
@@ -163,7 +167,7 @@ def read_hub(source: HubSource, path: str, problems: Problems, columns: Mapping[
 
 
 def _data_set(path: str, name: str, builder: str, **options: Any) -> Iterable[Any]:
-    """Return the rows of a data set that `datasets` reads. Raises `ConfigError`."""
+    """Return the rows of a data set, read by the package `datasets`. Raises `ConfigError`."""
     require(("datasets",), name, path)
     from datasets import load_dataset
 
@@ -176,7 +180,7 @@ def _data_set(path: str, name: str, builder: str, **options: Any) -> Iterable[An
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    """Return a row of a data set with what JSON can hold: dates and the like as text."""
+    """Return a row of a data set as JSON values; dates and the like become text. Raises `BadRow` for bytes."""
     for column, value in row.items():
         if isinstance(value, bytes):
             raise BadRow(f"column `{column}` has bytes, and a prompt is text")
@@ -191,8 +195,11 @@ def _rows(
     problems: Problems,
     columns: Mapping[str, str],
 ) -> list[PromptRow]:
-    """Return the prompts of numbered raw rows, which a function makes into mappings, and note what is wrong. ``names``:
-    the source in ids of prompts, and in messages."""
+    """Return the good rows of a source, and note the problems of the others.
+
+    ``source``: the numbered raw rows, and the function that parses one into a mapping. ``names``: the source's name in
+    prompt ids, and in messages.
+    """
     numbered, parse = source
     rows: list[PromptRow] = []
     bad = 0
@@ -214,7 +221,7 @@ def _rows(
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row whose fields have our names; a column that is one of them is not kept as metadata, too."""
+    """Return a row whose columns are renamed to our fields, so that they are not kept as metadata as well."""
     found: dict[str, Any] = {}
     for field, column in columns.items():
         value: Any = row
@@ -259,7 +266,7 @@ def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str) -> PromptRow:
 
 
 def _take_first(row: dict[str, Any], *keys: str) -> Any:
-    """Remove and return the first key that has a value in the row; later keys stay in the row."""
+    """Remove and return the value of the first key that has one in the row; other keys stay in the row."""
     for key in keys:
         if row.get(key) is not None:
             return row.pop(key)
@@ -279,7 +286,7 @@ def _take_text(row: dict[str, Any]) -> str | None:
 
 
 def required_text(text: str, what: str) -> str:
-    """Return a text. Raises `BadRow` if it cannot be encoded."""
+    """Return the text. Raises `BadRow` if it has an unpaired surrogate, which cannot be encoded."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise BadRow(f"{what} has half of a surrogate pair, which is no text")
     return text
@@ -346,7 +353,7 @@ def read_reasoning_gym(source: ReasoningGymSource, position: int, path: str, pro
 
 
 def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralDataset:
-    """Return the data set of a source. ``at`` is the beginning of the paths of its keys. Raises `ConfigError`."""
+    """Return the data set of a source. ``at`` is the prefix of its configuration paths. Raises `ConfigError`."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as cause:
@@ -375,7 +382,7 @@ def _refused_arguments(source: ReasoningGymSource, at: str, cause: Exception) ->
 
 
 def conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
-    """Return a prompt as messages: a text is a user's, and ``system_prompt`` comes first unless the row has its own."""
+    """Return a row as messages: its text becomes a user message; ``system_prompt`` is added unless it has its own."""
     messages = row.messages or [{"role": "user", "content": row.text or ""}]
     if system_prompt is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
@@ -383,7 +390,7 @@ def conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the first of many names as text, and how many more there are."""
+    """Format the first of many names, and the number of the others."""
     rest = len(names) - SHOWN_OFFENDERS
     return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -391,9 +398,10 @@ def named(names: Sequence[str]) -> str:
 def check_lengths(
     lengths: Mapping[str, int], most: int, words: tuple[str, str], may_drop: bool, path: str, problems: Problems
 ) -> set[str]:
-    """Return the ids of those of more than ``most`` tokens. They are a problem unless they may be dropped.
+    """Return the ids of prompts or examples with more than ``most`` tokens, and note a problem unless ``may_drop``.
 
-    ``words``: what they are, and the key of their longest length.
+    ``lengths``: id -> tokens. ``words``: the noun for the rows, and the key of the limit. If all are too long, that is
+    always a problem.
     """
     what, key = words
     overlong = {name: length for name, length in lengths.items() if length > most}

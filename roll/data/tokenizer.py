@@ -1,4 +1,4 @@
-"""The tokenizer of a model: from its folder, or from the model hub.
+"""Loader of a model's tokenizer, from its folder or from the model hub.
 
 A folder whose tokenizer needs no class of its own is read without importing torch (under a second); every other one
 goes through `AutoTokenizer`.
@@ -60,7 +60,7 @@ def _is_generic(folder: Path) -> bool:
 
 
 def _require_on_hub(name: str, config_path: str) -> None:
-    """Raise unless a name is cached or on the hub. One short probe: the libraries' retries take a minute."""
+    """Raise `ConfigError` unless a name is cached or on the hub. Probes only once: library retries take a minute."""
     from huggingface_hub import model_info, try_to_load_from_cache
 
     try:

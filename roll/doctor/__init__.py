@@ -1,5 +1,4 @@
-"""`roll doctor`: who waits for whom in a run, and what became of it. With ``--gpu``: whether the paths that need GPUs
-work on this machine."""
+"""`roll doctor`: explains the state of a run. With ``--gpu`` it tests the code paths that need GPUs on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine a run, or this machine; return the exit code. Of a machine nothing is imported that needs its GPUs."""
+    """Examine a run, or with ``--gpu`` this machine; return the exit code."""
     if "--gpu" in arguments:
         from roll.doctor import gpus
 

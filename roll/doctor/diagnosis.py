@@ -1,11 +1,11 @@
-"""`roll doctor`: what is wrong with a run, alive or dead, as far as its files and this host can tell, and what to do.
+"""`roll doctor`: finds what is wrong with a run, alive or dead, from its files and this host, and advises what to do.
 
-Collecting the evidence only reads and imports nothing heavy; the diagnosis is a pure function of it. The surest cause
-is reported first. The driver asks here too, when nothing has moved for too long (`explain_stall`).
+Collecting the evidence only reads files and imports nothing heavy; the diagnosis is a pure function of the evidence.
+The surest cause is reported first. The driver of a stalled run uses the diagnosis, too (`explain_stall`).
 
-The wait-for graph has edges from each waiter to what it waits for, and on to its holder or maker. Nodes that cannot
-continue, whatever the others do, are deadlocked, and a cycle leads through them. Waits that have just begun do not
-count, because what they wait for may have happened a moment ago.
+The wait-for graph has edges from each waiter to the resource it waits for, and from a resource to its holder or
+producer. Nodes that cannot continue, whatever the others do, are deadlocked, and a cycle leads through them. Waits that
+have just begun do not count, because what they wait for may have happened a moment ago.
 
 Exit code 0: the run works, or has ended well. 1: something is wrong, and the report says what. 2: there is no such run,
 or its files cannot be read.
@@ -115,7 +115,7 @@ class Evidence:
     processes: Mapping[int, ProcessFacts | None] = field(default_factory=dict)
     """Process facts of the driver and its workers on this host, by process id; None: the process is gone."""
     resume: str = ""
-    """Advice on how a dead run is resumed."""
+    """Advice on resuming a dead run."""
     last_words: tuple[str, ...] = ()
     """Last lines of the driver's log."""
 
@@ -166,7 +166,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _live_status(evidence: Evidence) -> RunStatus | None:
-    """Return the status of a run whose driver is there; None if the run is dead."""
+    """Return the status of a run whose driver is alive; None if the run is dead."""
     status = evidence.status
     if status is None or status.phase == "ended":
         return None
@@ -272,7 +272,7 @@ def _ending(status: RunStatus) -> Diagnosis:
 
 
 def explain_stall(status: RunStatus) -> str:
-    """Return why nothing moves, as far as the driver itself can see, for its last message."""
+    """Return the reason why nothing moves, as far as the driver itself can see, for the driver's last message."""
     graph = wait_graph(status)
     found = _deadlock(status, graph) or _worker_trouble(status, graph, {}) or _end_of_chain(status, graph)
     return "\n".join([f"{found.headline}: {found.culprit}", *found.findings, *_describe_waits(status, graph)])
@@ -373,7 +373,7 @@ def _end_of_chain(status: RunStatus, graph: WaitGraph) -> Diagnosis:
 
 
 def _describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
-    """Yield one line per stage, per other waiter, per thing that groups wait for, and per worker."""
+    """Yield one line per stage, per other waiter, per resource that groups wait for, and per worker."""
 
     def chain(node: str) -> str:
         edges = graph.chain(node)[:6]
@@ -399,7 +399,7 @@ def _state_of(status: RunStatus, worker: WorkerStatus) -> str:
 
 
 def _actors(status: RunStatus) -> set[str]:
-    """Return the nodes that act: stages and all that wait. Others are only waited for."""
+    """Return the nodes that act: stages and all waiters. Other nodes are only waited for."""
     return {stage.name for stage in status.stages} | {wait.who for wait in status.waits}
 
 
@@ -442,17 +442,17 @@ OTHER_GROUPS = "other groups"
 _WHO_LIFTS = {"budget": waits.TRAIN, "version": waits.PUBLISHER, "paused": waits.PUBLISHER}
 """The stage that must act, by the reason why no group starts."""
 HOLDER = "who has it"
-"""Beginning of the description of an edge from a thing to the actor that holds it."""
+"""Prefix of the description of an edge from a resource to the actor that holds it."""
 
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """All edges, by the node where they begin. An edge is a `Wait`: ``who`` cannot continue without ``on``."""
+    """All edges by their first node. An edge is a `Wait`: ``who`` cannot continue without ``on``."""
 
     edges: Mapping[str, Sequence[Wait]]
 
     def of(self, node: str) -> Sequence[Wait]:
-        """Return the edges of what a node waits for; none if the node waits for nothing."""
+        """Return the edges that begin at a node; none if it waits for nothing."""
         return self.edges.get(node, ())
 
     def waiters(self) -> list[str]:
@@ -467,17 +467,17 @@ class WaitGraph:
         return stuck
 
     def cycle(self) -> list[Wait]:
-        """Return a ring of deadlocked nodes; empty if there is none."""
+        """Return the edges of a cycle of deadlocked nodes; empty if there is none."""
         deadlocked = self.deadlocked()
         stuck = [node for node in self.waiters() if node in deadlocked]
         if not stuck:
             return []
         among = WaitGraph({node: [edge for edge in self.of(node) if edge.on in deadlocked] for node in stuck})
-        path = among.chain(stuck[0])  # which ends in a ring: each of them waits for another
+        path = among.chain(stuck[0])  # ends in a cycle, since each of them waits for another
         return path[[edge.who for edge in path].index(path[-1].on) :]
 
     def chain(self, node: str) -> list[Wait]:
-        """Follow the longest wait from a node to the last node. A ring is followed once."""
+        """Return the edges from a node along the longest waits to the last node. A cycle is followed once."""
         path: dict[str, Wait] = {}
         while node not in path and self.of(node):
             path[node] = min(self.of(node), key=lambda edge: edge.since)
@@ -499,7 +499,7 @@ class WaitGraph:
 def _any_will_do(node: str) -> bool:
     """Return True if a node continues as soon as one of the nodes it waits for does.
 
-    Processes of a reward model have a number after its name and need everything that they wait for.
+    Single processes of a reward model, which have a number after its name, need everything that they wait for.
     """
     return node in (waits.SCHEDULER, waits.REPLICAS) or (node.startswith(waits.REWARD_MODEL) and "/" not in node)
 
@@ -523,7 +523,7 @@ def wait_graph(status: RunStatus) -> WaitGraph:
 
 
 def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
-    """Return the edges from a node that is waited for to its holders or makers."""
+    """Return the edges from a resource to its holders or producers."""
     held = [wait for wait in status.holdings if wait.on == node]
     if held and _any_will_do(node):
         return [Wait(node, wait.who, wait.what, since) for wait in held]
@@ -538,7 +538,7 @@ def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
         return _scheduler_waits(status, since)
     if node == NEEDED_GROUPS and status.scheduler is not None:
         return [Wait(node, group, "to finish", since) for group in status.scheduler.holding_up]
-    # The stage publishes weights, or the start of the roles if the stages do not run yet.
+    # A stage publishes weights; before the stages run, the start of the roles does.
     publisher = waits.PUBLISHER if any(stage.name == waits.PUBLISHER for stage in status.stages) else waits.START
     if node == waits.PUBLICATION_MEMORY:
         holders = status.memory_holders

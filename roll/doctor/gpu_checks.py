@@ -1,11 +1,13 @@
-"""What `roll doctor --gpu` tries, each check in a process of its own.
+"""Checks of `roll doctor --gpu`, each in a process of its own.
 
-Most checks are short runs of the product with a configuration that forces a path: a transport, an engine over two
-devices, a killed engine. The run itself verifies every publication (checksums, canaries); here its files are judged.
-Two checks drive an engine by itself, and compare its log-probabilities with those of transformers on a CPU. Models are
-tiny but for an embedding that is larger than any buffer on the way; they are made here, and nothing is fetched.
+Most checks are short training runs with a configuration that forces one code path: a weight transport, an engine over
+two devices, a killed engine. The run itself verifies every weight update (checksums, parity check); the check evaluates
+the files of the run. Two checks drive an engine directly, and compare its log-probabilities with those of transformers
+on a CPU. Models are tiny, except for an embedding that is larger than any transfer buffer. They are generated here, and
+nothing is downloaded.
 
-Without a GPU the same code runs on CPU slots, with another engine or another trainer's end where a path needs CUDA.
+Without a GPU the same code runs on CPU slots. Where a path needs CUDA, it runs with another engine, or only as far as
+the trainer's part.
 
     python -m roll.doctor.gpu_checks NAME FOLDER DEVICE GPUS
 """
@@ -42,17 +44,17 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float | int | str]
 VOCABULARY = 152_064
-"""Of Qwen2.5: the embedding has 311 MB, more than the 256 MiB of a bucket and of vLLM's packed buffer."""
+"""Vocabulary size of Qwen2.5. Its embedding has 311 MB, more than the 256 MiB of a bucket or vLLM's packed buffer."""
 SMALL_VOCABULARY = 512
 LONGEST = 64
 STEPS = 2
-"""Of a run: three versions are published."""
+"""Training steps of a run, which publishes three versions."""
 ESTIMATE_EXCEEDED = {"cuda": 1.1, "cpu": 1.25}
-"""Device -> measured / estimated memory above which an estimate is too low. What libraries occupy on a host differs."""
+"""Device -> ratio of measured to estimated memory above which an estimate is too low. Libraries on hosts vary."""
 FAR_ENOUGH = 4.0
-"""After an update the engine's log-probabilities must be so many times nearer to the new weights than to the old."""
+"""Factor by which an updated engine's log-probabilities must be nearer to the new weights than to the old ones."""
 _LAST_LINES = 4_000
-"""Characters of a failed run's output that become the reason."""
+"""Characters at the end of a failed run's output that are reported as the reason."""
 
 
 class NotHere(Exception):
@@ -83,7 +85,7 @@ class Bench:
         return not self.on_gpu or self.gpus > 1
 
     def need(self, gpus: int, *modules: str) -> None:
-        """Raise `NotHere` unless so many GPUs (on GPUs) and these modules are here."""
+        """Raise `NotHere` if a module is not installed, or if GPUs are used and fewer than ``gpus`` are here."""
         if self.on_gpu and self.gpus < gpus:
             raise NotHere(f"needs {gpus} GPUs, {self.gpus} here")
         for module in modules:
@@ -91,19 +93,19 @@ class Bench:
                 raise NotHere(f"{module} is not installed")
 
     def engine(self) -> tuple[str, dict[str, Any]]:
-        """Return the engine that is tried, and its options: vLLM where it is installed."""
+        """Return the engine to test, and its options: vLLM if it is installed, else `hf_infer`."""
         if find_spec("vllm") is None:
             return "hf_infer", {}
         return "vllm", {"max_num_seqs": 16} | ({"gpu_memory_utilization": 0.3} if self.on_gpu else {})
 
 
 def parity(response: str) -> float:
-    """Score a response of the tiny models: something that differs between samples."""
+    """Score a response with a pseudo-random 0 or 1, so that samples differ."""
     return float(crc32(response.encode()) % 2)
 
 
 def make_model(folder: Path, vocabulary: int, hidden: int) -> str:
-    """Write a random Qwen2 model, its tokenizer (a word for each token) and its prompts; return the model's folder."""
+    """Write a random Qwen2 model, its tokenizer (one word per token) and its prompts; return the model's folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -149,7 +151,7 @@ def _sizes(vocabulary: int, hidden: int) -> dict[str, Any]:
 
 
 def configuration(bench: Bench, changes: dict[str, Any], *, large: bool = True) -> dict[str, Any]:
-    """Return a short run in the bench's folder; ``changes`` are dotted keys. ``large``: its embedding is."""
+    """Return the configuration of a short run; ``changes`` are dotted keys. ``large``: with the large embedding."""
     hidden = (1024 if bench.on_gpu else 512) if large else 128
     model = make_model(bench.folder, VOCABULARY if large else SMALL_VOCABULARY, hidden)
     config: dict[str, Any] = {
@@ -192,7 +194,7 @@ def configuration(bench: Bench, changes: dict[str, Any], *, large: bool = True) 
 def run(bench: Bench, config: dict[str, Any]) -> list[dict[str, Any]]:
     """Run a configuration in a process of its own. Return the metrics of its steps.
 
-    Raises ``RuntimeError`` with the run's own words if it does not reach its end.
+    Raises ``RuntimeError`` with the run's own error if it fails.
     """
     path = bench.folder / "run.yaml"
     path.write_text(json.dumps(config))  # which is YAML too
@@ -207,7 +209,7 @@ def run(bench: Bench, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def figures_of(steps: Sequence[dict[str, Any]]) -> Figures:
-    """Return the figures of a run that tell how its weights travelled. Seconds and rates are medians of its steps."""
+    """Return the figures of a run's weight updates, memory and utilisation, each the median over its steps."""
     names = [f"weights/{name}_seconds" for name in ("gather", "send", "fetch", "load", "stall")]
     names += ["weights/bytes", "mismatch/canary_abs_mean", "mismatch/canary_max", "time/step"]
     names += sorted({name for step in steps for name in step if name.startswith(("memory/", "mfu/"))})
@@ -247,7 +249,7 @@ def pushed(name: Literal["nccl", "cuda_ipc"]) -> Callable[[Bench], Figures]:
 
 
 def _gathered(bench: Bench, name: str) -> Figures:
-    """Copy a model as the first rank does before a push, and compare the copy, tensor by tensor."""
+    """Copy a model as the trainer's first rank does before a push, and compare the copy tensor by tensor."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -272,7 +274,7 @@ def _gathered(bench: Bench, name: str) -> Figures:
 
 
 def two_devices(bench: Bench) -> Figures:
-    """Two ranks of the trainer, and an engine over two GPUs. On a CPU the ranks alone, with gloo."""
+    """Run two ranks of the trainer, and an engine over two GPUs. On a CPU run only the ranks, with gloo."""
     bench.need(2, *(("vllm",) if bench.on_gpu else ()))
     changes: dict[str, Any] = {
         "cluster.num_devices_per_node": 2 if bench.on_gpu else 3,
@@ -294,7 +296,7 @@ def two_devices(bench: Bench) -> Figures:
 
 
 def killed_engine(bench: Bench) -> Figures:
-    """The engine's process is killed after the first step; another one must take its place with the same weights."""
+    """Kill the engine's process after the first step. A new process must take its place with the same weights."""
     engine, options = bench.engine()
     changes: dict[str, Any] = {
         "chaos": {"enabled": True, "events": [{"kind": "kill", "role": "actor_infer", "at_step": 1}]},
@@ -309,7 +311,7 @@ def killed_engine(bench: Bench) -> Figures:
 
 
 def memory(bench: Bench) -> Figures:
-    """Compare what `roll check` estimates for trainer and engine with what they took."""
+    """Compare the memory that `roll check` estimates for trainer and engine with the measured memory."""
     response = 240 if bench.on_gpu else 48
     config = configuration(bench, {"response_length": response, "async_generation_ratio": 0})
     estimate = estimate_memory(check_config(read_config(config)))
@@ -318,7 +320,7 @@ def memory(bench: Bench) -> Figures:
     for role in estimate.roles:
         name = f"memory/{role.role}/peak_gib"
         taken = [step[name] for step in steps if name in step]
-        # On GPUs torch counts tensors, and knows nothing of the driver's share.
+        # On GPUs torch counts tensors only, without the driver's memory.
         driver = sum(part.size for part in role.always if part.name == "driver")
         estimated = (role.peak - driver if bench.on_gpu else role.peak + role.host_bytes) / GIB
         if taken:
@@ -331,7 +333,7 @@ def memory(bench: Bench) -> Figures:
 
 
 def experts(bench: Bench) -> Figures:
-    """Update experts, then other experts, then routers, and compare what the engine computes with transformers."""
+    """Update expert matrices, routers and then all weights; compare the engine with transformers each time."""
     model = make_experts()
     path = bench.folder / "experts"
     model.save_pretrained(path)
@@ -355,7 +357,10 @@ def experts(bench: Bench) -> Figures:
 
 
 def sleep_and_wake(bench: Bench) -> Figures:
-    """Sleep with requests under way and wake, keeping the weights and then without them; compare what is computed."""
+    """Let the engine sleep and wake with requests in flight, first keeping, then discarding its weights.
+
+    Its log-probabilities are compared before and after.
+    """
     path = make_model(bench.folder, SMALL_VOCABULARY, 128)
 
     async def check(engine: InferStrategy) -> Figures:
@@ -420,7 +425,7 @@ def _with_engine(bench: Bench, path: str, check: Callable[[InferStrategy], Any],
 
 
 def _altered(model: PreTrainedModel, pattern: str, seed: int) -> PreTrainedModel:
-    """Return a copy with other values in the parameters whose names match."""
+    """Return a copy of a model with other values in the parameters whose names match ``pattern``."""
     import torch
 
     torch.manual_seed(seed)
@@ -433,7 +438,7 @@ def _altered(model: PreTrainedModel, pattern: str, seed: int) -> PreTrainedModel
 
 
 async def _update(engine: InferStrategy, model: PreTrainedModel, version: int, bench: Bench) -> None:
-    """Load a model's weights as a run does, every byte compared."""
+    """Load a model's weights into the engine as a run does, and compare checksums."""
     from roll.weights.publisher import Publication, check_weights
 
     sent = await _prepare(engine, model, version, bench)
@@ -465,7 +470,7 @@ async def _scores(engine: InferStrategy) -> list[np.ndarray]:
 
 
 async def _distances(engine: InferStrategy, *models: PreTrainedModel) -> list[float]:
-    """Return the mean distance of the engine's log-probabilities from those of each model, in nats per token."""
+    """Return the mean absolute difference between the engine's log-probabilities and each model's, in nats."""
     import torch
 
     scores = np.concatenate(await _scores(engine))
@@ -489,7 +494,7 @@ async def _sampled(engine: InferStrategy, seed: int) -> int:
 
 
 def _free_bytes(bench: Bench) -> int:
-    """Return the free memory of the GPU; 0 on a CPU, where nothing is told."""
+    """Return the free memory of the GPU in bytes; 0 on a CPU."""
     import torch
 
     return int(torch.cuda.mem_get_info()[0]) if bench.on_gpu else 0
@@ -500,9 +505,9 @@ class Check:
     """One row of the table."""
 
     on_gpus: str
-    """What it does with GPUs."""
+    """Description of the check with GPUs."""
     here: str
-    """What its part for CPUs does."""
+    """Description of its part for CPUs."""
     run: Callable[[Bench], Figures]
 
 

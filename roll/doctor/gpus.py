@@ -1,12 +1,12 @@
-"""`roll doctor --gpu`: do the paths that need GPUs work on this machine; and one file that tells us.
+"""`roll doctor --gpu`: tests the code paths that need GPUs on this machine, and writes a report file.
 
-Each check runs in a process of its own, in a group of its own, with a time limit: a crash, a hang or a missing library
-is a verdict, not the end. Without a GPU the part of each check that CPUs can do runs for real, and the table says what
-a GPU would be asked. This process imports no torch, so nothing that CUDA does can end it.
+Each check runs in a process group of its own with a time limit, so that a crash, a hang or a missing library becomes a
+verdict. Without a GPU the CPU part of each check runs, and the table says what the check would do with GPUs. This
+process does not import torch, so CUDA cannot crash it.
 
-The file is JSON, to be read before it is sent: versions, driver, GPUs, verdicts, seconds, figures, and the last output
-of what failed. Values of environment variables that are secret by their names, the home folder, the names of user and
-host are masked.
+The report is JSON, which the user should read before sending it: versions, driver, GPUs, verdicts, seconds, figures,
+and the last output of failed checks. Secret values of environment variables (by the variable's name), the home folder,
+and the names of user and host are masked.
 
 Exit code 0: nothing failed. 1: a check failed. 2: the command is wrong.
 """
@@ -45,13 +45,13 @@ PACKAGES = (
 )  # fmt: skip
 GPU_FIELDS = "name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,pcie.link.gen.max"
 LIMIT_SECONDS = 300.0
-"""Longest time that a check may take."""
+"""Time limit of a check."""
 LOOK_SECONDS = 60.0
-"""Longest time that looking at the GPUs may take."""
+"""Time limit of `look`."""
 ENDING_SECONDS = 10.0
-"""Time that the processes of a check get to end by themselves."""
+"""Time that the processes of a check get to end by themselves before they are killed."""
 LAST_LINES, LAST_BYTES = 60, 16 * 1024
-"""What is kept of the output of a check that failed."""
+"""Lines and bytes kept from the end of a failed check's output."""
 _LOOK = """
 import json, torch
 found = []
@@ -74,10 +74,10 @@ class Verdict:
     verdict: Word
     seconds: float
     reason: str = ""
-    """Why it failed, or is not here."""
+    """Reason for a failure, or for a check that cannot run here."""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
     output: Sequence[str] = ()
-    """The last lines of one that failed."""
+    """Last lines of the output of a failed check."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Machine:
     gpus: Sequence[Mapping[str, Any]] = ()
     cuda: str | None = None
     problem: str = ""
-    """Why torch cannot use GPUs that are here; empty if it can, or if there are none."""
+    """Reason why torch cannot use the GPUs of this machine; empty if it can, or if there are none."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         with open(options.output, "a", encoding="utf-8"):
-            pass  # rather now than after minutes of checks
+            pass  # fail now, not after minutes of checks
     except OSError as error:
         parser.error(f"--output {options.output}: {error.strerror}")
     machine = look(run_in_process)
@@ -126,16 +126,16 @@ class Ended:
     """The end of a process."""
 
     code: int | None
-    """Exit code; negative: the signal; None: its time was over."""
+    """Exit code; negative: the signal; None: the time limit was reached."""
     seconds: float
 
 
 Runner = Callable[[Sequence[str], Path, float], Ended]
-"""Runs a command with its output in a file, for at most so many seconds."""
+"""A function that runs a command, writes its output to a file, and ends it after so many seconds."""
 
 
 def run_in_process(command: Sequence[str], output: Path, seconds: float) -> Ended:
-    """Run a command in a process group of its own, and end all of the group at its end, or after ``seconds``."""
+    """Run a command in a process group of its own. End the whole group when the command ends, or after ``seconds``."""
     started = time.monotonic()
     with open(output, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -156,7 +156,7 @@ def run_in_process(command: Sequence[str], output: Path, seconds: float) -> Ende
 
 
 def _kill_session(session: int) -> None:
-    """Kill the processes of a session, those too that have a group of their own, as Ray's have."""
+    """Kill all processes of a session, including those with a process group of their own, such as Ray's."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             fields = status.read_text().rpartition(")")[2].split()
@@ -165,7 +165,7 @@ def _kill_session(session: int) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Send a signal to the group; return False if nobody is in it any more."""
+    """Send a signal to the process's group; return False if the group has no process left."""
     try:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
@@ -174,7 +174,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
 
 
 def look(runner: Runner) -> Machine:
-    """Return the GPUs that torch can compute on, found out in a process of its own."""
+    """Return the GPUs that torch can compute on, determined in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output.txt"
         ended = runner([sys.executable, "-c", _LOOK], output, LOOK_SECONDS)
@@ -190,7 +190,7 @@ def look(runner: Runner) -> Machine:
 
 
 def _unseen(cuda: str | None) -> str:
-    """Return why torch sees none of the GPUs that the driver lists; empty if there are none, or they are hidden."""
+    """Return the reason why torch sees none of the driver's GPUs; empty if there are none, or they are hidden."""
     listed = [line for line in _said("nvidia-smi", "-L") if line.startswith("GPU ")]
     if not listed or "CUDA_VISIBLE_DEVICES" in os.environ:
         return ""
@@ -199,7 +199,7 @@ def _unseen(cuda: str | None) -> str:
 
 
 def judge(name: str, machine: Machine, runner: Runner) -> Verdict:
-    """Run a check in a folder of its own, and return the verdict on how it ended."""
+    """Run a check in a folder of its own, and return its verdict."""
     folder = Path(tempfile.mkdtemp(prefix=f"roll-doctor-{name}-"))
     try:
         output, result = folder / "output.txt", folder / "result.json"
@@ -257,7 +257,7 @@ def row(verdict: Verdict, *, on_gpus: bool) -> Iterator[str]:
 
 
 def facts(machine: Machine) -> dict[str, Any]:
-    """Return what is worth knowing of this machine."""
+    """Return the facts about this machine for the report."""
     return {
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
@@ -282,7 +282,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _said(*command: str) -> list[str]:
-    """Return the lines that a command prints; why there are none, if it cannot be run."""
+    """Return the lines that a command prints, or the error if it cannot be run."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -291,8 +291,7 @@ def _said(*command: str) -> list[str]:
 
 
 def masked(value: Any, environment: Mapping[str, str]) -> Any:
-    """Return a copy of a plain tree in which no text names a secret of the environment, the user, the host, or the
-    home folder."""
+    """Return a copy of a plain tree in which secrets of the environment, user, host and home folder are masked."""
     secrets = {found for name, found in environment.items() if is_secret(name) and len(found) > 3}
     hidden = {re.escape(found): MASK for found in sorted(secrets, key=len, reverse=True)}  # one may begin another
     with suppress(RuntimeError):  # in a container a user may have neither a home nor a name

@@ -1,10 +1,10 @@
-"""Configurations of other systems: how their keys read here.
+"""Translation of the configuration keys of other systems.
 
-One file for each system: its table, and the settings that follow from several keys. The loader reads files in ROLL's
-dialect by it, `roll convert` writes files of ours by it, and an unknown key gets its hint from it.
+Each system has one module: a table of its keys, and functions for settings that follow from several keys. With them the
+loader reads files in ROLL's dialect, `roll convert` translates files, and messages about unknown keys name ours.
 
-Several systems have keys of one name. The key's whole path decides among them, and what stands below it.
-ROLL's keys have advice of their own (`roll.ADVICE`), since a file of ours is often one of ROLL's that was edited.
+Several systems share key names; the full path of a key and the keys below it decide which system is meant. ROLL's keys
+have advice of their own (`roll.ADVICE`), since many files of ours are edited ROLL files.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from roll.configs.dialects import prime_rl, roll, slime, trl, verl
 from roll.configs.dialects.rules import Path, Rule, leaves, rule_of
 
 SYSTEMS = {"verl": verl, "trl": trl, "slime": slime, "prime-rl": prime_rl}
-"""Name of a system other than ROLL, after `roll convert --from` -> its module."""
+"""Name of a system in `roll convert --from` -> its module. ROLL is not among them."""
 
 
 def foreign_hint(path: Sequence[Any], value: Any = None) -> str | None:
-    """Return what to write in place of a key of another system, whose value may be a section; None if no other system
-    has such a key."""
+    """Return the remedy for a key or section of another system; None if no other system has it."""
     parts = tuple(part for each in path for part in str(each).split("."))
     found = [*leaves(value, parts)] if isinstance(value, Mapping) and value else [(parts, value)]
     keys = [key for key, _ in found]
@@ -45,7 +44,7 @@ def foreign_hint(path: Sequence[Any], value: Any = None) -> str | None:
 
 
 def spelling_hint(path: Sequence[Any], value: Any) -> str | None:
-    """Return what is written here in place of a spelling of ROLL; None for any other value."""
+    """Return the remedy for a value in ROLL's spelling; None for any other value."""
     found = rule_of(tuple(map(str, path)), roll.RULES)
     if found is None or found[1].to != "=" or not isinstance(value, str):
         return None
@@ -54,8 +53,11 @@ def spelling_hint(path: Sequence[Any], value: Any) -> str | None:
 
 
 def _hits(key: Path) -> Iterator[tuple[int, bool, str, str, Rule]]:
-    """Yield for each key of another system with the same end how many parts that is, whether its value goes into the
-    same role, the end, the system and the rule. A name that says nothing alone needs a second part."""
+    """Yield each key of another system that ends in the same parts as ``key``.
+
+    Each hit is the number of equal parts, True if the value goes into the same role, the equal parts as text, the
+    system and the rule. One equal part is enough only if the name is distinctive.
+    """
     for pattern, name, telling, system, rule in _patterns():
         both = zip(reversed(key), reversed(pattern), strict=False)
         near = len([*takewhile(lambda pair: pair[0].replace("-", "_") == pair[1], both)])

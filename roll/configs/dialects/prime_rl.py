@@ -1,4 +1,4 @@
-"""prime-rl's keys, of the one file that its `rl` command takes (TOML)."""
+"""Translation of prime-rl's keys, those of the TOML file of its `rl` command."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ _TABLE = {
     "slurm.**": none("start the run in a job of your own"),
 }
 RULES = table(_TABLE)
-"""Key of prime-rl -> what becomes of it."""
+"""Key of prime-rl -> its rule."""
 
 
 def translate(given: Mapping[Path, Any]) -> Translation:
-    """Return our configuration of prime-rl's keys."""
+    """Return the translation of prime-rl's keys."""
     steps = (_lengths, _devices, _trainer, _batches, _asynchrony, _environments, _validation, _running)
     return translation(ORIGIN, RULES, steps, given)
 

@@ -1,7 +1,7 @@
-"""ROLL's dialect: its spellings, its defaults where they differ, and its meaning of a number where that is another.
+"""ROLL's dialect: its spellings, and the defaults and units in which it differs from ours.
 
-A file is read so if it is recognisably ROLL's (`is_roll`). Every other file is a file of ours, in which ROLL's keys are
-unknown keys with advice (`ADVICE`). The tables agree with `docs/migration/roll.md`.
+A file is read in this dialect if it is recognisably ROLL's (`is_roll`). In any other file, ROLL's keys are unknown keys
+with advice (`ADVICE`). The tables agree with `docs/migration/roll.md`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TEMPLATES = (
 )  # fmt: skip
 """ROLL's names of chat templates. Here each tokenizer brings its own."""
 REWARD_WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge"}
-"""Class of a reward worker -> verifier here."""
+"""ROLL's class of a reward worker -> our verifier."""
 _ROLLS_CLASSES = "roll.pipeline."
-"""Beginning of the import paths of ROLL's own workers and managers. None of ours has an instance of them."""
+"""Import-path prefix of ROLL's own workers and environment managers; ours are elsewhere."""
 GPUS_PER_NODE = 8
-"""Taken for a node of a file that does not say it; ROLL asks Ray."""
+"""Number of GPUs per node assumed for a file that does not give it; ROLL asks Ray."""
 OWN_KEYS = ("pipeline", "cluster")
-"""Keys that ROLL does not have and that every larger file of ours does."""
+"""Keys that ROLL does not have and that nearly all files of ours have."""
 AGENTIC_KEYS = ("custom_envs", "train_env_manager", "val_env_manager")
 RLVR_KEYS = ("rewards", "num_return_sequences_in_group", "prompt_length", "validation")
 
@@ -95,7 +95,7 @@ _ADVICE = {
         "write `rewards.<name>.judge: {base_url, model}`"
     ),
 }
-"""Names of keys of ROLL -> what to do about one in a file of ours. None of these names is one of our keys."""
+"""Names of ROLL's keys, separated by spaces -> remedy for one in a file of ours. None of the names is a key of ours."""
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 CLIPPING = ("pg_clip", "pg_clip_low", "pg_clip_high", "use_pg_clip_range", "dual_clip_loss")
@@ -155,11 +155,11 @@ _TABLE = {
     f"custom_envs.*.env_manager_cls {' '.join(CLIPPING)}": later(),
 }
 RULES = table(_TABLE)
-"""Key of ROLL -> what becomes of it. All other keys are the same here, or unknown."""
+"""Key of ROLL -> its rule. All other keys are the same here, or unknown."""
 
 
 def marks(tree: Mapping[str, Any]) -> set[str]:
-    """Return the kinds of keys and spellings in a file that only ROLL has."""
+    """Return the names of the keys in a file that only ROLL has, or that have a value only ROLL has."""
     found = set()
     for parts, value in leaves(tree):
         name, section = parts[-1], parts[-2] if len(parts) > 1 else ""
@@ -172,16 +172,19 @@ def marks(tree: Mapping[str, Any]) -> set[str]:
 
 
 def is_roll(tree: Mapping[str, Any]) -> bool:
-    """Return True if a file is recognisably ROLL's: two kinds of what only ROLL has, and no `pipeline`, no `cluster`.
+    """Return True if a file is recognisably ROLL's: at least two `marks`, and neither `pipeline` nor `cluster`.
 
-    One such key alone may be a slip in a file of ours.
+    A single mark may be a slip in a file of ours.
     """
     return not any(key in tree for key in OWN_KEYS) and len(marks(tree)) >= 2
 
 
 def translate(tree: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> Translation:
-    """Return our configuration of a tree in ROLL's dialect; unknown keys stay in it. Values of ours stay, too, so that
-    an override may be written either way. ``file``: the tree without overrides, if there are any."""
+    """Return the translation of a tree in ROLL's dialect.
+
+    Unknown keys and keys of ours stay in it, so an override may be written in either dialect. ``file``: the tree before
+    overrides, if there are any.
+    """
     written = dict(leaves(tree if file is None else file))
     return accounted(lambda given: _translate(given, written), dict(leaves(tree)))
 
@@ -201,7 +204,7 @@ def _translate(given: Mapping[Path, Any], file: Mapping[Path, Any]) -> Translati
 
 
 def _of_another_engine(given: Mapping[Path, Any], file: Mapping[Path, Any]) -> dict[Path, str]:
-    """Return the options that the file has for an engine that an override has replaced, with the engine's name."""
+    """Return the file's options of each engine that an override replaces, with the name of that engine."""
     replaced: dict[Path, str] = {}
     for parts, strategy in file.items():
         if parts[1:] == ("strategy_args", "strategy_name") and given.get(parts) != strategy:
@@ -221,7 +224,7 @@ def _pipeline(done: Translation) -> None:
 
 
 def _switched_off(done: Translation) -> None:
-    """Keys that are off in ROLL, too, need no answer."""
+    """Report keys of ROLL that are switched off as without effect."""
     for parts, value in list(done.values.items()):
         if parts[-1] in ADVICE and value in (False, None, "none", "null"):
             done.drop(".".join(parts), "it is off")
@@ -260,7 +263,7 @@ def _advantages(done: Translation) -> None:
 
 
 def _is_replaced(done: Translation, path: str, keys: Sequence[str]) -> bool:
-    """Return True if a Python program gave an object in place of a name; their keys for the name have no effect."""
+    """Return True if a Python program passed an object for ``path``; then report ROLL's ``keys`` as without effect."""
     if not is_given(str(done.ours(path, ""))):
         return False
     for key in keys:
@@ -270,7 +273,7 @@ def _is_replaced(done: Translation, path: str, keys: Sequence[str]) -> bool:
 
 
 def _kl(done: Translation) -> None:
-    """In ROLL, `kl_penalty` is the estimator of the rewards of tokens, and the loss always takes k3."""
+    """Translate `kl_penalty`: ROLL's KL estimator in token rewards. ROLL's KL loss always uses k3."""
     in_loss, in_rewards = done.ours("use_kl_loss") is True, done.ours("add_token_level_kl") is True
     penalty = done.get("kl_penalty", "kl")
     if done.ours("kl_estimator") is not None or not (in_loss or in_rewards):
@@ -305,7 +308,7 @@ def _scores(done: Translation) -> None:
 
 
 def _devices(done: Translation) -> None:
-    """ROLL asks Ray for the devices; here the file says which there are."""
+    """Set the cluster's devices from the device mappings; ROLL asks Ray for them."""
     if done.ours("cluster.device") is None:
         done.put("cluster.device", "cuda", "ROLL computes on GPUs")
     mappings = [value for parts, value in done.values.items() if parts[-1] == "device_mapping"]
@@ -362,7 +365,7 @@ def _roles(done: Translation) -> None:
 
 
 def _checkpointing(done: Translation, role: str, strategy: str | None, written: bool) -> None:
-    """`disable_gradient_checkpointing` is of the model in ROLL, and an option of the trainer here."""
+    """Translate `disable_gradient_checkpointing`, in ROLL an argument of the model, into an option of the trainer."""
     key = f"{role}.model_args.disable_gradient_checkpointing"
     disabled = done.get(key)
     trains = role in ("actor_train", "critic") and written
@@ -389,7 +392,7 @@ def _data(done: Translation) -> None:
 
 
 def _lengths(done: Translation) -> None:
-    """`sequence_length` alone decides in ROLL; here prompt and response have limits of their own, too."""
+    """Set the limits of prompt and response from `sequence_length`, the only limit in ROLL."""
     longest = done.ours("sequence_length")
     if not isinstance(longest, int) or longest < 2:
         return
@@ -408,7 +411,7 @@ def _lengths(done: Translation) -> None:
 
 
 def _episodes(done: Translation) -> None:
-    """Batches of agentic runs count trajectories in ROLL, and groups here."""
+    """Translate environment managers and agentic batch sizes; ROLL counts trajectories, here groups are counted."""
     for parts, value in done.given.items():
         if parts[0] == "custom_envs" and parts[-1] == "env_manager_cls":
             kept = done.get(".".join(parts))
@@ -471,7 +474,7 @@ def _rewards(done: Translation) -> None:
 
 
 def _defaults(done: Translation) -> None:
-    """Defaults of ROLL that are others here."""
+    """Set ROLL's defaults where ours differ."""
     if done.ours("adv_estimator") is None:
         done.put("adv_estimator", "gae", "ROLL's default")
     if done.ours("loss_agg_mode") is None:

@@ -1,8 +1,9 @@
-"""The form of a table of keys, and what applies one.
+"""Tables that translate the keys of another system, and the functions that apply them.
 
-A rule is data: the pattern of a key, our key, and what becomes of the values. What depends on several keys at once is
-put into the `Translation` by a function of the system's module. No key vanishes: each is read, named as without effect,
-named as lost, or left where it is, for the loader to judge.
+"Their" keys are those of the other system, "our" keys those of this toolkit. A rule is data: a pattern of their key,
+our key, and a mapping of values. Functions of the system's module add to the `Translation` the settings that depend
+on several keys. Every key is accounted for: translated, reported as without effect, reported as lost, or left in place
+for the loader to check.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from roll.configs.run import TENSORBOARD, TRACKERS
 Path = tuple[str, ...]
 """A key as its parts: ``actor_train.infer_batch_size`` is two."""
 NOTHING: Any = object()
-"""In place of a value that is not there."""
+"""Marker of a missing value."""
 _LOSS = ("pg_variant", "pg_variant_args")
 RETURN_ARGUMENTS = {"gae": ("gamma", "lambda_"), "reinforce_plus_plus": ("gamma",)}
-"""Estimator of ours -> its arguments of those that others have for all."""
+"""Our advantage estimator -> its arguments among those that other systems set for all estimators."""
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "null", "none", "None")
 """Values that switch a setting off."""
 
@@ -31,18 +32,18 @@ class Rule:
     """Translation of one key, or the reason why it has none."""
 
     to: str | None = None
-    """Our path; a ``*`` is what the pattern's ``*`` stands for. None: nothing is written."""
+    """Path of our key: a ``*`` is replaced by what matched the pattern's ``*``; ``=`` is their path. None: left out."""
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """Their value -> ours. Others are taken as they are, or, if ``closed``, named as lost."""
+    """Their value -> ours. Other values are kept, or, if ``closed``, reported as lost."""
     closed: bool = False
     note: str = ""
-    """What the key means here if that is something else; why it has no effect; what is lost."""
+    """Difference in meaning, reason why the key has no effect, or description of what is lost."""
     lost: bool = False
     """True for a setting that has no counterpart."""
     later: bool = False
-    """True if a function of the module reads it, together with others."""
+    """True if a function of the system's module reads the key, together with others."""
     advice: str = ""
-    """What to write here instead, for a key that is met alone. Default: made from the rest."""
+    """Remedy for the key where it stands in a file of ours. Default: derived from the other fields."""
 
 
 def to(path: str, values: Mapping[Any, Any] | None = None, note: str = "", closed: bool = False) -> Rule:
@@ -56,7 +57,7 @@ def none(reason: str) -> Rule:
 
 
 def lost(reason: str) -> Rule:
-    """Return the rule of a setting that this system does not have."""
+    """Return the rule of a setting that this toolkit does not have."""
     return Rule(note=reason, lost=True)
 
 
@@ -66,13 +67,13 @@ def later(advice: str = "") -> Rule:
 
 
 def table(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return a table with a row for each key; several keys of one rule are written with spaces between them."""
+    """Return a table with one row per key. In ``rules``, keys that share a rule are separated by spaces."""
     return {key: rule for keys, rule in rules.items() for key in keys.split()}
 
 
 @dataclass
 class Translation:
-    """A configuration of ours in the making, and what is to be said of it."""
+    """A translation in progress: our configuration so far, and the messages about it."""
 
     origin: str
     """Name of the other system."""
@@ -81,26 +82,26 @@ class Translation:
     values: dict[Path, Any] = field(default_factory=dict)
     """Our keys and values."""
     notes: dict[Path, str] = field(default_factory=dict)
-    """Our key -> what of its meaning has changed."""
+    """Our key -> how its meaning differs from theirs."""
     lines: list[str] = field(default_factory=list)
-    """A sentence for each key that is not simply taken."""
+    """A sentence for each key that is not taken over unchanged."""
     lost: list[str] = field(default_factory=list)
     """A sentence for each setting that has no counterpart."""
     without_effect: list[str] = field(default_factory=list)
     """A sentence for each key that has no effect here."""
     missing: list[str] = field(default_factory=list)
-    """A sentence for each thing that the other configuration does not say; each begins with our path."""
+    """A sentence for each setting that we need and their configuration does not have; each begins with our path."""
     problems: list[ConfigProblem] = field(default_factory=list)
-    """Values that have no meaning here: the loader refuses them, and `roll convert` names them as missing."""
+    """Problems of values that have no meaning here: the loader rejects them, `roll convert` lists them as missing."""
     unread: set[Path] = field(default_factory=set)
-    """Their keys that are left to a function and that none has read."""
+    """Their keys that are left to functions and that no function has read yet."""
     unnamed: set[Path] = field(default_factory=set)
-    """Those of them that the table has only by a pattern: where a function knows them, it reads them in any case."""
+    """The part of ``unread`` whose names match only a wildcard; a key here is unknown unless a function reads it."""
     read: list[str] = field(default_factory=list)
-    """Their keys in the order in which functions have read them."""
+    """Their keys in the order in which functions read them."""
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return the value of their key, or ``default``. A key of which only the parts below are given is not there."""
+        """Return the value of their key, or ``default``. A section has no value, only its keys do."""
         parts = tuple(path.split("."))
         self.unread.discard(parts)
         self.unnamed.discard(parts)
@@ -109,7 +110,7 @@ class Translation:
         return self.given.get(parts, default)
 
     def flag(self, path: str, default: bool = False) -> bool:
-        """Return the value of their switch, or ``default`` if it is missing, null, or, with a problem, no boolean."""
+        """Return their boolean; ``default`` if it is missing or null, or, after noting a problem, of another type."""
         value = self.get(path)
         if value is None or isinstance(value, bool):
             return default if value is None else value
@@ -117,7 +118,7 @@ class Translation:
         return default
 
     def number(self, path: str, default: float) -> float:
-        """Return their number, or ``default`` if it is missing, null, or, with a problem, no number."""
+        """Return their number; ``default`` if it is missing or null, or, after noting a problem, of another type."""
         value = self.get(path)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return default if value is None else value
@@ -125,8 +126,11 @@ class Translation:
         return default
 
     def choice(self, path: str, values: Mapping[Any, Any], default: Any) -> Any:
-        """Return what their value is here by ``values``; for a missing one, or one that is named as lost, what
-        ``default``, a value of theirs, is."""
+        """Return our value for theirs, by the mapping ``values``.
+
+        ``default`` is one of their values. It stands for a missing value and for one without a counterpart, which is
+        reported as lost.
+        """
         value = self.get(path, default)
         found = _looked_up(values, value)
         if found is not NOTHING:
@@ -136,18 +140,18 @@ class Translation:
         return values[default]
 
     def anywhere(self, suffix: str, default: Any = None) -> Any:
-        """Return the value of their first key that is ``suffix`` in any section, or ``default``."""
+        """Return the value of their first key that ends in ``suffix``, in any section, or ``default``."""
         wanted = tuple(suffix.split("."))
         found = next((parts for parts in self.given if parts[-len(wanted) :] == wanted), None)
         return default if found is None else self.get(".".join(found), default)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
-        """Note a value of theirs that has no meaning here."""
+        """Add the problem that a value of theirs has no meaning here."""
         message = f"{shown(value, path.rpartition('.')[2])} has no meaning here"
         self.problems.append(ConfigProblem(path, message, remedy))
 
     def take(self, *steps: Callable[[Translation], None]) -> None:
-        """Let each function read its keys. A value that it cannot compute with becomes a problem."""
+        """Call each function with this translation. A value that makes one fail becomes a problem."""
         for step in steps:
             self.read.clear()
             try:
@@ -166,7 +170,7 @@ class Translation:
         return self.values.get(tuple(path.split(".")), default)
 
     def put(self, path: str | Path, value: Any, note: str = "", origin: str = "") -> None:
-        """Set our key, unless it has a value. ``origin`` says which of their keys it is from."""
+        """Set our key, unless it has a value already. ``origin`` names the key of theirs that decides the value."""
         parts = tuple(path.split(".")) if isinstance(path, str) else path
         name = ".".join(parts)
         if self.values.get(parts, value) != value:
@@ -180,16 +184,16 @@ class Translation:
             self.lines.append(what + (f" ({note})" if note else ""))
 
     def put_given(self, path: str, value: Any, note: str = "") -> None:
-        """Set our key, if theirs has a value."""
+        """Set our key, unless ``value`` is None."""
         if value is not None:
             self.put(path, value, note)
 
     def put_name(self, value: Any) -> None:
-        """Write the name of the experiment, if there is one; it becomes the name of a folder."""
+        """Set the experiment's name, unless it is None. It becomes a folder name, so slashes are replaced."""
         self.put_given("exp_name", None if value is None else str(value).replace("/", "-"))
 
     def put_cluster(self, per_node: int, nodes: int) -> None:
-        """Write how many GPUs there are; several nodes are a Ray cluster that runs already."""
+        """Set the number of GPUs and nodes; several nodes need a Ray cluster that is already running."""
         self.put("cluster.device", "cuda")
         self.put("cluster.num_devices_per_node", per_node)
         if nodes > 1:
@@ -197,39 +201,39 @@ class Translation:
             self.put("cluster.address", "auto")
 
     def put_precision(self, dtype: str) -> None:
-        """Write the precision of trainer and engine, unless one has its own."""
+        """Set the precision of trainer and engine, unless the role already has one."""
         for role in ("actor_train", "actor_infer"):
             path = f"{role}.model_args.dtype"
             self.put(path, self.ours(path, dtype))
 
     def drop(self, path: str, reason: str) -> None:
-        """Take our key out again, and name it as without effect."""
+        """Remove our key again, and report it as without effect."""
         parts = tuple(path.split("."))
         self.no_effect(path, self.values.pop(parts), reason)
 
     def no_effect(self, path: str, value: Any, reason: str) -> None:
-        """Name a key that has no effect."""
+        """Report a key that has no effect."""
         self.without_effect.append(f"{path}: {shown(value, path.rpartition('.')[2])} has no effect here: {reason}")
         self.lines.append(self.without_effect[-1])
 
     def lose(self, path: str, value: Any, reason: str) -> None:
-        """Name a setting as lost."""
+        """Report a setting as lost."""
         self.lost.append(f"{path}: {shown(value, path.rpartition('.')[2])}: {reason}")
         self.lines.append(f"lost: {self.lost[-1]}")
 
     def unknown(self, parts: Path) -> None:
-        """Name a key that this system does not know."""
+        """Report a key of theirs that the table does not know."""
         self.lose(".".join(parts), self.given[parts], f"roll knows no key of {self.origin} of this name")
 
     def without_ratio(self, why: str) -> None:
-        """Write the loss without a ratio, and without the arguments of the one in place of which it is."""
+        """Replace the policy loss and its arguments by `vanilla`, the loss without a ratio."""
         for parts in [parts for parts in self.values if parts[0] == "actor_train" and parts[1] in _LOSS]:
             del self.values[parts]
             self.notes.pop(parts, None)
         self.put("actor_train.pg_variant", "vanilla", why)
 
     def lack(self, path: str, what: str) -> None:
-        """Name something that has to be added to the file."""
+        """Report a setting that the user has to add to the file."""
         self.missing.append(f"{path}: {what}")
 
     def tree(self) -> dict[str, Any]:
@@ -242,7 +246,7 @@ def translated(
 ) -> Translation:
     """Return the translation of their keys by a table.
 
-    Keys without a rule are taken as they are if ``unknown_is_ours``, and named as lost if not.
+    Keys without a rule are kept if ``unknown_is_ours``, else reported as lost.
     """
     done = Translation(origin, dict(given))
     pending = []
@@ -262,8 +266,10 @@ def translated(
 def translation(
     origin: str, rules: Mapping[str, Rule], steps: Sequence[Callable[[Translation], None]], given: Mapping[Path, Any]
 ) -> Translation:
-    """Return our configuration of another system's keys, all of them accounted for: those of the table, then those that
-    each step reads together."""
+    """Return the translation of another system's keys: first by its table, then by each step.
+
+    Every key is accounted for (`accounted`).
+    """
 
     def translate(keys: Mapping[Path, Any]) -> Translation:
         done = translated(origin, keys, rules, unknown_is_ours=False)
@@ -274,8 +280,12 @@ def translation(
 
 
 def accounted(translate: Callable[[Mapping[Path, Any]], Translation], given: Mapping[Path, Any]) -> Translation:
-    """Return a translation in which each key that changes nothing is named: as unknown if no function knows it, as lost
-    if only a whole number would change something, and else as without effect beside others."""
+    """Return a translation that also reports each key without influence on the outcome.
+
+    Such a key is unknown if it matches only a wildcard and no function reads it; its value is lost if the number 1 in
+    its place would change the outcome; otherwise the key has no effect, because other keys decide. To find out, the
+    translation is repeated without the key, and with other values of it.
+    """
 
     def complete(keys: Mapping[Path, Any]) -> Translation:
         done = translate(keys)
@@ -344,19 +354,21 @@ def _apply(done: Translation, parts: Path, value: Any, pattern: str, rule: Rule)
 
 
 def _looked_up(values: Mapping[Any, Any], value: Any) -> Any:
-    """Return the entry of a value; `NOTHING` without one. True is not 1 here."""
+    """Return the entry of a value; `NOTHING` without one. Types must agree: True is not 1."""
     return next((new for old, new in values.items() if old == value and type(old) is type(value)), NOTHING)
 
 
 def _filled(path: str, parts: Path, pattern: str) -> Path:
-    """Return our path: each ``*`` is what the pattern's stands for, and ``=`` the whole of theirs."""
+    """Return our path: each ``*`` is replaced by what matched the pattern's, and ``=`` is their whole path."""
     stars = [part for part, wanted in zip(parts, pattern.split("."), strict=False) if wanted == "*"]
     return parts if path == "=" else tuple(stars.pop(0) if part == "*" else part for part in path.split("."))
 
 
 def rule_of(parts: Path, rules: Mapping[str, Rule]) -> tuple[str, Rule] | None:
-    """Return the pattern and the rule of a key: that of its own name before others. ``**.x`` is an ``x`` anywhere,
-    ``a.**`` all below ``a``, and ``*`` one part."""
+    """Return the pattern and the rule of a key; None without one. An exact name takes precedence over patterns.
+
+    ``**.x`` matches ``x`` in any section, ``a.**`` everything below ``a``, and ``*`` one part.
+    """
     path = ".".join(parts)
     if path in rules:
         return path, rules[path]
@@ -375,19 +387,21 @@ def _matches(parts: Path, pattern: str) -> bool:
 
 
 def whole(value: Any) -> int | None:
-    """Return a whole number above 0; None for anything else."""
+    """Return the value if it is a whole number above 0, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def in_epochs(origin: str, epochs: Any) -> str:
-    """Return what is missing where the length of a run is given in epochs of its data, or not at all."""
+    """Return the message for a run whose length is given in epochs, or not at all (None)."""
     given = "their number was not given" if epochs is None else f"there are {epochs}"
     return f"{origin} counts epochs, and {given}: prompts of the data x epochs / `rollout_batch_size`"
 
 
 def put_trackers(done: Translation, key: str, project: Any, no_trackers: Collection[str]) -> list[str]:
-    """Write the trackers that their key names, and the project of each. Return those that there are here; the names in
-    ``no_trackers`` are those of none."""
+    """Set the trackers that their key names, and the project of each. Return the supported ones.
+
+    Names in ``no_trackers`` stand for no tracker; any other unsupported name is reported as lost.
+    """
     names = done.get(key, [])
     names = names if isinstance(names, list) else [names]
     known = [name for name in names if name in (TENSORBOARD, *TRACKERS.built_in)]
@@ -402,7 +416,7 @@ def put_trackers(done: Translation, key: str, project: Any, no_trackers: Collect
 
 
 def leaves(tree: Mapping[str, Any], parts: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each key below a tree that holds no mapping, or an empty one, with its value."""
+    """Yield path and value of each key in a tree whose value is not a mapping, or an empty one."""
     for key, value in tree.items():
         path = (*parts, key)
         if isinstance(value, Mapping) and value:
@@ -412,7 +426,7 @@ def leaves(tree: Mapping[str, Any], parts: Path = ()) -> Iterator[tuple[Path, An
 
 
 def nested(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return the tree with these leaves. A mapping wins over a plain value at the same place."""
+    """Return the tree with these leaves (see `leaves`). A mapping wins over a plain value at the same path."""
     tree: dict[str, Any] = {}
     for parts, value in values.items():
         section = tree

@@ -1,4 +1,4 @@
-"""slime's flags, those of Megatron and SGLang among them. The tables agree with `docs/migration/slime.md`."""
+"""Translation of slime's flags, including those of Megatron and SGLang; agrees with `docs/migration/slime.md`."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ _TABLE = {
     _SCHEDULER_FLAGS: none(_SCHEDULER),
 }
 RULES = table(_TABLE)
-"""Flag of slime, without its dashes -> what becomes of it."""
+"""Flag of slime, without its dashes -> its rule."""
 
 _ESTIMATORS = {
     "grpo": "grpo", "gspo": "grpo", "ppo": "gae", "cispo": "grpo", "reinforce_plus_plus": "reinforce_plus_plus",
@@ -204,7 +204,7 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1", "abs"
 
 
 def translate(given: Mapping[Path, Any]) -> Translation:
-    """Return our configuration of slime's flags."""
+    """Return the translation of slime's flags."""
     steps = (_data, _devices, _trainer, _batches, _loss, _engine, _validation, _rewards, _teacher, _running)
     return translation(ORIGIN, RULES, steps, given)
 
@@ -286,7 +286,7 @@ def _trainer(done: Translation) -> None:
 
 
 def _batches(done: Translation) -> None:
-    """`--global-batch-size` counts the samples of an optimizer step."""
+    """Translate batch sizes. `--global-batch-size` counts the samples of an optimizer step."""
     prompts, samples = whole(done.ours("rollout_batch_size")), whole(done.ours("num_return_sequences_in_group", 1))
     steps, size = whole(done.get("num-steps-per-rollout")), whole(done.get("global-batch-size"))
     micro, dynamic = whole(done.get("micro-batch-size", 1)) or 1, done.flag("use-dynamic-batch-size")
@@ -374,14 +374,14 @@ def _loss(done: Translation) -> None:
 
 
 def _updates(done: Translation) -> int | None:
-    """Return the optimizer steps of a batch; None where they are not whole numbers."""
+    """Return the optimizer steps per rollout batch; None if that is not a whole number."""
     samples = (whole(done.ours("rollout_batch_size")) or 0) * (whole(done.ours("num_return_sequences_in_group")) or 0)
     steps, size = whole(done.get("num-steps-per-rollout")), whole(done.get("global-batch-size", samples))
     return steps or (samples // size if size and samples % size == 0 else None)
 
 
 def _beside(done: Translation, role: str) -> None:
-    """Write a role that takes turns with the trainer on its devices."""
+    """Add a role that takes turns with the trainer on its devices."""
     done.put(f"{role}.strategy_args.strategy_name", "megatron_train")
     for key, value in list(done.values.items()):
         if key[:3] == ("actor_train", "strategy_args", "strategy_config"):

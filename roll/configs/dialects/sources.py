@@ -1,7 +1,7 @@
-"""Configurations of other systems as their keys and values: YAML, TOML, command lines in shell scripts, Python scripts.
+"""Readers of other systems' configurations: YAML, TOML, command lines in shell scripts, Python scripts.
 
-Nothing is run. Of a script only its text is read: words, assignments of plain values, whole-number arithmetic; of
-Python only literal arguments. What would have to be computed is kept as text, and reported with its key.
+Nothing is executed. Scripts are only parsed: words, assignments of plain values and whole-number arithmetic in shell
+scripts, literal arguments in Python. A value that would have to be computed is kept as text and reported with its key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$(\{?\w+(\[[@*]\])?\}?|[@*])|")
 STRAY = ("words",)
-"""In place of a key: the words of a command line that are neither ``key=value`` nor of a flag."""
+"""Key of the words of a command line that are neither ``key=value`` nor part of a flag."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -42,17 +42,17 @@ _OPERATORS = {
     ast.FloorDiv: operator.floordiv,
 }
 _LARGEST = 2**53
-"""Largest whole number that arithmetic in a script may come to."""
+"""Limit of results of the arithmetic in a script."""
 
 _LONGEST_WORD = 100_000
-"""Longest word with its variables replaced; a few lines could double one again and again."""
+"""Maximum length of a word with its variables replaced; a few lines could double a word again and again."""
 
 
 def read_keys(text: str, source: str) -> dict[Path, Any]:
-    """Return the keys and values of a text; ``source`` is its file name, whose ending says what it is.
+    """Return the keys and values of a text; the ending of its file name, ``source``, decides the format.
 
-    The flag ``--a-b 1`` is the key ``a-b``, ``x.y=1`` is ``x.y``; ``entry`` is the module or script that the last such
-    command starts. Raises `ConfigError`.
+    The flag ``--a-b 1`` is the key ``a-b``, ``x.y=1`` is ``x.y``; ``entry`` is the module or script that the last
+    Python command starts. Raises `ConfigError`.
     """
     ending = FilePath(source).suffix
     if ending == ".toml":
@@ -72,7 +72,7 @@ def read_keys(text: str, source: str) -> dict[Path, Any]:
 
 
 def _referred(value: Any, plain: Any) -> Any:
-    """Return what a reference to another key leads to. One to the environment stays: it may be a secret."""
+    """Return the value of a reference to another key. A reference to the environment stays: it may be a secret."""
     return plain if isinstance(value, str) and "${" in value and "oc.env" not in value and plain is not None else value
 
 
@@ -106,7 +106,7 @@ def _of_shell(text: str) -> dict[Path, Any]:
 
 
 def _entry(words: list[str]) -> str | None:
-    """Return the module or script that a command starts with Python, or ``trl`` and its command, if there is more."""
+    """Return the module or script that a Python command starts, or ``trl <command>``; None without further words."""
     if words[0] == "trl" and len(words) > 2:
         return " ".join(words[:2])
     for index, word in enumerate(words[:-1]):
@@ -138,7 +138,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _unquoted(word: str) -> str:
-    """Return a word without its quotes. In single quotes a dollar stays what it is."""
+    """Return a word without its quotes. Dollar signs in single quotes are masked, so they are not expanded."""
     try:
         return "".join(shlex.split(re.sub(r"'[^']*'", lambda match: match[0].replace("$", "\0"), word))) or word
     except ValueError:
@@ -146,8 +146,10 @@ def _unquoted(word: str) -> str:
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word with the variables that the script itself sets, and whole-number arithmetic, replaced. A variable
-    of the shell is marked, for `_from_environment`."""
+    """Return a word with its variables and whole-number arithmetic replaced.
+
+    Variables that the script does not set are marked for `_from_environment`.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match["braced"] or match["plain"]
@@ -155,7 +157,7 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
         known = variables.get(name, default)
         return f"\1{name}\2" if known is None else known
 
-    for _ in range(8):  # variables may be made of variables
+    for _ in range(8):  # values may contain variables
         new = _VARIABLE.sub(value, word)
         if new == word or len(new) > _LONGEST_WORD:
             break
@@ -164,7 +166,7 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
 
 
 def _from_environment(text: str) -> str:
-    """Return a text with its marked variables as references of ours."""
+    """Return a text with its marked variables as references `${oc.env:NAME}`."""
     return re.sub("\1(\\w+)\2", r"${oc.env:\1}", text)
 
 
@@ -192,8 +194,10 @@ def _whole_number(node: ast.expr, names: Mapping[str, str]) -> int:
 
 
 def _flags(words: list[str]) -> tuple[dict[Path, Any], list[str]]:
-    """Return the flags of a command, with one value, several as a list, or without one as true; and the words that are
-    neither of a flag nor an override. What follows a redirection is none of them."""
+    """Return the flags of a command, and its words that are neither part of a flag nor an override.
+
+    A flag has its one value, a list of several, or true without any. Reading stops at a redirection.
+    """
     found: dict[Path, Any] = {}
     others: list[str] = []
     values: list[Any] | None = None
@@ -217,7 +221,7 @@ def _flags(words: list[str]) -> tuple[dict[Path, Any], list[str]]:
 
 
 def plain_value(text: str) -> Any:
-    """Return a word of a command line as YAML reads it; as text if it is none."""
+    """Return a word of a command line parsed as YAML; the text itself if it is not YAML."""
     if text in ("True", "False", "None", "null"):
         return {"True": True, "False": False}.get(text)
     try:
@@ -227,14 +231,15 @@ def plain_value(text: str) -> Any:
 
 
 class _Computed(str):
-    """The source of an argument that is no literal."""
+    """The source text of an argument that is not a literal."""
 
 
 def _of_python(text: str, source: str) -> dict[Path, Any]:
-    """Return the arguments of the calls of ``...Config`` and ``...Trainer`` in a script, what it assigns to their
-    attributes later, and the arguments of ``load_dataset`` as ``dataset_name`` and so on.
+    """Return the arguments of the calls of ``...Config`` and ``...Trainer`` in a script.
 
-    A trainer's first argument is ``model``. The value of a name is known if the script assigns it once, a literal.
+    Later assignments to their attributes count as arguments, too; the arguments of ``load_dataset`` become
+    ``dataset_name`` and so on. A trainer's first argument is ``model``. A name has a known value if the script assigns
+    it exactly once, a literal.
     """
     try:
         module = ast.parse(text)
@@ -288,7 +293,7 @@ def _named(name: str, value: Any, of_adapter: bool) -> dict[Path, Any]:
 
 
 def _bodies(module: ast.Module) -> Iterator[list[ast.stmt]]:
-    """Yield the statements that run whenever their function does: those under no condition and in no loop."""
+    """Yield the statement lists of the module, of each function and of each ``if __name__ == ...``."""
     yield module.body
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
@@ -296,7 +301,7 @@ def _bodies(module: ast.Module) -> Iterator[list[ast.stmt]]:
 
 
 def _names(nodes: Sequence[ast.AST], always: Sequence[ast.stmt]) -> dict[str, ast.expr]:
-    """Return the names that a script assigns once, with what it assigns."""
+    """Return the names that a script assigns exactly once, with the assigned expressions."""
     stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     stored += [node.arg for node in nodes if isinstance(node, ast.arg)]
     return {
@@ -308,7 +313,7 @@ def _names(nodes: Sequence[ast.AST], always: Sequence[ast.stmt]) -> dict[str, as
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
-    """Return the value of a literal, or of a name of one; the source of anything else, as `_Computed`."""
+    """Return the value of a literal, or of a name that stands for one; the source of anything else, as `_Computed`."""
     try:
         return _value(node, names)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -326,7 +331,7 @@ def _value(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
 
 
 def is_computed(value: Any) -> bool:
-    """Return True for text that a script would have computed."""
+    """Return True for the source text of a value that the script computes."""
     return isinstance(value, _Computed) or (
         isinstance(value, str) and bool(re.search(r"\$(?!\{oc\.env:)[\w({]|`", value))
     )

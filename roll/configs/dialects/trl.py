@@ -1,4 +1,4 @@
-"""TRL's arguments, of `GRPOConfig`, `RLOOConfig` and `AsyncGRPOConfig`, of its trainers and of `trl grpo`.
+"""Translation of TRL's arguments: `GRPOConfig`, `RLOOConfig`, `AsyncGRPOConfig`, their trainers and `trl grpo`.
 
 The tables agree with `docs/migration/trl.md`.
 """
@@ -27,7 +27,7 @@ from roll.configs.errors import ConfigProblem, count
 
 ORIGIN = "TRL"
 COMPUTED = ("model", "reward_funcs", "train_dataset", "eval_dataset", "model_init_kwargs")
-"""Arguments whose source says something although it is no literal."""
+"""Arguments whose source text is useful even where it is not a literal."""
 _ENGINE = "actor_infer.strategy_args.strategy_config"
 _TRAIN = "actor_train.training_args"
 _HUB = "nothing is pushed to the hub"
@@ -171,21 +171,21 @@ _TABLE = {
     "weight_sync_timeout": to("weight_update.timeout_seconds"),
 }
 RULES = table(_TABLE)
-"""Argument of TRL -> what becomes of it."""
+"""Argument of TRL -> its rule."""
 
 _OTHERS = ("sft", "dpo", "kto", "ppo", "reward", "prm", "orpo", "cpo", "bco", "gkd", "xpo", "nashmd", "onlinedpo")
-"""Names of TRL's other trainers, in small letters."""
+"""Names of TRL's other trainers, in lower case."""
 _VERIFIERS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
 
 
 def translate(given: Mapping[Path, Any]) -> Translation:
-    """Return our configuration of TRL's arguments."""
+    """Return the translation of TRL's arguments."""
     steps = (_trainer_is_known, _model, _data, _devices, _batches, _loss, _engine, _rewards, _validation, _running)
     return translation(ORIGIN, RULES, steps, given)
 
 
 def _trainer_is_known(done: Translation) -> None:
-    """Other trainers have arguments of the same names and another meaning."""
+    """Add a problem for any other trainer: its arguments have the same names and another meaning."""
     for name in str(done.get("entry", "")).split():
         other = name.endswith("Trainer") or name.removesuffix("Config").lower().replace("_", "") in _OTHERS
         if other and not re.search("GRPO|RLOO", name):
@@ -277,7 +277,7 @@ def _is_async(done: Translation) -> bool:
 
 
 def _batches(done: Translation) -> None:
-    """TRL counts completions of a device; here prompts of a training step are counted."""
+    """Translate batch sizes. TRL counts completions per device; here the prompts of a training step are counted."""
     micro = whole(done.get("per_device_train_batch_size", 8)) or 8
     accumulation = whole(done.get("gradient_accumulation_steps", 1)) or 1
     steps, generated = whole(done.get("steps_per_generation")), whole(done.get("generation_batch_size"))
@@ -414,7 +414,7 @@ def _rewards(done: Translation) -> None:
 
 
 def _elements(source: str) -> list[str]:
-    """Return the sources of the elements of a list in Python, without quotes; of anything else, itself."""
+    """Return the source of each element of a Python list, without quotes; for other sources a list of just that one."""
     try:
         node = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):

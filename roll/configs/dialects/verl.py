@@ -1,4 +1,4 @@
-"""verl's keys, with those of its asynchronous recipes and of dots. The tables agree with `docs/migration/verl.md`."""
+"""Translation of verl's keys, those of its asynchronous recipes and of dots; agrees with `docs/migration/verl.md`."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ _TABLE = {
     f"{_AR}.rollout.data_parallel_size": none("each `num_gpus_per_engine` devices are an engine"),
     f"{_AR}.rollout.multi_turn.**": lost("write `pipeline: agentic`, with environments and tools (docs/agentic.md)"),
     f"{_AR}.rollout.agent.**": lost("write `pipeline: agentic`, with environments and tools (docs/agentic.md)"),
-    # asynchrony, dots' among it
+    # asynchrony, including that of dots
     "**.hybrid_engine": later("write the same `device_mapping` for `actor_train` and `actor_infer`"),
     f"{_AR}.rollout.mode": none("each request is on its own, at every ratio"),
     "**.async_strategy **.async_pipeline": later("write `async_generation_ratio: 1`"),
@@ -244,7 +244,7 @@ _TABLE = {
     "distillation.**": later("write `teacher` and `distillation`"),
 }
 RULES = table(_TABLE)
-"""verl's key -> what becomes of it."""
+"""verl's key -> its rule."""
 
 _LOSSES = {
     "vanilla": "ppo", "cispo": "cispo", "gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo", "dppo_tv": "dppo",
@@ -257,7 +257,7 @@ _LOSS_ARGUMENTS = {
     "policy_loss.ppo_kl_coef": ("kl_cov", "beta"), "tau_pos": ("sapo", "tau_positive"),
     "tau_neg": ("sapo", "tau_negative"),
 }  # fmt: skip
-"""Key below `actor` -> the loss of ours that has it, and its argument."""
+"""Key below `actor` -> our policy loss, and its argument."""
 _ESTIMATORS = {
     **{name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "gdpo")},
     **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")},
@@ -268,11 +268,11 @@ _KL = {
     "low_var_kl+": "k3_straight_through", "k3+": "k3_straight_through",
 }  # fmt: skip
 COLUMNS = {"messages": "prompt", "domain": "data_source", "ground_truth": "reward_model.ground_truth"}
-"""Our fields -> the columns of verl's data sets."""
+"""Our field -> the column of verl's data sets."""
 
 
 def translate(given: Mapping[Path, Any]) -> Translation:
-    """Return our configuration of verl's keys."""
+    """Return the translation of verl's keys."""
     first = (_data, _devices, _trainer, _batches, _loss, _advantages, _asynchrony, _correction, _kl)
     steps = (*first, _critic, _teacher, _engine, _validation, _rewards, _running)
     return translation(ORIGIN, RULES, steps, given)
@@ -391,7 +391,7 @@ def _trainer(done: Translation) -> None:
 
 
 def _batches(done: Translation) -> None:
-    """A mini-batch counts prompts in verl and micro-batches here."""
+    """Translate batch sizes. A mini-batch counts prompts in verl, and micro-batches here."""
     prompts, samples = whole(done.ours("rollout_batch_size")), whole(done.ours("num_return_sequences_in_group"))
     mini = whole(done.get(f"{_AR}.actor.ppo_mini_batch_size", 256))
     micro = done.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu") or done.get(f"{_AR}.actor.ppo_micro_batch_size")
@@ -466,7 +466,7 @@ def _advantages(done: Translation) -> None:
 
 
 def _correction(done: Translation) -> None:
-    """Importance weights and rejection. Until 0.6 verl had the keys in `algorithm`, and a switch and a level apart."""
+    """Translate importance weights and rejection. Until 0.6 verl had separate keys for them in `algorithm`."""
     new, old = "algorithm.rollout_correction", "algorithm"
     levels = {name: name for name in ("token", "sequence", "geometric", None)}
     switch = {True: True, False: None, None: None, "token": "token", "sequence": "sequence"}
@@ -491,7 +491,7 @@ def _correction(done: Translation) -> None:
     if bypass and plain:
         done.without_ratio("verl's `reinforce` in bypass mode")
     elif bypass:
-        level = None  # the ratio is that to the policy that sampled
+        level = None  # the loss's own ratio is already taken against the policy that sampled
     if done.flag(f"{new}.rollout_is_batch_normalize") and level is not None:
         done.put("train_infer_correction.normalize", True)
     if level is not None:
@@ -535,7 +535,7 @@ def _kl(done: Translation) -> None:
 
 
 def _frozen(done: Translation, role: str) -> None:
-    """Write a role that takes turns with the trainer on its devices."""
+    """Add a role that takes turns with the trainer on its devices."""
     done.put(f"{role}.strategy_args.strategy_name", done.ours("actor_train.strategy_args.strategy_name"))
     for way in ("tensor", "pipeline"):
         size = done.ours(f"{_OPTIONS}.{way}_model_parallel_size")
@@ -560,7 +560,7 @@ def _critic(done: Translation) -> None:
 
 
 _DISTILLED_AT_SAMPLES = ("kl", "k1", "k2", "k3", "low_var_kl", "mse", "abs")
-"""verl's distillation losses that know only the tokens that the student sampled."""
+"""verl's distillation losses that use only the tokens that the student sampled."""
 
 
 def _teacher(done: Translation) -> None:
