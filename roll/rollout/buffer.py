@@ -136,7 +136,7 @@ class _ReadyFirst(Generic[Item, Result]):
         return self._size
 
     def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
-        """Yield ready groups in the order they finished, without those that would take the room of earlier deadlines."""
+        """Yield ready groups in the order they finished, except those that would take the room of earlier deadlines."""
         deadlines = sorted({*self._by_deadline, *in_flight.by_deadline, *batch.chosen})
         room, due, missing = [], 0, batch.size - batch.chosen.total()
         for deadline in deadlines:
@@ -183,7 +183,7 @@ class _Fifo(Generic[Item, Result]):
         return len(self._released)
 
     def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
-        """Yield ready groups in `fifo` order, as long as the batch also has room for all unfinished ones before them."""
+        """Yield ready groups in `fifo` order, as long as the batch has room for the unfinished ones before them, too."""
         missing = batch.size - batch.chosen.total()
         self.takeable(in_flight)
         while missing and self._released:

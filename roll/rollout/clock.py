@@ -27,7 +27,7 @@ class Deadlock(RuntimeError):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that never blocks: instead of sleeping, it reports how long it would have slept and returns at once."""
+    """A selector that never blocks: instead of sleeping, it reports how long it would have slept, and returns."""
 
     def __init__(self, skip: Callable[[float | None], None]) -> None:
         super().__init__()

@@ -309,7 +309,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def holding_up(self) -> list[int]:
-        """Return the ids of groups in flight for which a full batch waits, because later batches have no room for them."""
+        """Return the ids of groups in flight that a full batch waits for, because later batches have no room."""
         return self._buffer.overdue() if self._in_flight else []
 
     def why_waiting(self) -> Refusal | Literal["source", "stopped"]:
