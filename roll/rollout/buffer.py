@@ -183,7 +183,7 @@ class _Fifo(Generic[Item, Result]):
         return len(self._released)
 
     def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
-        """Yield ready groups in `fifo` order, as long as the batch has room for the unfinished ones before them, too."""
+        """Yield ready groups in `fifo` order, as long as the batch has room for the unfinished ones before them."""
         missing = batch.size - batch.chosen.total()
         self.takeable(in_flight)
         while missing and self._released:
