@@ -59,7 +59,7 @@ class CanaryScores:
 
 
 def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the ``mismatch/canary_...`` metrics of the differences that `compare_canaries` returned for the engines."""
+    """Return the ``mismatch/canary_...`` metrics for the results of `compare_canaries`, one array per engine."""
     everything = np.concatenate(differences)
     sizes, tokens = np.abs(everything), len(everything)
     return {
