@@ -432,7 +432,7 @@ class Watched:
             self._killed_because = "disk"
 
     def _note(self, kind: str) -> list[str] | None:
-        """Return the words after ``kind`` in the first line of the status pipe that begins so; None if none does."""
+        """Return the words after ``kind`` in the first status line that begins with it; None if there is none."""
         for line in self._read[self._notes].decode(errors="replace").splitlines():
             words = line.split()
             if words and words[0] == kind:
