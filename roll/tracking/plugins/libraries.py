@@ -48,9 +48,7 @@ class WandbPlugIn(TrackerPlugIn):
     install: ClassVar[str] = install_command("wandb")
 
     def __init__(self, run: TrackerRun, options: WandbOptions) -> None:
-        os.environ["WANDB_ERROR_REPORTING"] = (
-            "false"  # otherwise wandb sends its own errors to its makers, even offline
-        )
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # otherwise wandb reports its own errors, even offline
         import wandb
 
         Path(run.folder).mkdir(parents=True, exist_ok=True)
