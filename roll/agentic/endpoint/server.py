@@ -371,7 +371,7 @@ class Endpoint:
     async def _deliver(
         self, request: web.Request, call: _Call, dialect: Dialect, asked: ModelRequest
     ) -> web.StreamResponse:
-        """Wait for the answer and send it. A stream gets its parts as they come, with keep-alive comments in between."""
+        """Wait for the answer and send it. A stream gets its parts as they come, with keep-alive comments between."""
         from aiohttp import web
 
         response: web.StreamResponse | None = None

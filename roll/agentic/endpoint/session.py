@@ -68,7 +68,7 @@ class SessionSettings:
     """Limits of lengths. `max_steps` limits the number of answers, `prompt_length` the first prompt of a conversation.
     """
     parser: Parser
-    """Name of the parser for tool calls, from `tool_calls.py`."""
+    """Function that parses tool calls, from `tool_calls.py`."""
     earlier_reasoning: EarlierReasoning = "keep"
     """`keep`: the policy's reasoning from earlier turns stays in its context. `template`: the chat template decides. If
     it removes the reasoning, each message of the user may begin a new sample."""
