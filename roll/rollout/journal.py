@@ -37,7 +37,7 @@ class RecordKind(IntEnum):
     FINISHED = 1
     DROPPED = 2
     WENT_BACK = 3
-    """A restart after training step ``version``. Earlier records of a later version no longer count."""
+    """A restart after training step ``version``. It voids all earlier records with a later version."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Journal:
             self._members[self._path].add(record.group_id)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk."""
+        """Wait until all records are on disk."""
         os.fsync(self._file.fileno())
 
     def prune(self, oldest: RolloutProgress) -> None:

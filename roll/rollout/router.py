@@ -280,7 +280,7 @@ class Router:
             heapq.heapify(ranks)
 
     def _first(self, shelf: Shelf) -> Rank | None:
-        """Return the smallest current rank of a shelf; None, and delete the shelf, if it has no live replica."""
+        """Return the smallest current rank of a shelf. If it has no live replica, delete it and return None."""
         ranks = self._ranks[shelf]
         while ranks and not self._is_rank(ranks[0]):
             heapq.heappop(ranks)

@@ -97,9 +97,9 @@ ACTOR_GONE = (
     ray.exceptions.ActorPlacementGroupRemoved,
     ray.exceptions.RuntimeEnvSetupError,
 )
-"""Ray's errors for a dead actor. Catch `RayTaskError` first: an error that a living actor raised is also an instance of
-its cause's class, which may be one of these. `ActorUnavailableError` (Ray cannot reach the actor) is included as a
-subclass, because callers replace such an actor."""
+"""Ray's errors for a call to a dead actor. They include `ActorUnavailableError` (Ray cannot reach the actor), because
+callers replace such an actor. Catch `RayTaskError` first: an error raised by a living actor is also an instance of its
+cause's class, which may be one of these."""
 
 
 def is_gone_for_good(error: BaseException) -> bool:
@@ -144,9 +144,9 @@ class StoppableDeadlines:
 
     @asynccontextmanager
     async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Raise `TimeoutError` if the block runs longer than ``seconds``. Time between `stop` and `resume` is free.
+        """Raise `TimeoutError` if the block takes longer than ``seconds``, like `asyncio.timeout`.
 
-        It is used like `asyncio.timeout`.
+        Time between `stop` and `resume` does not count.
         """
         async with asyncio.timeout(None if self._stopped else seconds) as deadline:
             self._seconds_left[deadline] = seconds

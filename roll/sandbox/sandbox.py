@@ -1,4 +1,4 @@
-"""Runs untrusted Python code in a separate process, with as much isolation as the system allows.
+"""Execution of untrusted Python code in a separate process, with as much isolation as the system allows.
 
 Guaranteed on every Linux system: limits of time, memory, output, files and processes; an empty environment; removal of
 the program's processes and of its folder; a result within the wall-clock limit plus a short grace period. Further

@@ -164,7 +164,7 @@ class Console:
             _logger.warning("no more console output: %s", error)
 
     def _printable(self, text: str) -> str:
-        """Return the text without control characters, which a model may write, and characters that the stream lacks."""
+        """Return the text without control characters, and with `?` for characters that the stream cannot encode."""
         encoding = self._stream.encoding or "utf-8"
         return _without_control(text).encode(encoding, errors="replace").decode(encoding)
 

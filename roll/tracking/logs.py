@@ -128,9 +128,9 @@ _logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 MOST_LINES = 20
-"""Largest number of lines shown per file and look."""
+"""Largest number of lines to show from one file every `LOOK_SECONDS`."""
 MOST_BYTES = 256 * 1024
-"""Largest number of bytes read per file and look."""
+"""Largest number of bytes to read from one file every `LOOK_SECONDS`."""
 LONGEST_LINE = 2000
 
 Shown = Literal["warnings", "all"]
