@@ -1,5 +1,4 @@
-"""`roll report`: the outputs of a run as one page that opens anywhere, without a network or a server.
+"""`roll report`: the outputs of a run as one HTML page that needs neither network nor server.
 
-Numbers on the page are those of the files and are never rounded before they are embedded. The page says what was left
-out to keep it small.
+The page has the exact numbers of the files, without rounding. It says what was left out to keep it small.
 """

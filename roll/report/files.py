@@ -1,7 +1,7 @@
-"""The files of a run, read as far as possible: a report of a failed run is worth most when files are missing.
+"""Reader of the files of a run. It tolerates missing files, because reports of failed runs are needed most.
 
-A file that is missing or cannot be read becomes a reason under its name. Only a folder without any file of a run
-raises.
+If a file is missing or cannot be read, the reason is recorded under its name. Only a folder without any file of a run
+is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Content = TypeVar("_Content")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """All content that a report is made of."""
+    """Contents of the files of a run."""
 
     root: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -43,22 +43,22 @@ class RunFiles:
     files: list[dict[str, Any]] = field(default_factory=list)
     """Name, bytes and time of the last change (seconds since the epoch) of each file."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Name of a file -> why its part of the report is empty."""
+    """Name of a file -> reason why its part of the report is empty."""
     held: bool = False
-    """True if a process works on the run right now."""
+    """True if a process is using the run now."""
 
     @property
     def training_steps(self) -> list[dict[str, Any]]:
-        """Records of training steps; record 0 is the validation before the first."""
+        """Records of training steps, without that of step 0, which is the validation before the first step."""
         return [record for record in self.metrics if record["step"] > 0]
 
 
 class NoRun(FileNotFoundError):
-    """The folder holds no run."""
+    """The folder has none of the files of a run."""
 
 
 def read_run(root: Path) -> RunFiles:
-    """Read the files that exist. Raises `NoRun` if the folder holds none of the files of a run."""
+    """Read the files that exist. Raises `NoRun` if the folder has none of the files of a run."""
     run = RunDirectory(root)
     parts = (run.metrics, run.timeline, run.samples, run.summary, run.config)
     found = [(path.name, path.stat()) for path in parts if path.is_file()]

@@ -1,6 +1,6 @@
-"""Findings on what slows a run down: who was idle, what they waited for, and where else time and samples went.
+"""Findings on the causes that slow a run down: idle roles, what they waited for, and other losses of time and samples.
 
-Each finding rests on recorded numbers and names them. The first one has the largest share of time or work at stake.
+Each finding is based on recorded numbers and names them. They are sorted by the share of time or samples that is lost.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from roll.report.files import RunFiles
 LARGE_IDLE = 0.2
 SMALL = 0.05
 STEPS_OF_WARMING_UP = 1
-"""Number of first steps left out of means if enough steps remain: they compile and fill caches."""
+"""Number of first steps that are left out of means if enough others remain, because they compile and fill caches."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding in one sentence or two, and what could be done."""
+    """A finding, with a remedy and its evidence."""
 
     share: float
-    """Lost share of the time, or of the samples: 0 to 1."""
+    """Lost share of the time or of the samples, 0 to 1."""
     text: str
     remedy: str = ""
     evidence: str = ""
@@ -37,13 +37,13 @@ def findings(run: RunFiles) -> list[Finding]:
 
 
 def settled(run: RunFiles) -> list[dict[str, Any]]:
-    """Return the training steps that means are taken over."""
+    """Return the training steps to take means over: all without the first ones, if there are enough."""
     steps = run.training_steps
     return steps[STEPS_OF_WARMING_UP:] if len(steps) > 3 * STEPS_OF_WARMING_UP else steps
 
 
 def mean_over_time(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean of a share, each step weighted by its time; None if it was never recorded."""
+    """Return the mean of a metric, weighted by the time of each step; None if it was never recorded."""
     pairs = [
         (record[name], record["time/step"])
         for record in records
@@ -54,7 +54,7 @@ def mean_over_time(records: Sequence[Mapping[str, Any]], name: str) -> float | N
 
 
 def idle_shares(run: RunFiles) -> dict[str, float]:
-    """Return the mean idle share by role."""
+    """Return role -> mean idle share."""
     records = settled(run)
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/"))
     shares = {name.removeprefix("idle/"): mean_over_time(records, name) for name in names}
@@ -71,7 +71,7 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
 
 
 def _who_waits(run: RunFiles, engine: float, trainer: float) -> tuple[float, str, str, str]:
-    """Return the lost share, who waits for whom, the remedy and further evidence, from the idle shares."""
+    """Return the lost share, the text, the remedy and further evidence for the idle shares of engine and trainer."""
     larger, smaller = max(engine, trainer), min(engine, trainer)
     if larger < LARGE_IDLE:
         return larger, "Generation and training keep each other busy", "", ""
@@ -125,7 +125,7 @@ def _too_far_ahead(run: RunFiles) -> str:
 
 
 def _busiest_judge(run: RunFiles) -> tuple[str, float]:
-    """Return the reward, or the environments, that worked most, and the share of the training time."""
+    """Return the name of the busiest reward or environment lane, and its busy share of the training time."""
     window = run.trace.training_window
     judges = [lane for lane in run.trace.lanes if lane.name.startswith(("rewards.", "environments/"))]
     return max(((lane.label, lane.busy_share(window)) for lane in judges), key=itemgetter(1), default=("", 0.0))
@@ -177,7 +177,7 @@ def _beside_training(run: RunFiles) -> Iterator[Finding]:
 
 
 def _share_of_time(run: RunFiles, name: str) -> float:
-    """Return the seconds of a metric per second of training."""
+    """Return the sum of a metric in seconds, as a share of the training time."""
     records = settled(run)
     seconds = sum(record.get("time/step") or 0.0 for record in records)
     return sum(record.get(name) or 0.0 for record in records) / seconds if seconds else 0.0
@@ -246,7 +246,7 @@ def _no_variance(run: RunFiles) -> Iterator[Finding]:
 
 
 def ledger_of(run: RunFiles) -> dict[str, float]:
-    """Return the newest ledger: that of the summary, else of the last step."""
+    """Return the newest ledger: that of the summary, else that of the last step."""
     if run.summary.get("ledger"):
         return dict(run.summary["ledger"])
     last = run.training_steps[-1] if run.training_steps else {}

@@ -1,7 +1,7 @@
-"""The timeline as lanes (states of each stage and worker over time) of bounded size.
+"""The timeline as lanes of limited size: one lane per stage or worker, with its states over time.
 
-Shares are taken from all spans. The latest spans are drawn exactly, as many as fit. For the time before them, each lane
-gives the share of each state in each short interval.
+Shares are computed from all spans. The latest spans, as many as fit, are drawn exactly. The time before them is divided
+into short intervals, and each lane has the share of each state in each interval.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_SPANS = 16_000
-"""Most spans drawn exactly."""
+"""Largest number of spans that are drawn exactly."""
 BINS = 600
-"""Number of intervals before them."""
+"""Number of intervals for the time before these spans."""
 
 BUSY_STATES = ("busy", "running")
 STAGES = ("rollout", "reference", "teacher", "value", "advantage", "critic", "train", "param_update")
@@ -26,7 +26,7 @@ _ROLES = ("actor_infer", "actor_train", "actor_logp", "reference", "teacher", "c
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """A stay in a state. Times are in microseconds since the timeline began."""
+    """A span of time in one state. Times are in microseconds since the timeline began."""
 
     start: int
     end: int
@@ -35,7 +35,7 @@ class LaneSpan:
 
 @dataclass
 class Lane:
-    """One stage, or one worker of a role, with its spans in order and without overlaps."""
+    """One stage, or one worker of a role. Its spans are in order and do not overlap."""
 
     kind: str
     """``stages`` or ``roles``."""
@@ -44,11 +44,11 @@ class Lane:
 
     @property
     def label(self) -> str:
-        """Name as it is shown."""
+        """Name on the page."""
         return self.name.removeprefix("stage/").removesuffix("/all")
 
     def shares(self, window: tuple[int, int]) -> dict[str, float]:
-        """Return the share of a window in each state that occurs in it."""
+        """Return state -> its share (0 to 1) of a window, for states that occur in the window."""
         start, end = window
         total: dict[str, float] = defaultdict(float)
         for span in self.spans:
@@ -58,7 +58,7 @@ class Lane:
         return dict(total)
 
     def busy_share(self, window: tuple[int, int]) -> float:
-        """Return the share of a window in which the lane worked."""
+        """Return the share (0 to 1) of a window in which the lane was busy."""
         return sum(share for state, share in self.shares(window).items() if state in BUSY_STATES)
 
 
@@ -75,7 +75,7 @@ class Trace:
 
     @property
     def training_window(self) -> tuple[int, int]:
-        """Time from the beginning of the stages to the end. The time before is the start of the processes."""
+        """Time from the first span of a stage to the end. The processes start before that."""
         starts = [lane.spans[0].start for lane in self.lanes if lane.name.startswith("stage/") and lane.spans]
         return min(starts, default=0), self.end
 
@@ -84,15 +84,15 @@ class Trace:
         return next((lane for lane in self.lanes if lane.name == name), None)
 
     def step_ends(self) -> list[int]:
-        """Return the end of the work on each training step of this process, in order."""
+        """Return the end times of the training steps of this process, in order: the ends of their weight updates."""
         lane = self.lane("stage/param_update")
         return [span.end for span in lane.spans if span.state == "running"] if lane is not None else []
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a `timeline.json` line by line, so that a file that is being written, or is torn, is read as far as it goes.
+    """Read a `timeline.json`. Lines that are incomplete, because the file is being written or was damaged, are skipped.
 
-    Raises `ValueError` if there is no span in it.
+    Raises `ValueError` if the file has no span.
     """
     lanes: dict[tuple[int, int], Lane] = {}
     kinds: dict[int, str] = {}
@@ -121,24 +121,24 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
             try:
                 event = json.loads(text)
             except ValueError:
-                continue  # torn: it is being written, or its process died while writing
-            if isinstance(event, dict) and event.get("ph") in ("M", "X"):  # names of tracks; spans
+                continue  # incomplete: it is being written, or its process died while writing
+            if isinstance(event, dict) and event.get("ph") in ("M", "X"):  # M: name of a track; X: span
                 yield event
 
 
 def _order(lane: Lane) -> tuple[int, int, str, str]:
-    """Return the sort key: roles before stages, each in the order of the flow."""
+    """Return the sort key of a lane: roles before stages, each in the order in which a batch passes them."""
     names, name = (_ROLES, lane.name.rpartition("/")[0]) if lane.kind == "roles" else (STAGES, lane.label)
     known = names.index(name) if name in names else len(names)
     return int(lane.kind != "roles"), known, name, lane.name
 
 
 def drawn_lanes(trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, bins: int = BINS) -> dict[str, Any]:
-    """Return the lanes for the page.
+    """Return the lanes as JSON data for the page.
 
-    Each lane has its spans as flat lists (milliseconds with microseconds after the decimal point). If there are too
-    many, it also has the shares of ``bins`` intervals before ``detail_from``. ``first_step``: the first training step
-    of this process; ``step_first`` is that of the first of ``step_ends``.
+    Each lane has its spans as flat lists, in milliseconds (with fractions). If there are too many spans, it also has
+    the shares of states in ``bins`` intervals before ``detail_from``. ``first_step``: number of the first training step
+    of this process. In the result, ``step_first`` is the number of the step that ends at the first of ``step_ends``.
     """
     spans = [span for lane in trace.lanes for span in lane.spans]
     states, ends = sorted({span.state for span in spans}), sorted(span.end for span in spans)
@@ -174,7 +174,7 @@ def _drawn(lane: Lane, states: Sequence[str], window: tuple[int, int], detail_fr
 
 
 def _binned(lane: Lane, states: Sequence[str], until: int, bins: int) -> Mapping[int, list[int]]:
-    """Return, by state that occurs, the per mille of each interval between 0 and ``until``."""
+    """Return index of a state -> its share, in per mille, of each of ``bins`` intervals between 0 and ``until``."""
     edges = [until * index // bins for index in range(bins + 1)]
     filled: dict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
     for span in lane.spans:

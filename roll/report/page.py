@@ -1,9 +1,10 @@
-"""`roll report`: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
-Several runs become one page of another kind: their curves drawn over each other, how they ended, and what differs in
+"""`roll report`: one self-contained HTML file with style sheet, script and data; it loads nothing else.
+
+For several runs, the page compares them: their curves in common charts, how they ended, and the differences between
 their settings.
 
-A content security policy names the style sheet and the script by their hashes. Nothing else runs, whatever a model has
-written, and the script writes text as text, never as markup. The run's own files are only read.
+A content security policy allows only this style sheet and this script, by their hashes. So no text of a model can run
+as a script, and the script inserts texts as text, never as markup. The run's files are only read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ exit codes: 0 written; 1 the file cannot be written; 2 the folder holds no run.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page of a run, or of several; return the exit code."""
+    """Write the page of a run, or the comparison of several; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="roll report",
         description="Write one HTML page that shows a run: curves, who worked and who waited, lags, waste, samples.",
@@ -97,7 +98,7 @@ def _say(what: str, target: Path) -> int:
 
 
 LONGEST_CONFIG = 100_000
-"""Most characters of the configuration."""
+"""Largest number of characters of the configuration on the page."""
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("elements.js", "charts.js", "lanes.js", "samples.js", "main.js")
 
@@ -124,13 +125,13 @@ source, under "run-data".</noscript>
 
 
 def render_page(run: RunFiles, now: float | None = None) -> str:
-    """Return the whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
+    """Return the page of a run as HTML. ``now``: date of the page in seconds since 1970 (default: the current time)."""
     data = page_data(run, time.time() if now is None else now)
     return html_page(f"{data['name']} – run report", data)
 
 
 def html_page(title: str, data: Any, scripts: Sequence[str] = ()) -> str:
-    """Return a page that shows ``data`` with the script of the report, after the further ``scripts``."""
+    """Return an HTML page with ``data`` and the script of the report, preceded by the additional ``scripts``."""
     style, *sources = ((_ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", *scripts, *_SCRIPTS))
     script = '(() => {\n"use strict";\n' + "".join(sources) + "})();\n"
     policy = (
@@ -147,7 +148,7 @@ def html_page(title: str, data: Any, scripts: Sequence[str] = ()) -> str:
 
 
 def page_data(run: RunFiles, now: float) -> dict[str, Any]:
-    """Return all data that the page shows, as JSON can hold it."""
+    """Return all data of the page of a run, ready for JSON."""
     names = dict.fromkeys(name for record in run.metrics for name in record)
     resumed_at = list(run.summary.get("resumed_at") or [])
     return {
@@ -179,11 +180,11 @@ _UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def embedded(data: Any) -> str:
-    """Return compact JSON for the inside of a `<script>` element.
+    """Return ``data`` as compact JSON that is safe inside a `<script>` element.
 
-    The characters with which markup could begin or end become JSON escapes. The text therefore holds no ``</script>``
-    and no ``<!--``, and parses to exactly the same data. Numbers are written so that they read back to the same bits.
-    Raises `ValueError` for a number that is not finite.
+    Characters that could begin or end markup become JSON escapes. So the text cannot contain ``</script>`` or ``<!--``,
+    and still parses to exactly the same data. Numbers are written without loss of precision. Raises `ValueError` for a
+    number that is not finite.
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_UNSAFE)
@@ -191,11 +192,11 @@ def embedded(data: Any) -> str:
 
 MAX_BYTES = 700_000
 LONGEST_TEXT = 4_000
-"""Most characters of a prompt or a response."""
+"""Largest number of characters of a prompt or a response on the page."""
 
 
 def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
-    """Return samples of as many steps as fit into ``max_bytes``: the first, the last, and evenly between."""
+    """Return the samples of as many steps as fit into ``max_bytes``: the first, the last, and steps evenly between."""
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for sample in samples:
         by_step[sample["step"]].append(sample)
@@ -213,9 +214,9 @@ def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -
 
 
 def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the bytes of a sample on the page, and the sample in its form there.
+    """Return the size of a sample on the page in bytes, and the sample as it is on the page.
 
-    If it has all its tokens, the response is not repeated.
+    If all its tokens are there, the text of the response is left out.
     """
     tokens = sample.get("tokens")
     response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
@@ -229,7 +230,7 @@ def _fit(sizes: Iterable[int], room: int) -> bool:
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` (at least 2) of the items, evenly spread, with the first and the last among them."""
+    """Return ``count`` (at least 2) evenly spaced items, including the first and the last."""
     count = max(2, count)
     if len(items) <= count:
         return list(items)
@@ -244,7 +245,7 @@ def _cut(text: str) -> str:
 
 
 def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the share of the trained tokens at each lag: the mean over the steps that recorded it."""
+    """Return the share of trained tokens at each lag, as a mean over the steps that recorded lags."""
     by_step = (_named(r"actor/lag_(.+)/share", step) for step in steps)
     recorded = [{lag: share or 0.0 for lag, share in shares.items()} for shares in by_step if shares]
     lags = sorted({lag for shares in recorded for lag in shares}, key=lambda lag: (int(lag.rstrip("+")), lag))
@@ -252,9 +253,9 @@ def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the tokens that the engines generated in all steps, for any purpose, and the response tokens trained on.
+    """Return the number of tokens that the engines generated (for any purpose), and of response tokens trained on.
 
-    Returns an empty result if a step lacks one of the metrics.
+    The result is empty if a needed metric is missing in any step.
     """
     rate, seconds, trained = names = ("tokens_per_second/actor_infer", "time/step", "response/tokens")
     if not steps or any(step.get(name) is None for step in steps for name in names):
@@ -264,7 +265,7 @@ def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean, longest and last seconds of each part of a weight update."""
+    """Return the mean, longest and last duration in seconds of each part of a weight update."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         for part, value in _named(r"weights/(.+)_seconds", step).items():
@@ -277,18 +278,18 @@ def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _named(pattern: str, step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step whose whole names match, by what the group of the pattern matches."""
+    """Return the metrics of a step whose full names match ``pattern``, with the pattern's first group as key."""
     return {match[1]: value for name, value in step.items() if (match := re.fullmatch(pattern, name))}
 
 
 def status_of(summary: Mapping[str, Any], held: bool) -> str:
-    """Return how a run ended, or ``running``. ``held``: a process works on it right now."""
+    """Return the status of a run. ``held``: True if a process is using the run now."""
     status = str(summary.get("status") or "unknown")
     return "ended without a word" if status == "running" and not held else status
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:
-    """Return the state of the run, from its summary, else from its metrics."""
+    """Return the state of the run from its summary, or from its metrics if there is no summary."""
     summary = run.summary
     last_step = run.metrics[-1]["step"] if run.metrics else 0
     return {
@@ -311,18 +312,18 @@ def _hash(text: str) -> str:
 
 
 NOT_COMPARED = ("output_dir", "exp_name", "resume_from_checkpoint")
-"""Keys in which runs differ whatever they do."""
+"""Keys that usually differ between runs and are not compared."""
 LONGEST_VALUE = 200
 
 
 def render_comparison(runs: Sequence[RunFiles], now: float | None = None) -> str:
-    """Return the whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
+    """Return the comparison page of several runs as HTML. ``now``: see `render_page`."""
     data = comparison_data(runs, time.time() if now is None else now)
     return html_page(f"{' · '.join(data['labels'])} – comparison", data, ("comparison.js",))
 
 
 def comparison_data(runs: Sequence[RunFiles], now: float) -> dict[str, Any]:
-    """Return all data that the page shows, as JSON can hold it; in every list, the order of the runs."""
+    """Return all data of the comparison page, ready for JSON. Lists by run keep the order of ``runs``."""
     labels = labels_of(runs)
     series: dict[str, dict[str, Any]] = {}
     for place, (label, run) in enumerate(zip(labels, runs, strict=True)):
@@ -349,7 +350,7 @@ def comparison_data(runs: Sequence[RunFiles], now: float) -> dict[str, Any]:
 
 
 def labels_of(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a short name for each run, unlike all others: its experiment, its folder, or both, or a number too."""
+    """Return a short unique name for each run: its experiment, its folder, or both, with a number if needed."""
     folders = [run.root.resolve().name for run in runs]
     names = [str(run.config.get("exp_name") or folder) for run, folder in zip(runs, folders, strict=True)]
     both = [f"{name} {folder}" for name, folder in zip(names, folders, strict=True)]
@@ -365,8 +366,7 @@ def labels_of(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each key that does not have the same value in all runs, with the values as text; a dash where it is
-    missing."""
+    """Return each key whose value is not the same in all runs, with the values as text; a dash for a missing key."""
     flat = [dict(_leaves(config)) for config in configs]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [(key, [each.get(key, "–") for each in flat]) for key in keys if key not in NOT_COMPARED]
@@ -386,7 +386,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _panels(panel: Panel, labels: Sequence[str], recorded: Mapping[str, Any]) -> Iterator[Panel]:
-    """Yield a panel for each metric, with one curve for each run that has it."""
+    """Yield a panel for each metric of ``panel``, with one curve for each run that has the metric."""
     for metric in panel.metrics:
         curves = [_curve(metric, label) for label in labels if _curve(metric, label) in recorded]
         yield replace(panel, title=metric, metrics=curves)

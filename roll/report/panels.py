@@ -1,8 +1,8 @@
-"""Metrics as panels: which metrics share a picture, in which order, on which scale, and with how many points.
+"""Charts of metrics: which metrics share a panel, in which order, on which scale, and with how many points.
 
-Every metric of the run is in exactly one panel. If there are more steps than can be drawn, the first, the smallest and
-the largest value of each stretch of steps stay, and the very last. Each point is thus a value of the file, and no peak
-is lost.
+Every metric of the run is in exactly one panel. If there are too many steps, they are divided into equal stretches, and
+the first, the smallest and the largest value of each stretch are kept, plus the very last value. So each point is a
+value from the file, and no peak is lost.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_NUMBERS = 42_000
-"""Most numbers over all metrics; each takes about 25 characters on the page."""
+"""Largest number of points of all metrics together; each takes about 25 characters on the page."""
 FEWEST_POINTS = 60
-"""Lower limit of the points of one metric, however many metrics there are."""
+"""Number of points that each metric may have at least, even if there are many metrics."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of the metrics whose whole names match a pattern; drawn if any of them was recorded."""
+    """A chart of the metrics whose full names match a pattern. It is drawn if any of them was recorded."""
 
     title: str
     pattern: str
     help: str = ""
     unit: str = ""
-    """Unit of the values. ``share`` is shown in per cent; other units follow the number."""
+    """Unit of the values. Values with the unit ``share`` are shown in per cent; other units follow the number."""
     scale: str = "linear"
     metrics: list[str] = field(default_factory=list)
-    """Names found in a run."""
+    """Names of matching metrics in the run."""
 
 
 @dataclass(frozen=True)
 class Section:
     """Panels under one heading.
 
-    ``rest``: pattern of metrics without a panel anywhere else; those with the same first and last name share a panel.
-    ``folded``: shown only on demand.
+    ``rest``: pattern for metrics that are in no other panel; those with the same first and last part of the name share
+    a panel. ``folded``: True if the section is collapsed at first.
     """
 
     title: str
@@ -135,7 +135,7 @@ SECTIONS = (
 
 
 def sections_of(names: Iterable[str]) -> list[Section]:
-    """Return the sections that have something to show; each name is in exactly one panel."""
+    """Return the sections with at least one metric. Each of ``names`` is in exactly one panel."""
     left = [name for name in names if name != "step"]
     found = [[replace(panel, metrics=_take(panel.pattern, left)) for panel in section.panels] for section in SECTIONS]
     sections = [
@@ -146,14 +146,14 @@ def sections_of(names: Iterable[str]) -> list[Section]:
 
 
 def _take(pattern: str, left: list[str]) -> list[str]:
-    """Remove the names that match from ``left`` and return them."""
+    """Remove the names that match from ``left``, and return them."""
     taken = {name: None for name in left if re.fullmatch(pattern, name)}
     left[:] = [name for name in left if name not in taken]
     return list(taken)
 
 
 def _rest(pattern: str, left: list[str]) -> list[Panel]:
-    """Return panels of the metrics that match, one for those with the same first and last name (``env/*/turns``)."""
+    """Return panels of the metrics that match. Those with the same first and last part (``env/*/turns``) share one."""
     by_title: dict[str, list[str]] = {}
     for name in _take(pattern, left):
         first, *between, last = name.split("/") if "/" in name else ("", name)
@@ -166,10 +166,10 @@ def _rest(pattern: str, left: list[str]) -> list[Panel]:
 
 
 def series_of(records: Sequence[Mapping[str, Any]], max_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
-    """Return all metrics as columns: ``steps`` of the run, and ``values`` by name.
+    """Return all metrics as columns: the ``steps`` of the run, and the ``values`` of each metric.
 
-    A metric that was not recorded at just these steps has ``steps`` of its own. A value that was not finite is None.
-    ``thinned``: most points of a metric if not all are drawn, else None.
+    A metric that was not recorded at exactly these steps has its own ``steps``. A value that was not finite is None.
+    ``thinned``: the largest number of points per metric if some are left out, else None.
     """
     names = dict.fromkeys(name for record in records for name in record if name != "step")
     steps = [record["step"] for record in records]
@@ -186,10 +186,10 @@ def series_of(records: Sequence[Mapping[str, Any]], max_numbers: int = MAX_NUMBE
 
 
 def thin(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple[int, float | None]]:
-    """Return at most ``most`` (at least 4) of the points.
+    """Return at most ``most`` of the points; ``most`` must be at least 4.
 
-    They are the first, the smallest and the largest of each of equal stretches, and the last of all. A point without a
-    value is never the smallest or largest, but may be the first of a stretch.
+    The points are divided into equal stretches. The first, the smallest and the largest point of each stretch are kept,
+    and the last of all. A point with the value None is never the smallest or largest, but may be the first.
     """
     if len(points) <= most:
         return list(points)

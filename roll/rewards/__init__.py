@@ -1,5 +1,4 @@
-"""Verifiers, and the processes they run in.
+"""Verifiers and reward models, and the processes they run in.
 
-Responses, ground truths and users' functions are not trusted to be quick or well-formed, or to leave their process
-alive.
+Responses, ground truths and users' functions are not trusted: they may be slow or malformed, or may kill their process.
 """

@@ -26,49 +26,49 @@ class RewardInput:
     messages: list[dict[str, str]] = field(default_factory=list)
     """The prompt as a conversation."""
     image: Image | None = None
-    """The picture to judge, if the response is one."""
+    """The image to judge; None for a text response."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the values by the parameter names through which a verifier asks for them (see `VERIFIER_FIELDS`)."""
+        """Return the values by the names of verifier parameters (see `VERIFIER_FIELDS`)."""
         values = dict(vars(self))
         return {"prompt": values.pop("prompt_text"), "response": values.pop("response_text"), **values}
 
 
 VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())
-"""Parameter names of a verifier that are filled from the judged response."""
+"""Names of verifier parameters that are filled from the judged response."""
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The raw score of a response, and the other numbers that the verifier measured."""
+    """The raw score of a response, and other numbers that the verifier returned."""
 
     score: float
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class PreparedVerifier:
-    """A verifier that is an object, created once in each process.
+    """Base class of verifiers with state. One object is created in each process.
 
-    Its constructor takes `verifier_args`, and the reward's `timeout_seconds` if it has a parameter of that name. It
-    raises `ValueError` for arguments that do not fit together. Its calls take only fields of the response, as those of
-    a function do (see `VERIFIER_FIELDS`).
+    The constructor takes `verifier_args`, and the reward's `timeout_seconds` if it has a parameter of that name. It
+    raises `ValueError` for arguments that do not fit together. `__call__` takes only fields of the response (see
+    `VERIFIER_FIELDS`).
     """
 
     max_concurrency: int | None = None
-    """Number of responses judged at a time over all processes; ``None``: as many as the processes take."""
+    """Largest number of responses judged at a time in all processes together; None: no limit besides the processes."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Raise `ValueError` for an unusable ground truth. Called before a run for each prompt."""
+        """Raise `ValueError` for an unusable ground truth. Called for each prompt before a run."""
 
     def check_machine(self) -> None:
-        """Raise `VerifierUnavailable` if it cannot work here. Called before a run, on the starting machine."""
+        """Raise `VerifierUnavailable` if the verifier cannot work on this machine. Called before a run."""
 
     def load(self) -> None:
-        """Load the models that it judges with. Called in each process as it starts, outside any time limit."""
+        """Load models that the verifier needs. Called in each process as it starts, without a time limit."""
 
 
 class VerifierUnavailable(RuntimeError):
-    """A verifier cannot work on this machine, whatever its input. The message says what has to change."""
+    """A verifier cannot work on this machine. The message says what has to change."""
 
 
 class RewardNonsense(ValueError):
@@ -76,7 +76,7 @@ class RewardNonsense(ValueError):
 
 
 class RewardGaveUp(RuntimeError):
-    """A verifier has used up its own retries. The pool does not retry again."""
+    """A verifier failed after its own retries. The pool does not retry again."""
 
 
 class RewardFailed(RuntimeError):

@@ -1,9 +1,9 @@
 """A transformers sequence classifier as reward model.
 
-A conversation is formatted by the chat template of the *reward model's* tokenizer. Conversations of similar length
-share a forward pass, padded on the right. The model itself chooses the token at which the score is read, so a batch
-gives the same scores as one conversation at a time. A checkpoint without a classifier's head is refused: transformers
-would fill in a random one and continue.
+Conversations are formatted by the chat template of the *reward model's* tokenizer. Those of similar length share a
+forward pass, padded on the right. The model itself ignores the padding when it chooses the token for the score, so a
+batch gives the same scores as one conversation at a time. A checkpoint without a classification head is rejected,
+because transformers would use a random one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class HFClassifier:
     def __init__(self, setup: ScorerSetup) -> None:
         """Load tokenizer and model.
 
-        Raises ``ValueError`` if the files hold no classifier's head, or if `label` or `max_length` do not fit the
-        model; ``OSError`` if the files hold no safetensors.
+        Raises ``ValueError`` if the files have no classification head, or if `label` or `max_length` do not fit the
+        model; ``OSError`` if there are no safetensors files.
         """
         self._setup = setup
         self._tokenizer = load_tokenizer(
@@ -44,7 +44,7 @@ class HFClassifier:
         for index, conversation in enumerate(conversations):
             try:
                 tokens = self._tokens(conversation)
-            except Exception as cause:  # a template is a program of its own and raises what it likes
+            except Exception as cause:  # a template is a program and may raise anything
                 results[index] = Scored(problem=f"the chat template refuses it ({type(cause).__name__}: {cause})")
                 continue
             cut = max(0, len(tokens) - (self._max_length or len(tokens)))
@@ -77,7 +77,7 @@ class HFClassifier:
         return self._contents.encode(text).tolist()
 
     def _forward(self, rows: list[list[int]]) -> list[float]:
-        """Return the scores of token sequences that fill one batch."""
+        """Return the scores of one batch of token sequences."""
         own_pad = self._text_config.pad_token_id
         pad = own_pad
         if own_pad is None and len(rows) > 1:
@@ -87,8 +87,8 @@ class HFClassifier:
         width = max(len(row) for row in rows)
         token_ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
         attention_mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        # Models find the last token by the padding's id. A model without such an id reads the very last position; an id
-        # that occurs nowhere in the rows lets it find the same token.
+        # Models find the last token by the padding id. A model without one would read the very last position; with an
+        # id that occurs nowhere in the rows, it finds the last token.
         self._text_config.pad_token_id = pad
         try:
             with torch.inference_mode():
@@ -113,7 +113,7 @@ def allowed_length(setup: ScorerSetup, model: PreTrainedModel) -> int | None:
 
 
 def _position_tables(model: PreTrainedModel) -> Iterator[int]:
-    """Yield the lengths that tables of positions have room for. A table with a row for padding begins after it."""
+    """Yield the number of usable positions of each position embedding. Rows up to a padding row are not usable."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, torch.nn.Embedding):
             yield module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
@@ -128,7 +128,7 @@ def unused_id(rows: Sequence[Sequence[int]], vocabulary: int) -> int | None:
 def load_classifier(setup: ScorerSetup) -> PreTrainedModel:
     """Return the model in evaluation mode on its device.
 
-    Raises ``ValueError`` if the files lack some of its weights, or if `label` does not name one of its labels.
+    Raises ``ValueError`` if weights are missing in the files, or if `label` is not one of the model's labels.
     """
     model, found = AutoModelForSequenceClassification.from_pretrained(
         setup.model_path,

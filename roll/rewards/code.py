@@ -1,9 +1,9 @@
-"""The verifier `code`: it runs the program of a response in the sandbox against the prompt's tests.
+"""The verifier `code`: it runs the program in a response in the sandbox, against the prompt's tests.
 
 A fault of the program (an exception, too much time, memory or output, no program at all) only lowers the score. A fault
-of the tests or of the sandbox raises an error, so that no response is punished for it. Expected output and return
-values never enter the process of the program: its output is compared here. Assertions are the exception: they are code,
-and must run where the program runs. See docs/rewards.md.
+of the tests or of the sandbox raises an error, so that no response is punished for it. Expected outputs and return
+values never enter the program's process: its output is compared here. Assertions are the exception, because they are
+code that must run in the same process. See docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = re.compile(  # `*+` never backtracks, so any text takes linear time
     r"(?P<code>.*?)(?P<end>^[^\S\n]*+(?P=fence)`*+[^\S\n]*+$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""A fenced block of Markdown. Without its end, it goes to the end of the text."""
+"""A fenced code block in Markdown. A block without a closing fence extends to the end of the text."""
 
 
 class CodeVerifier(PreparedVerifier):
@@ -50,7 +50,8 @@ class CodeVerifier(PreparedVerifier):
     ) -> None:
         """Prepare the sandbox. docs/rewards.md explains the arguments.
 
-        Raises `ValueError` if one run and its cleaning up do not fit into ``timeout_seconds``, the time for a response.
+        Raises `ValueError` if one run and its cleanup do not fit into ``timeout_seconds``, the time limit of a
+        response.
         """
         if wall_seconds + GRACE_SECONDS > timeout_seconds:
             raise ValueError(
@@ -69,8 +70,9 @@ class CodeVerifier(PreparedVerifier):
     async def __call__(self, response: str, ground_truth: Any) -> dict[str, float]:
         """Return the score, `tests_passed`, `timed_out` and `no_program`.
 
-        `tests_passed` is the passed share. With `all`, no run is started after a failure, and its tests count as not
-        passed. Raises `ValueError` for unreadable tests, `SandboxUnavailable` and `SandboxFailed`.
+        `tests_passed` is the share of tests that passed. With `score: all`, no run is started after a failure; the
+        remaining tests count as not passed. Raises `ValueError` for unreadable tests, `SandboxUnavailable` and
+        `SandboxFailed`.
         """
         runs = read_tests(ground_truth, self._max_tests)
         program = last_program(response)
@@ -82,7 +84,7 @@ class CodeVerifier(PreparedVerifier):
         return {"score": score, "tests_passed": share, "timed_out": float(timed_out), "no_program": 0.0}
 
     async def _passed(self, program: str, runs: list[Run]) -> tuple[int, bool]:
-        """Return the number of passed tests, and True if time ran out in a test or before all of them ran."""
+        """Return the number of passed tests, and True if time ran out in a test or before all tests had run."""
         deadline = time.monotonic() + self._seconds
         passed, timed_out = 0, False
         for run in runs:
@@ -114,7 +116,7 @@ class CodeVerifier(PreparedVerifier):
 
 
 def last_program(text: str) -> str | None:
-    """Return the last closed fenced block marked as Python; without one, the last unmarked block; else None."""
+    """Return the last closed code block marked as Python, else the last closed unmarked block, else None."""
     found: dict[bool, str] = {}
     for block in _BLOCK.finditer(text):
         mark = block["mark"].lower()
@@ -123,10 +125,9 @@ def last_program(text: str) -> str | None:
     return found.get(True, found.get(False))
 
 
-# The code that runs a program inside the sandbox. The questions wait unread in a pipe until their turn, so the program
-# can find them neither in a file nor in a stack frame. This does not make the process trustworthy: a program that reads
-# the pipe, or whose objects are equal to everything, can make an assertion hold. docs/rewards.md says what is protected
-# and what is not.
+# The code that runs a program inside the sandbox. The tests stay unread in a pipe until their turn, so the program
+# cannot find them in a file or a stack frame. This does not make the process trustworthy: a program that reads the
+# pipe, or whose objects are equal to everything, can make an assertion pass. docs/rewards.md says what is protected.
 _HEAD = """
 import builtins, os, sys, types
 builtins.exit = builtins.quit = sys.exit  # the bare interpreter has neither
@@ -141,8 +142,8 @@ def main(program):
 main(PROGRAM)
 """
 
-# The harness binds everything that the program could replace (builtins, module functions, its own names) before it runs
-# the program.
+# The harness binds everything that the program could replace (builtins, functions of modules, its own names) before it
+# runs the program.
 _ASKED = """
 import json
 
@@ -174,7 +175,7 @@ def main(program, run=exec, compiled=compile, read=os.read, write=os.write, load
     run(compiled(program, "program.py", "exec", dont_inherit=True), names)
 """
 
-# A function that the program does not define is looked up in its class `Solution`.
+# If the program does not define the function, its class `Solution` is searched for it.
 _CALLING = (
     _ASKED
     + """
@@ -205,36 +206,36 @@ main(PROGRAM)
 )
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative and absolute tolerance where a call should return a float."""
+"""Relative and absolute tolerance if the expected return value is a float."""
 
 _FORMS = 'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a program, which decides one or several tests."""
+    """One execution of a program, for one or several tests."""
 
     harness: str
     """Code that runs the program."""
     stdin: str
     """Standard input of the process."""
     passed: Callable[[SandboxResult], int]
-    """Returns the number of tests passed, judged by the output of the process."""
+    """Function that returns the number of passed tests, given the output of the process."""
     tests: int = 1
     expected_bytes: int = 0
     """Approximate length of a correct output."""
 
     def code(self, program: str) -> str:
-        """Return the code that the process runs.
+        """Return the code for the process.
 
-        The program is embedded as a string literal, so its lines keep their numbers and it cannot swallow the code
-        after it.
+        The program is embedded as a string literal, so its line numbers are unchanged, and an unclosed quote or bracket
+        in it cannot affect the code after it.
         """
         return _HEAD.format(program=ascii(program)) + self.harness
 
 
 def _input_run(stdin: str, expected: str) -> Run:
-    """Return a run with a text for standard input, and the expected standard output."""
+    """Return a run that passes ``stdin`` to the program and expects ``expected`` as standard output."""
 
     def passed(result: SandboxResult) -> int:
         ended_well = result.killed_because is None and result.returncode == 0
@@ -244,7 +245,7 @@ def _input_run(stdin: str, expected: str) -> Run:
 
 
 def _call_run(function: str, arguments: list[Any], expected: Any) -> Run:
-    """Return a run of one function call, whose result follows a marker on standard output, as a line of JSON."""
+    """Return a run of one function call. The process prints a random marker and then the result, as a line of JSON."""
     marker = secrets.token_hex(16)
 
     def passed(result: SandboxResult) -> int:
@@ -253,7 +254,7 @@ def _call_run(function: str, arguments: list[Any], expected: Any) -> Run:
             return 0
         try:
             returned = json.loads(after.split("\n", 1)[0])
-        except (ValueError, RecursionError):  # cut off, or a number or nesting beyond what can be parsed
+        except (ValueError, RecursionError):  # incomplete, or a number or nesting too large to parse
             return 0
         return int(_equal(returned, expected))
 
@@ -262,15 +263,15 @@ def _call_run(function: str, arguments: list[Any], expected: Any) -> Run:
 
 
 def _sections(*texts: str) -> str:
-    """Return texts that a process can read from a pipe one by one, each preceded by its length in bytes."""
+    """Join texts so that a process can read them from a pipe one by one: each is preceded by its length in bytes."""
     return "".join(f"{len(text.encode('utf-8', 'replace')):016x}{text}" for text in texts)
 
 
 def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
-    """Convert a ground truth to program executions, one for each of its first ``max_tests`` tests.
+    """Convert a ground truth to runs of the program, limited to its first ``max_tests`` tests.
 
-    Raises `ValueError` if it has none of the forms in docs/rewards.md (a mapping, a list, or either as JSON text), or
-    no test.
+    Raises `ValueError` if there is no test, or if the ground truth has none of the forms in docs/rewards.md (a mapping,
+    a list, or either as JSON text).
     """
     if isinstance(ground_truth, str):
         try:
@@ -289,7 +290,7 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
 def _assert_run(tests: Mapping[str, Any], max_tests: int | None) -> Run:
     """Return a run of assertions, one after the other in the program's process.
 
-    Each one has its own proof, a random text that the process gets only after the assertion has held, and prints.
+    Each one has its own proof: a random text that the process reads only after the assertion has passed, and prints.
     """
     _only(tests, "asserts")
     asserts = [tests["asserts"]] if isinstance(tests["asserts"], str) else tests["asserts"]
@@ -299,7 +300,7 @@ def _assert_run(tests: Mapping[str, Any], max_tests: int | None) -> Run:
     for text in kept:
         try:
             compile(text, "asserts", "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:  # it would fail every program
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:  # every program would fail it
             raise ValueError(f"the assertion {text[:80]!r} is no Python ({cause})") from cause
     proofs = [secrets.token_hex(16) for _ in kept]
 
@@ -337,7 +338,7 @@ def _only(tests: Mapping[str, Any], *known: str) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a text, or the lines of a list joined to one."""
+    """Return a text unchanged, or the lines of a list joined."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):

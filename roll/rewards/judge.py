@@ -1,11 +1,10 @@
-"""A language model as judge: asked through an OpenAI-compatible service, its answer read as a score from 0 to 1.
+"""A language model as judge, called through an OpenAI-compatible service. Its answer is read as a score from 0 to 1.
 
-The judged texts are untrusted. Each one stands between marks derived from its own checksum; to contain its mark, a text
-would have to solve for its own hash. The service is untrusted too: it may be busy, slow, broken or gone. Temporary
-failures are retried with growing waits; permanent ones fail at once. The error names the address and the last cause,
-and never contains the key. An answer without a score in range is asked for again; after that the response fails, unless
-a fallback score is configured. Before any model of the run loads, the service must answer and have the judge's
-model.
+The judged texts are untrusted. Each is put between marks made from its own hash, so it cannot contain its closing mark.
+The service is untrusted too: it may be busy, slow, broken or gone. Temporary failures are retried with growing waits;
+permanent ones fail at once. The error has the address and the last cause, and never contains the key. If an answer has
+no score in range, the judge is asked again; after that the response fails, unless a fallback score is configured.
+Before any model of the run is loaded, the service must answer and must have the judge's model.
 """
 
 from __future__ import annotations
@@ -41,8 +40,11 @@ SHOWN_BODY = 300
 
 
 class _Failed(Exception):
-    """One request failed. ``passing``: a retry may succeed; ``wait``: seconds that the service asked for; ``status``:
-    HTTP status of the answer, if there was one."""
+    """One request failed.
+
+    ``passing``: True if a retry may succeed. ``wait``: seconds to wait that the service asked for. ``status``: HTTP
+    status of the answer, if there was one.
+    """
 
     def __init__(self, cause: str, passing: bool, wait: float | None = None, status: int | None = None) -> None:
         super().__init__(cause)
@@ -52,7 +54,7 @@ class _Failed(Exception):
 
 
 class ChatClient:
-    """A connection pool to the judge's address, opened by the first request. Belongs to one event loop."""
+    """A connection pool to the judge's address, opened by the first request. Use it in one event loop only."""
 
     def __init__(self, config: JudgeConfig, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep) -> None:
         self._config = config
@@ -151,7 +153,7 @@ class ChatClient:
         return content if isinstance(content, str) else ""
 
     def _shown(self, text: str) -> str:
-        # Redact before shortening: a key that is cut in two would not be found.
+        # Redact before shortening, because half a key would not be found.
         text = " ".join(self._without_key(text).split())
         return text if len(text) <= SHOWN_BODY else text[:SHOWN_BODY] + "..."
 
@@ -162,7 +164,7 @@ class ChatClient:
 def backoff(attempt: int) -> float:
     """Return the seconds to wait after attempt number ``attempt`` (from 0).
 
-    The wait doubles each time and is partly random, so that many callers do not come back at once.
+    The wait doubles each time and is partly random, so that many callers do not retry at the same moment.
     """
     longest = min(FIRST_WAIT_SECONDS * 2**attempt, LONGEST_WAIT_SECONDS)
     return longest * random.uniform(0.5, 1.0)
@@ -210,17 +212,17 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class NoVerdict(ValueError):
-    """An answer without a score, or with one out of range."""
+    """The judge's answer has no score, or one out of range."""
 
 
 def fenced(name: str, text: str) -> str:
-    """Return the text between two lines that it cannot contain, because they carry its checksum."""
+    """Return the text between two marker lines that it cannot contain, because they have a hash of the text."""
     mark = hashlib.sha256(f"{name}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"<<<{name} {mark}\n{text}\n{name} {mark}>>>"
 
 
 def conversation_text(prompt: str, messages: Sequence[dict[str, str]]) -> str:
-    """Return a prompt as readable text: its messages if they are known, else its text."""
+    """Return a prompt as readable text: its messages if there are any, else ``prompt``."""
     if not messages:
         return prompt
     if len(messages) == 1:
@@ -237,7 +239,7 @@ def read_number(answer: str, pattern: re.Pattern[str]) -> float:
 
 
 def read_field(answer: str, name: str) -> float:
-    """Return the field of the last JSON object in the text that has it, as a number. Raises `NoVerdict`."""
+    """Return the field ``name`` of the last JSON object that has it, as a number. Raises `NoVerdict`."""
     text = answer[-LONGEST_ANSWER:]
     decoder = json.JSONDecoder()
     start, value = text.find("{"), None
@@ -268,7 +270,7 @@ class Judge:
     """A verifier (see `Verifier`) that asks a language model."""
 
     def __init__(self, config: JudgeConfig, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep) -> None:
-        """Prepare without connecting. ``sleep`` waits between attempts; tests pass their own."""
+        """Prepare the judge without connecting. ``sleep`` waits between attempts; tests pass their own."""
         self._config = config
         self._template = config.template or DEFAULT_TEMPLATE.format(low=config.score_min, high=config.score_max)
         self._pattern = re.compile(config.score_pattern or DEFAULT_PATTERN)
@@ -300,7 +302,7 @@ class Judge:
         return _output(config.fallback_score, retries, config.verdict_retries, fell_back=True)
 
     def question(self, prompt: str, response: str, ground_truth: Any) -> list[dict[str, str]]:
-        """Return the messages for the judge. Fields are filled in one pass, so no text can refer to another field."""
+        """Return the messages for the judge. Fields are filled in one pass, so texts may contain names of fields."""
         truth = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)
         values = {"prompt": prompt, "response": response, "ground_truth": truth}
         text = _FIELD.sub(lambda found: fenced(found[1], values[found[1]]), self._template)
@@ -338,7 +340,7 @@ PROBE_SECONDS = 5.0
 def check_judge(config: JudgeConfig, path: str) -> None:
     """Raise `ConfigError` naming the address if the judge cannot be used.
 
-    ``path`` is the configuration path of the judge's section. Must not be called on an event loop.
+    ``path`` is the configuration path of the judge's section. Do not call this while an event loop is running.
     """
     asyncio.run(_check(config, path))
 
@@ -347,7 +349,7 @@ async def _check(config: JudgeConfig, path: str) -> None:
     client = ChatClient(replace(config, request_timeout_seconds=PROBE_SECONDS, request_retries=0))
     try:
         known = await client.models()
-        if known is None:  # some services have no such list; then a one-token answer is the proof
+        if known is None:  # some services do not list their models; then ask for a one-token answer
             await client.chat([{"role": "user", "content": "Say yes."}], max_tokens=1)
     except RewardGaveUp as cause:
         remedy = "start the server, or correct the address (and `api_key_env`, if it wants a key)"

@@ -1,9 +1,8 @@
-"""The interface of reward models, which give each conversation a number, and their engines by name.
+"""The interface of reward models, which give each conversation a score, and the checks before they are loaded.
 
 The score of a conversation does not depend on the others in its batch, except for rounding. A problem with one
-conversation is returned as data to its sender. An exception means that the whole call failed. The files of a sequence
-classifier tell if it is a wrong one, so it is refused before anything loads; torch is imported only when an engine is
-chosen.
+conversation is returned as data; an exception means that the whole call failed. An unsuitable model is rejected by its
+files before anything is loaded. torch is imported only when an engine is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Conversation = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class ScorerSetup:
-    """A reward model and how it runs."""
+    """A reward model and the settings to run it."""
 
     model_path: str
     model_args: ModelArguments
@@ -44,18 +43,18 @@ class Scored:
 
     score: float = 0.0
     tokens: int = 0
-    """Number of tokens of the conversation as scored."""
+    """Number of tokens that were scored."""
     cut_tokens: int = 0
-    """Number of tokens left out at its beginning."""
+    """Number of tokens cut off at the beginning of the conversation."""
     problem: str = ""
-    """Reason why there is no score; empty if there is one."""
+    """Reason why there is no score; empty if there is a score."""
 
 
 class ScoreStrategy(Protocol):
     """A loaded reward model."""
 
     def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
-        """Score any number of conversations; results are in their order."""
+        """Score any number of conversations, and return the results in the same order."""
 
     def offload_states(self) -> None:
         """Move the weights off the device."""
@@ -68,8 +67,7 @@ POSITIONS_AFTER_PADDING = (
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-"""Models that count positions from the one after their padding's id. They have fewer positions than their table has
-rows."""
+"""Model types whose first position is the padding id plus one, so that they have fewer positions than table rows."""
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
@@ -82,8 +80,10 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def check_reward_model(model_path: str, reward: RewardConfig, path: str) -> None:
-    """Raise `ConfigError` if this model cannot be a reward model, or not with these keys. ``path`` is that of the
-    reward."""
+    """Raise `ConfigError` if this model cannot be a reward model, or not with these keys.
+
+    ``path`` is the configuration path of the reward.
+    """
     from transformers import AutoConfig
 
     arguments = reward.model_args

@@ -1,9 +1,10 @@
-"""A reward model seen from the driver, and the process of one copy: it scores responses, whatever happens to processes.
+"""A pool of processes that score responses with a reward model, and replace processes that fail.
 
 Responses of many groups share a batch. A call ends in one of three ways: an output for every response, `RewardFailed`
 naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced. The groups in its batch are
-scored again, each in its own batch. So a group whose responses kill the process (for example, too long for the memory)
-makes no other group fail. The reward's devices are held while it computes, and may belong to other roles in between.
+scored again, each in a batch of its own. So a group whose responses kill the process (for example, because they are too
+long for the memory) does not make other groups fail. The reward holds its devices only while it computes; other roles
+may use them in between.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScoreWorker(Worker):
-    """Worker of one copy of a reward model: runs a `ScoreStrategy`."""
+    """Worker process with one copy of a reward model; it runs a `ScoreStrategy`."""
 
     _strategy: ScoreStrategy
 
@@ -64,7 +65,7 @@ class ScoreSettings:
     reward: RewardConfig
     setup: ScorerSetup
     wait_seconds: float
-    """Longest wait of a batch for responses of other groups, in seconds. With 0 a batch never mixes groups."""
+    """Longest time that a batch waits for responses of other groups, in seconds. 0: batches never mix groups."""
     start_timeout_seconds: float
 
 
@@ -88,7 +89,7 @@ class _Request:
     answer: asyncio.Future[list[Scored]]
     failures: int = 0
     alone: bool = False
-    """True if it must not share a batch, because it may be the one that made its last batch fail."""
+    """True if the request must not share a batch, because it may have made its last batch fail."""
 
 
 @dataclass
@@ -100,7 +101,7 @@ class _Queue:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def batch(self, wait_seconds: float) -> None:
-        """Return when work is waiting and either fills a batch or has waited long enough for more."""
+        """Wait until there is a request, then until requests fill a batch or ``wait_seconds`` have passed."""
         await self._samples(1)
         if wait_seconds > 0:
             with suppress(TimeoutError):
@@ -121,7 +122,7 @@ class _Queue:
         self._arrived.set()
 
     def take(self, together: bool) -> list[_Request]:
-        """Return the next batch, without requests whose callers are gone. Empty if nothing waits."""
+        """Return the next batch, without requests whose callers are gone; empty if no request is waiting."""
         taken: list[_Request] = []
         samples = 0
         while self.requests and samples < self.batch_size:
@@ -151,7 +152,7 @@ class ScorePool:
     ) -> None:
         """Prepare the pool without starting anything.
 
-        ``role`` is the reward's path (``rewards.chat``); ``start`` starts the process of a replica.
+        ``role`` is the reward's configuration path (``rewards.chat``); ``start`` starts the process of a replica.
         """
         self.counts = ScoreCounts()
         self.busy = BusySpans()
@@ -248,7 +249,7 @@ class ScorePool:
                             if self._devices.contended:
                                 break
         except Exception as failure:
-            # Nothing here is expected to fail, but if it does, waiting callers must not hang.
+            # No failure is expected here, but if there is one, waiting callers must not hang.
             logger.error("%s broke down", self._role, exc_info=failure)
             self._failure = failure
             message = f"{self._role} broke down: {type(failure).__name__}: {failure}"
@@ -264,15 +265,15 @@ class ScorePool:
             self.counts.calls += 1
             with self.busy.working():
                 results = await process.call("score", conversations, timeout=reward_timeout(self._settings.reward))
-        except RewardFailed as failure:  # the process did not start; the requests are not to blame
+        except RewardFailed as failure:  # the process did not start, which is no fault of the requests
             self._score_again(requests, failure, each_failed=True)
         except CALL_ERRORS as failure:
             self._score_again(requests, failure)
-            # After an error the device may stay unusable in this process (CUDA errors do that).
+            # After an error the device may be unusable in this process, as after CUDA errors.
             if len(requests) == 1 or not isinstance(failure, WorkerFailed):
                 await self._lose(slot, process, failure)
         except BaseException:
-            self._queue.put_back(requests)  # which fails them if the pool breaks down, and cancels them at a shutdown
+            self._queue.put_back(requests)  # `_serve` fails them if the pool breaks down, `shutdown` cancels them
             raise
         else:
             for request in requests:
@@ -281,10 +282,10 @@ class ScorePool:
                     request.answer.set_result(own)
 
     def _score_again(self, requests: list[_Request], failure: Exception, *, each_failed: bool = False) -> None:
-        """Queue the requests again; unless ``each_failed``, each one for a batch of its own.
+        """Queue the requests again; unless ``each_failed`` is True, each for a batch of its own.
 
-        A request that was alone in its batch (with ``each_failed``: every request) counts a failure. After more than
-        ``max_retries`` failures it fails.
+        A failure is counted for a request that was alone in its batch, or with ``each_failed`` for every request. A
+        request with more than ``max_retries`` failures fails.
         """
         kept = []
         for request in requests:
@@ -317,6 +318,6 @@ class ScorePool:
 
 
 def _conversation(record: RewardInput) -> Conversation:
-    """Return prompt and response as messages; a prompt without messages becomes one user message of its text."""
+    """Return prompt and response as messages. A prompt without messages becomes one user message."""
     prompt = record.messages or [{"role": "user", "content": record.prompt_text}]
     return [*prompt, {"role": "assistant", "content": record.response_text}]

@@ -1,8 +1,7 @@
-"""Verifiers of pictures: `shapes`, `ocr` and `jpeg_size`.
+"""Verifiers of images: `shapes`, `ocr` and `jpeg_size`.
 
 `shapes` understands descriptions such as ``red circle``, ``two blue squares`` or ``green square left of yellow
-circle``, and pictures on a dark ground. A picture is untrusted, as a text is: nothing but its pixels is read, and a
-large one is made smaller first.
+circle``, and images with a dark background. Images are untrusted, like texts: only their pixels are read.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ COLOURS = {
     "cyan": (0, 1, 1),
     "white": (1, 1, 1),
 }
-"""Name -> which of red, green and blue are strong."""
+"""Colour name -> (red, green, blue), 1 for each strong component."""
 FORMS = ("circle", "square", "triangle")
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "above", "below")
@@ -38,16 +37,17 @@ _DESCRIPTION = re.compile(rf"{_PART}(?: ({'|'.join(RELATIONS)}) {_PART})?")
 
 @dataclass(frozen=True)
 class Part:
-    """One connected part of a picture; pixels count from the upper left corner."""
+    """One connected part of an image. Its bounding box is in pixels from the upper left corner."""
 
     colour: str
     form: str | None
-    """``None`` if it resembles no known form."""
+    """One of `FORMS`; None if the part resembles none of them."""
     left: int
     top: int
     right: int
+    """First column to the right of the part."""
     bottom: int
-    """The first row below it, as ``right`` is the first column after it."""
+    """First row below the part."""
 
 
 Kind = tuple[str, str]
@@ -56,15 +56,17 @@ Kind = tuple[str, str]
 
 @dataclass(frozen=True)
 class Description:
-    """Kinds of parts that a picture must have, each as often as it is named, and how the first lies to the last."""
+    """The parts that an image must have, and their relative position."""
 
     kinds: tuple[Kind, ...]
+    """One entry per part; ``two blue squares`` gives two equal ones."""
     relation: str | None = None
+    """Position of the first kind relative to the last one, from `RELATIONS`; None: any position."""
 
 
 @lru_cache(maxsize=1024)
 def parse_description(text: str) -> Description:
-    """Return the meaning of a description. Raises `ValueError` if it is none."""
+    """Return the parsed description. Raises `ValueError` if the text is no description of shapes."""
     match = _DESCRIPTION.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(
@@ -79,25 +81,26 @@ def parse_description(text: str) -> Description:
 
 
 class Shapes(PreparedVerifier):
-    """Score 1 if a picture shows the coloured shapes that the ground truth describes and nothing else, else 0.
+    """Verifier that scores 1 if an image shows exactly the coloured shapes that the ground truth describes, else 0.
 
-    ``parts`` among the metrics is the share of described shapes that are there, less those that nobody asked for; a
-    `weights` of the reward can give partial credit for it.
+    The metric ``parts`` is the share of described shapes that are present, reduced by additional ones and at least 0.
+    The reward's `weights` can use it for partial credit.
     """
 
     def __init__(self, *, largest_side: int = 64, smallest_part: float = 0.015, likeness: float = 0.8) -> None:
-        """A longer picture is scaled to ``largest_side`` pixels, at least 8.
+        """Set the thresholds.
 
-        A connected part below the share ``smallest_part`` of the picture is dust, which may cover that share
-        altogether. A part has the form whose outline in its bounding box covers it best, if intersection over union is
-        at least ``likeness``. Shares are between 0 and 1, or it raises `ValueError`.
+        Larger images are scaled down to sides of at most ``largest_side`` pixels (8 or more). Connected parts smaller
+        than the share ``smallest_part`` of the image are dust; all dust together may cover at most that share. A part
+        has the form with the largest intersection over union in its bounding box, if that is at least ``likeness``.
+        Raises `ValueError` if a share is not between 0 and 1.
         """
         if largest_side < 8 or not 0 < smallest_part < 1 or not 0 < likeness <= 1:
             raise ValueError("`largest_side` is at least 8, `smallest_part` and `likeness` are between 0 and 1")
         self._side, self._smallest, self._likeness = largest_side, smallest_part, likeness
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Raise `ValueError` if it is no description."""
+        """Raise `ValueError` if the ground truth is no description of shapes."""
         parse_description(str(ground_truth))
 
     def __call__(self, image: Image, ground_truth: Any) -> dict[str, float]:
@@ -117,7 +120,7 @@ class Shapes(PreparedVerifier):
         return {"score": float(right and _lie_right(wanted, found)), "parts": max(there, 0.0)}
 
     def parts_of(self, image: Image) -> tuple[list[Part], float]:
-        """Return the parts of a picture, and the share of it that is dust."""
+        """Return the parts of an image, and the share of its area that is dust."""
         pixels = _pixels(image, self._side)
         strong = pixels > np.maximum(pixels.max(-1, keepdims=True), 1) * 0.5
         codes = (strong @ [4, 2, 1]) * (pixels.max(-1) > 0.5 * 255)
@@ -148,20 +151,21 @@ class Shapes(PreparedVerifier):
 
 
 class Ocr(PreparedVerifier):
-    """Score how much of the ground truth RapidOCR reads in a picture: 1 - edits / length, at least 0.
+    """Verifier that scores how much of the ground truth RapidOCR reads in an image: 1 - edits / length, at least 0.
 
-    Edits are Levenshtein's; case and white space do not count, and text around the right one does not, either: the
-    reward of Flow-GRPO (arXiv 2505.05470). ``exact`` among the metrics is 1 if the text is there without an error.
+    ``edits`` is the Levenshtein distance, without regard to case and white space. If the text contains the ground
+    truth, the score is 1, even with other text around it. This is the reward of Flow-GRPO (arXiv 2505.05470). The
+    metric ``exact`` is 1 if the ground truth is read without an error.
     """
 
     def __init__(self, *, smallest_confidence: float = 0.5) -> None:
-        """Lines that are read with less confidence do not count; `ValueError` unless it is between 0 and 1."""
+        """Set the confidence below which a line is ignored. Raises `ValueError` unless it is between 0 and 1."""
         if not 0 <= smallest_confidence <= 1:
             raise ValueError(f"a confidence is between 0 and 1, not {smallest_confidence}")
         self._confidence = smallest_confidence
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Raise `ValueError` if it has no text."""
+        """Raise `ValueError` if the ground truth is not a text, or is empty."""
         if not isinstance(ground_truth, str) or not _letters(ground_truth):
             raise ValueError(f"{ground_truth!r} is no text to read")
 
@@ -173,8 +177,8 @@ class Ocr(PreparedVerifier):
         return {"score": 1 - edits / len(wanted), "exact": float(edits == 0)}
 
     def lines(self, image: Image) -> list[str]:
-        """Return the lines of text in a picture, as the library orders them: from top to bottom."""
-        found = self._reader(np.asarray(image.convert("RGB"))[:, :, ::-1])  # it expects blue first
+        """Return the lines of text in an image, from top to bottom."""
+        found = self._reader(np.asarray(image.convert("RGB"))[:, :, ::-1])  # the library expects BGR
         if not found.txts:
             return []
         return [text for text, sure in zip(found.txts, found.scores, strict=True) if sure >= self._confidence]
@@ -192,7 +196,7 @@ class Ocr(PreparedVerifier):
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return Levenshtein's distance: the fewest insertions, deletions and replacements of letters."""
+    """Return the Levenshtein distance: the smallest number of insertions, deletions and replacements of letters."""
     row = list(range(len(other) + 1))
     for number, letter in enumerate(one, start=1):
         above, row = row, [number]
@@ -202,9 +206,9 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def jpeg_size(image: Image, *, quality: int = 95, smaller: bool = True) -> float:
-    """Return the size of a picture as a JPEG in kilobytes of 1000 bytes, negative if ``smaller`` ones are better.
+    """Return the size of an image as a JPEG in kilobytes (1000 bytes), negated if ``smaller`` is True.
 
-    The measure of compressibility of DDPO (arXiv 2305.13301). ``quality`` is 1 to 95.
+    This is the compressibility reward of DDPO (arXiv 2305.13301). ``quality`` is 1 to 95.
     """
     if not 1 <= quality <= 95:
         raise ValueError(f"the quality of a JPEG is 1 to 95, not {quality}")
@@ -222,7 +226,7 @@ def _letters(text: str) -> str:
 
 
 def _pixels(image: Image, side: int) -> np.ndarray:
-    """Return ``[height, width, 3]`` of 0 to 255, no side longer than ``side``."""
+    """Return the RGB pixels as float32 ``[height, width, 3]``, 0 to 255, scaled down to sides of at most ``side``."""
     picture = image.convert("RGB")
     if max(picture.size) > side:
         picture.thumbnail((side, side))
@@ -230,8 +234,8 @@ def _pixels(image: Image, side: int) -> np.ndarray:
 
 
 def _connected(codes: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """Return code, rows and columns of each part of equal codes above 0 that touch at an edge."""
-    width = codes.shape[1] + 1  # one empty column keeps the last pixel of a row from touching the first of the next
+    """Return (code, rows, columns) of each connected part of equal codes above 0; pixels connect at their edges."""
+    width = codes.shape[1] + 1  # an empty column separates the last pixel of a row from the first of the next row
     flat = np.pad(codes, ((0, 0), (0, 1))).ravel()
     left = {int(place): int(flat[place]) for place in flat.nonzero()[0]}
     parts = []
@@ -250,7 +254,7 @@ def _connected(codes: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
 
 @lru_cache(maxsize=1024)
 def _outlines(height: int, width: int) -> tuple[np.ndarray, ...]:
-    """Return masks ``[height, width]`` of the `FORMS` that fill this box, in their order."""
+    """Return a mask ``[height, width]`` of each of the `FORMS`, filling the box."""
     y = (np.arange(height)[:, None] + 0.5) / height * 2 - 1
     x = (np.arange(width)[None] + 0.5) / width * 2 - 1
     return x**2 + y**2 <= 1, np.ones((height, width), bool), np.abs(x) <= (y + 1) / 2

@@ -1,12 +1,12 @@
-"""Verifiers in processes of their own: they judge responses, whatever happens to the processes.
+"""A pool of processes that judge responses with a verifier, and replace processes that fail.
 
 Every call ends before a deadline in one of three ways: an output for every response, `RewardFailed` naming reward,
-prompt and cause, or cancellation. A process that dies or hangs is replaced. The responses it held are judged again, one
-by one if needed, so a response that kills its process does not fail the others.
+prompt and cause, or cancellation. A process that dies or hangs is replaced. The responses it was judging are judged
+again, one by one if needed, so a response that kills its process does not make others fail.
 
-In its process a plain verifier runs in the main thread, one response after the other, under an alarm. This suits
-verifiers that compute or use signals themselves. An async verifier judges all its responses concurrently. This suits
-verifiers that wait. If no alarm can interrupt a call (a long C call), the driver replaces the process.
+A plain verifier runs in the main thread of its process, one response after the other, with an alarm as time limit. This
+suits verifiers that compute. An async verifier judges all its responses concurrently. This suits verifiers that wait.
+If the alarm cannot interrupt a call (a long C call), the driver replaces the process.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from roll.runtime.workers import CALL_ERRORS, ProcessHandle, WorkerFailed, Worke
 from roll.tracking.timeline import BusySpans
 
 ALARM_REPEAT_SECONDS = 1.0
-"""Interval of repeated alarms, for a verifier that swallows the first one."""
+"""Interval at which the alarm repeats, in case a verifier catches the first one."""
 ASYNC_CALLS_PER_WORKER = 256
-"""Number of calls that one process of an async verifier handles at a time; each may have many responses."""
+"""Largest number of calls in one process of an async verifier at a time; each may have many responses."""
 START_TIMEOUT_SECONDS = 120.0
 KILL_GRACE_SECONDS = 5.0
 """Extra time after a limit before an unresponsive process is killed."""
@@ -53,14 +53,14 @@ class Verdict:
     """Outcome of judging one response."""
 
     kind: VerdictKind
-    """``gave_up``: an error that a retry would not cure; ``unjudged``: the call ended before this response's turn."""
+    """``gave_up``: an error for which a retry is useless. ``unjudged``: the call ended before this response's turn."""
     output: RewardOutput | None = None
     cause: str = ""
     seconds: float = 0.0
 
 
 class _TimeIsUp(BaseException):
-    """Raised by the alarm. Not an `Exception`, because verifiers and the libraries they use catch those."""
+    """The error that the alarm raises. It is not an `Exception`, which verifiers and their libraries might catch."""
 
 
 def _ring(signal_number: int, frame: FrameType | None) -> None:
@@ -78,7 +78,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 class _Process:
-    """Body of a worker process (a Ray actor)."""
+    """Base class of the Ray actors."""
 
     def __init__(self, config: RewardConfig, path: str, folders: DriverFolders, secrets: Mapping[str, str]) -> None:
         folders.enter()
@@ -106,13 +106,13 @@ class _Process:
 
 
 class RewardWorker(_Process):
-    """Body of a plain verifier's worker process; its methods run in the main thread, whose alarm they use."""
+    """Ray actor of a plain verifier. Its methods run in the main thread, because only that can use the alarm."""
 
     def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
         """Judge responses one after the other, and return one verdict per response.
 
-        No response is begun later than its limit after the first. So a call never lasts longer than two limits, however
-        many responses it has, and the driver can tell a stuck process from a long list.
+        No response is begun after one time limit has passed since the start of the call. So a call never lasts longer
+        than two time limits, however many responses it has, and the driver can recognise a stuck process.
         """
         started = time.perf_counter()
         verdicts = []
@@ -127,13 +127,13 @@ class RewardWorker(_Process):
             with _alarm(self._timeout_seconds):
                 verdict = Verdict("judged", self._output(self._verifier(record)))
         except (_TimeIsUp, Exception) as error:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have rung just as it was being switched off
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have interrupted its own cancellation
             verdict = self._failed(error, timed_out=isinstance(error, _TimeIsUp))
         return replace(verdict, seconds=time.perf_counter() - started)
 
 
 class AsyncRewardWorker(_Process):
-    """Body of an async verifier's worker process (an async Ray actor: any number of calls at once)."""
+    """Ray actor of an async verifier, with any number of calls at once."""
 
     async def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
         """Judge all responses concurrently, and return one verdict per response."""
@@ -157,12 +157,12 @@ class RewardCounts:
     calls: int = 0
     samples: int = 0
     errors: int = 0
-    """Number of attempts that ended with an exception, an invalid output or the death of the process."""
+    """Number of attempts that ended with an exception, an invalid output, or the death of the process."""
     timeouts: int = 0
     restarts: int = 0
     """Number of worker processes replaced."""
     seconds: float = 0.0
-    """Time that verifiers spent on samples."""
+    """Time that verifiers spent on responses."""
 
 
 class RewardPool:
@@ -171,7 +171,7 @@ class RewardPool:
     def __init__(self, name: str, config: RewardConfig, *, actor_options: Mapping[str, Any] | None = None) -> None:
         """Resolve the verifier without starting anything.
 
-        ``actor_options`` are options of the Ray actors besides `num_cpus=0`. Raises `ConfigError` if the verifier
+        ``actor_options`` are Ray options of the actors, besides `num_cpus=0`. Raises `ConfigError` if the verifier
         cannot be resolved.
         """
         self.counts = RewardCounts()
@@ -248,11 +248,12 @@ class RewardPool:
         return verdict.output
 
     async def _attempt(self, records: list[RewardInput]) -> list[Verdict]:
-        """Judge each response once. Responses that the call had no time for stay `unjudged`."""
+        """Judge each response once. Responses for which the call had no time get the verdict `unjudged`."""
         if len(records) == 1 and not self._verifier.is_async:
             return [await self._judge_alone(records[0])]
-        # A plain verifier's process held only these responses. An async one's also held those of other calls, and one
-        # of them may be at fault. So a second attempt together comes before judging each in quarantine, which is slow.
+        # A process of a plain verifier has the responses of one call only; one of an async verifier also has those of
+        # other calls, one of which may be at fault. So there is a second attempt before each is judged in quarantine,
+        # which is slow.
         for _ in range(2 if self._verifier.is_async else 1):
             try:
                 return await self._judge(records)
@@ -261,7 +262,7 @@ class RewardPool:
         return await asyncio.gather(*map(self._judge_alone, records))
 
     async def _judge_alone(self, record: RewardInput) -> Verdict:
-        """Judge a response in a process that holds no other one. If the process is lost, this response is at fault."""
+        """Judge a response in a process that has no other one. If the process is lost, this response is at fault."""
         try:
             return (await self._judge([record], in_quarantine=self._verifier.is_async))[0]
         except WorkerTimeout:
@@ -271,17 +272,17 @@ class RewardPool:
             return Verdict("error", cause=str(lost))
 
     async def _judge(self, records: list[RewardInput], *, in_quarantine: bool = False) -> list[Verdict]:
-        """Make a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken.
+        """Make a call. If the caller is cancelled, the call continues, because its process stays busy.
 
-        Raises one of `CALL_ERRORS` once the process is gone, and `RewardFailed` once the pool is closed.
+        Raises one of `CALL_ERRORS` if the process is lost, and `RewardFailed` if the pool is closed.
         """
         self._check_open()
         return await asyncio.shield(self._tasks.start(self._call(records, in_quarantine)))
 
     async def _call(self, records: list[RewardInput], in_quarantine: bool) -> list[Verdict]:
-        """Make one call within its deadline. Raises one of `CALL_ERRORS` once the process is gone.
+        """Make one call within its deadline. Raises one of `CALL_ERRORS` if the process is lost.
 
-        An error inside a living process is the verdict on each response of this call; the process keeps its others.
+        If the call raises an error in a process that stays alive, this is the verdict on each response of the call.
         """
         async with self._one_suspect if in_quarantine else self._free_calls:
             slot = self._quarantine if in_quarantine else min(self._slots, key=lambda each: each.calls)
@@ -289,7 +290,7 @@ class RewardPool:
             try:
                 process = await slot.filled()
                 self.counts.calls += 1
-                # A call of several responses may last two limits, see `RewardWorker.judge`; after that it is stuck.
+                # A call with several responses may take two time limits, see `RewardWorker.judge`.
                 limits = 1 if len(records) == 1 or self._verifier.is_async else 2
                 deadline = limits * self._timeout_seconds + KILL_GRACE_SECONDS
                 try:
@@ -298,7 +299,7 @@ class RewardPool:
                 except CALL_ERRORS as error:
                     if isinstance(error, WorkerFailed) and not error.answer_lost:
                         return [Verdict("error", cause=error.cause) for _ in records]
-                    was_there = await slot.lose(process)  # before the sum, since others lose processes meanwhile
+                    was_there = await slot.lose(process)  # awaited before the sum, which other calls change meanwhile
                     self.counts.restarts += was_there
                     raise
             finally:

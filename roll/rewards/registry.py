@@ -1,10 +1,10 @@
-"""Verifiers by name or import path, checked against their signature before anything starts.
+"""Verifiers by name or import path. Their arguments are checked against their signature before anything starts.
 
-A verifier is a plain function (or coroutine function). Its parameter names say what it needs: names in
-`VERIFIER_FIELDS` are filled from the judged response, the others from `verifier_args`. It returns a number, or a
-mapping with a `score` and further numbers; with `weights` the score is a weighted sum of these. A subclass of
-`PreparedVerifier` is a verifier too: its constructor takes the `verifier_args`, its calls take the fields. A new
-built-in verifier is a function and a line in `roll.configs.rewards.VERIFIERS`.
+A verifier is a function or coroutine function. Parameters with names in `VERIFIER_FIELDS` are filled from the judged
+response, all others from `verifier_args`. It returns a number, or a mapping with a `score` and other numbers; with
+`weights`, the score is a weighted sum of these. A subclass of `PreparedVerifier` is a verifier too: its constructor
+takes the `verifier_args`, and `__call__` takes the fields. A new built-in verifier is a function and a line in
+`roll.configs.rewards.VERIFIERS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ JUDGE_REQUIRES = ("aiohttp",)  # requirements/judge.txt
 
 @dataclass(frozen=True)
 class Verifier:
-    """A checked verifier, ready to be called."""
+    """A verifier with checked arguments, ready to be called."""
 
     name: str
     function: Callable[..., Any]
@@ -48,21 +48,21 @@ class Verifier:
     requires: tuple[str, ...] = ()
     timeout_score: float | None = None
     max_concurrency: int | None = None
-    """Number of responses judged at a time over all processes; ``None``: as many as the processes take."""
+    """Largest number of responses judged at a time in all processes together; None: no limit besides the processes."""
     secrets: tuple[str, ...] = ()
-    """Environment variables that its processes need."""
+    """Environment variables with secrets that the processes need."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the numbers whose sum is the score; empty: it returns the score."""
+    """Name of a returned number -> its weight in the score. Empty: the verifier returns the score itself."""
     prepared: PreparedVerifier | None = None
-    """The function as a `PreparedVerifier`, if it is one."""
+    """The verifier object; None if the verifier is a function."""
 
     def __call__(self, record: RewardInput) -> Any:
-        """Return the function's unchecked result (see `checked_output`), or its coroutine if it is async."""
+        """Return the verifier's unchecked result (see `checked_output`), or its coroutine if it is async."""
         values = record.fields()
         return self.function(**{name: values[name] for name in self.fields}, **self.arguments)
 
     def fault_of(self, ground_truth: Any) -> str | None:
-        """Return why a ground truth is unusable; None if it is usable or the verifier does not check it."""
+        """Return the reason why a ground truth is unusable; None if it is usable or the verifier does not check it."""
         if self.prepared is None:
             return None
         try:
@@ -75,7 +75,7 @@ class Verifier:
 def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     """Find a verifier and check its arguments. ``path`` is the configuration path, for example ``rewards.math``.
 
-    Imports nothing heavy except the module that a user names. Raises `ConfigError` with every problem.
+    Imports nothing large except the module that a user names. Raises `ConfigError` with every problem.
     """
     if config.judge is not None:
         return _judge(config.judge, path)
@@ -111,7 +111,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
 
 
 def check_sight(verifier: Verifier, draws: bool, path: str) -> None:
-    """Raise `ConfigError` if a verifier cannot judge what the run makes: pictures if it ``draws``, or texts.
+    """Raise `ConfigError` if a verifier cannot judge what the run generates: images if ``draws``, else texts.
 
     ``path`` is the configuration path of its reward.
     """
@@ -157,10 +157,10 @@ def _judge(config: JudgeConfig, path: str) -> Verifier:
 
 
 def checked_output(verifier_name: str, value: Any, weights: Mapping[str, float] | None = None) -> RewardOutput:
-    """Convert a verifier's result to a `RewardOutput`. With ``weights`` (not empty) the score is the weighted sum of
-    the numbers that they name, which stay among the metrics; ``score`` may be one of them.
+    """Convert a verifier's result to a `RewardOutput`.
 
-    Raises `RewardNonsense` if a value is not a finite number, or if a number that is needed is missing.
+    With ``weights``, the score is the weighted sum of the numbers named there, which may include ``score``; all numbers
+    are also metrics. Raises `RewardNonsense` if a value is not a finite number, or if a needed number is missing.
     """
     if isinstance(value, RewardOutput):
         value = {**value.metrics, "score": value.score}
@@ -177,18 +177,18 @@ def checked_output(verifier_name: str, value: Any, weights: Mapping[str, float] 
 
 
 def route_domains(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
-    """Return domain tag -> name of the reward that judges it."""
+    """Return a mapping from each domain to the name of the reward that judges it."""
     return {domain: name for name, config in rewards.items() for domain in config.tag_included or [name]}
 
 
 def check_prompts(
     routes: Mapping[str, str], verifiers: Mapping[str, Verifier], prompts: Iterable[Prompt], path: str
 ) -> list[ConfigProblem]:
-    """Return a problem for each kind of prompt that no reward can judge.
+    """Return a problem for each domain with prompts that no reward can judge.
 
     These are prompts of a domain without a reward, prompts without the ground truth that their reward needs, and
-    prompts with an unusable ground truth. ``verifiers`` is by reward name (reward models have none), ``path`` the
-    configuration path of the prompts.
+    prompts with an unusable ground truth. ``routes``: domain -> reward name. ``verifiers``: reward name -> verifier,
+    without reward models. ``path``: configuration path of the prompts.
     """
     problems: dict[tuple[str, str], ConfigProblem] = {}
     for prompt in prompts:
@@ -210,7 +210,7 @@ def check_prompts(
 
 
 def _number(verifier_name: str, value: Any, answer: Any) -> float:
-    """Return ``value`` as a float. Numpy's numbers are accepted, text is not."""
+    """Return ``value`` as a float. Numpy numbers are accepted, texts are not."""
     try:
         number = float(value) if hasattr(value, "__float__") else math.nan
     except (TypeError, ValueError, OverflowError):

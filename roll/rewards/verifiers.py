@@ -1,11 +1,11 @@
 """The verifiers `exact`, `math`, `numeric` and `reasoning_gym`.
 
-Model output is untrusted. `numeric` compares fractions, so a long integer with a wrong last digit is wrong, and a
+Responses are untrusted. `numeric` compares exact fractions, so a long integer with a wrong last digit is wrong. A
 number of absurd size (thousands of digits, exponents like 1e999999999) does not count as a number. `math` rejects
-expressions whose value is too large to write down (``9^{9^9}``) before sympy tries: evaluating them blocks the process
-in one long C call that no alarm can interrupt. math-verify's own time limits are off, because they would take the
-process's only alarm, which the worker needs. The ground truth of `reasoning_gym` is the task's whole entry; its
-metadata names the data set and its arguments (`roll.data.sources.read_reasoning_gym` writes both).
+expressions with huge values (``9^{9^9}``) before sympy evaluates them, because that would block the process in a long C
+call that the alarm cannot interrupt. The time limits of math-verify are off, because they would use the process's only
+alarm, which the worker needs. For `reasoning_gym`, the ground truth is the whole entry of the task, and the metadata
+names the data set and its arguments (`roll.data.sources.read_reasoning_gym` writes both).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def extract_last(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """Return the last match of ``pattern`` (its first group, if it has one), or the whole text without a pattern."""
+    """Return the last match of ``pattern`` (its first group, if any); None without a match.
+
+    If ``pattern`` is None, return the whole text.
+    """
     if pattern is None:
         return text
     matches = list(pattern.finditer(text))
@@ -40,9 +43,9 @@ def exact(
 ) -> float:
     """Return 1 if the answer equals the ground truth up to surrounding white space, else 0.
 
-    ``extract`` is a regular expression whose last match (first group, if any) is the answer; no match scores 0. A list
-    as ground truth holds several correct answers; anything else is compared as text. Raises `ValueError` without a
-    ground truth.
+    ``extract`` is a regular expression whose last match (first group, if any) is the answer; without a match the score
+    is 0. If the ground truth is a list, any of its entries is correct. Values are compared as text. Raises `ValueError`
+    without a ground truth.
     """
     accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not accepted or any(each is None for each in accepted):
@@ -58,7 +61,7 @@ def _normal(text: str, ignore_case: bool) -> str:
 
 
 MAX_BITS = 20_000.0
-"""Largest number that an answer may evaluate to, in binary digits."""
+"""Size of the largest number that an answer may evaluate to, in bits."""
 
 _MARKUP = ("$", "\\boxed", "\\(", "\\[")
 
@@ -97,7 +100,7 @@ def _parse(text: str) -> list[Basic | MatrixBase | str]:
 
 
 def _bits(expression: Any) -> float:
-    """Estimate the binary digits of the largest number that evaluating the expression would produce."""
+    """Estimate the size, in bits, of the largest number that evaluating the expression would produce."""
     import sympy
     from sympy.functions.combinatorial.factorials import CombinatorialFunction
 
@@ -124,7 +127,7 @@ MAX_DIGITS = 1000
 MAX_EXPONENT = 400
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+)?"
-_SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or a bracket the sign subtracts: the last number of `5-3` is 3
+_SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or bracket, `-` is a subtraction: the last number of `5-3` is 3
 _NUMBER = re.compile(rf"({_SIGN})\s?({_DECIMAL})(?:\s?/\s?({_DECIMAL}))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
@@ -138,12 +141,12 @@ def numeric(
     relative_tolerance: float = 0.0,
     extract: re.Pattern[str] | None = None,
 ) -> float:
-    """Return 1 if the last number of the response is the ground truth's, else 0.
+    """Return 1 if the last number in the response equals the last one in the ground truth, else 0.
 
-    Understood: signs, thousands separators, decimals, exponents, ``a/b`` and ``\\frac{a}{b}``; words and units around
-    the number do not matter. An answer is right if ``|answer - truth| <= max(absolute, relative * |truth|)``.
-    ``extract`` first narrows the response to the last match of a regular expression. Raises `ValueError` if the ground
-    truth has no number.
+    Numbers may have signs, thousands separators, decimals and exponents, or be fractions ``a/b`` or ``\\frac{a}{b}``;
+    words and units around them are ignored. An answer is right if ``|answer - truth| <= max(absolute, relative *
+    |truth|)``. With ``extract``, only the last match of this regular expression is searched. Raises `ValueError` if the
+    ground truth has no number.
     """
     truth = _truth(ground_truth)
     part = extract_last(response, extract)
@@ -155,7 +158,7 @@ def numeric(
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in the text, exactly; ``None`` if there is none, or if the last one is of absurd size."""
+    """Return the last number in the text as an exact fraction; None if there is none, or if it is absurdly large."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     numbers = list(_NUMBER.finditer(text))
@@ -177,7 +180,7 @@ def _exact(decimal: str) -> Fraction | None:
 
 def _truth(ground_truth: Any) -> Fraction:
     if isinstance(ground_truth, float) and math.isfinite(ground_truth):
-        # A double keeps the first 15 digits of any decimal: 0.1 + 0.2 was meant to be 0.3.
+        # A double holds any decimal of 15 digits, so this undoes rounding errors: 0.1 + 0.2 becomes 0.3.
         return Fraction(f"{ground_truth:.15g}")
     if isinstance(ground_truth, int):
         return Fraction(ground_truth)
@@ -190,10 +193,10 @@ def _truth(ground_truth: Any) -> Fraction:
 def reasoning_gym_task(
     response: str, ground_truth: Any, metadata: dict[str, Any], *, extract: re.Pattern[str] | None = None
 ) -> float:
-    """Return the data set's own score of the answer, usually in [0, 1]; a partly right answer may get partial credit.
+    """Return the score that the task's data set gives the answer, usually 0 to 1, possibly with partial credit.
 
     ``extract`` is a regular expression whose last match (first group, if any) is the answer; without it, the whole
-    response is. Raises `ValueError` for a prompt that is not a reasoning-gym task.
+    response is the answer. Raises `ValueError` for a prompt that is not a reasoning-gym task.
     """
     task_set = metadata.get(REASONING_GYM_KEY)
     if task_set is None:

@@ -1,5 +1,5 @@
-"""The asynchronous core: when each group starts, what becomes of it, and which batch it is trained in.
+"""The asynchronous core: it decides when each group starts, whether it is kept, and which batch it is trained in.
 
-It uses only asyncio and the standard library. The scheduler that drives a cluster therefore also runs, unchanged, under
-a virtual clock in tests.
+It uses only the standard library, with asyncio. The scheduler that drives a cluster therefore also runs, unchanged,
+under a virtual clock in tests.
 """

@@ -1,11 +1,11 @@
-"""Admission control: when a group may start, and the limit on drops in a row. Pure: no task, no clock.
+"""Admission control: when a group may start, and the limit on drops in a row. Pure state: no tasks, no clock.
 
-With B groups per step, ratio r, bound R, s steps done and engine version v, group number g starts iff
+With B groups per step, ratio r, staleness bound R, s steps done and engine version v, group number g starts iff
 
     g < (s + 1) B + r B    and    v >= g // B - R
 
-The first condition is only a budget. The second one, together with the consumption rule of `buffer.py`, keeps every
-token within R versions. All arithmetic is exact.
+The first condition limits how far generation runs ahead of training. The second one, together with the consumption rule
+of `buffer.py`, ensures that no token is more than R versions old when it is trained on. All arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TooManyDrops(RuntimeError):
 
 
 def exact_ratio(ratio: float | Fraction) -> Fraction:
-    """Return the ratio exactly as its decimal digits read: 0.1 is 1/10, not the binary number next to it.
+    """Return the ratio as an exact fraction of its decimal notation: 0.1 becomes 1/10, not the nearest binary number.
 
     Raises `ValueError` if it is negative or not finite.
     """
@@ -38,7 +38,7 @@ def exact_ratio(ratio: float | Fraction) -> Fraction:
 
 
 class Admission:
-    """Rule that decides in constant time, from the number of the next group alone, if that group may start."""
+    """Admission rule. It decides in constant time if the next group may start, given only the number of that group."""
 
     def __init__(self, *, batch_size: int, max_steps: int, ratio: float | Fraction, max_staleness: int) -> None:
         self._batch_size = batch_size
@@ -50,10 +50,11 @@ class Admission:
         self.version = 0
 
     def refusal(self, number: int) -> Refusal | None:
-        """Return why group ``number`` (issued minus dropped groups so far) may not start now; None if it may.
+        """Return why group ``number`` may not start now; None if it may.
 
-        ``complete``: the run has all the groups it needs. ``paused``: admission is paused. ``budget``: enough groups
-        are ahead of training. ``version``: the engine's weights are too old for the step this group is meant for.
+        ``number`` is the count of groups issued so far minus the dropped ones. ``complete``: the run has all the groups
+        it needs. ``paused``: admission is paused. ``budget``: generation is as far ahead of training as allowed.
+        ``version``: the engine's weights are too old for the step that will train on this group.
         """
         if number >= self._total:
             return "complete"
@@ -83,16 +84,16 @@ class Admission:
         self.version = version
 
     def resume_at(self, steps_done: int) -> None:
-        """Continue a resumed run: its engine will hold the weights of the last step."""
+        """Set the state of a resumed run, whose engine will hold the weights of the last completed step."""
         self.steps_done = self.version = steps_done
 
     @property
     def is_paused(self) -> bool:
-        """True if no group may start, whatever the budget."""
+        """True while admission is paused. No group may start then."""
         return self._pauses > 0
 
     def pause(self) -> None:
-        """Start nothing until `resume`. Pauses are counted: a `resume` does not undo another owner's `pause`."""
+        """Start nothing until `resume`. Pauses are counted: each `resume` undoes one `pause`."""
         self._pauses += 1
 
     def resume(self) -> None:
@@ -103,7 +104,7 @@ class Admission:
 
 
 class DropLimit:
-    """Limit on drops in a row. Each drop gives its slot back, so without a limit a run could drop groups for ever."""
+    """Limit on drops in a row. Each drop frees a slot for a new group, so without a limit a run could drop for ever."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,28 +1,29 @@
-"""Selection of the groups of the next batch, and of the moment it is ready. A pure state machine: no task, no clock.
+"""The rule for which groups form the next batch, and when it is ready. A pure state machine: no tasks, no clock.
 
-Training step ``t`` trains on batch ``t`` (counted from 0). A group started at version v must be in no batch after its
-deadline ``d = v + R``; then no token is more than R versions old. Waiting only for groups with ``d == t`` comes too
-late. Example with R = 2 and B = 1: three groups start at version 0, and the youngest finishes first and takes batch 0.
-If a group of version 1 now takes batch 1, two groups are due in the single place of batch 2. Earliest deadline first is
-the rule that works. Let D_u be the groups not yet consumed (in flight or ready) with deadline <= u.
+Training step ``t`` trains on batch ``t`` (counted from 0), which has B groups. With staleness bound R, a group started
+at version v has the deadline ``d = v + R``, the last batch that may contain it; then no token is more than R versions
+old. It is not enough that batch t waits for groups with ``d == t``. Example with R = 2 and B = 1: three groups start at
+version 0, and one of them takes batch 0. If a group of version 1 now takes batch 1, the other two are both due in batch
+2, which has one place. Each batch must therefore look ahead to later deadlines. Let D_u be the set of groups not yet
+consumed (in flight or ready) with deadline <= u.
 
-- Invariant, before batch t: ``|D_u| <= (u - t + 1) B`` for all u >= t. The batches up to u have room for D_u.
+- Invariant, before batch t: ``|D_u| <= (u - t + 1) B`` for all u >= t. The batches t to u have room for D_u.
 - Batch t is chosen so that the invariant holds for t + 1: it takes at least ``|D_u| - (u - t) B`` members of D_u. The
   ready groups allow this iff, for every u, at most ``(u - t) B`` members of D_u are still in flight. Until then the
   batch waits.
-- Admission keeps the invariant. When number g starts at v, ``d = v + R >= g // B``. For u >= d all groups together are
-  ``g + 1 - t B <= (u + 1) B - t B``; for u < d nothing changes. A retry only moves a deadline later; a drop removes
-  one.
+- Admission keeps the invariant. When group number g starts at v, ``d = v + R >= g // B``. For u >= d, the number of all
+  unconsumed groups is ``g + 1 - t B <= (u + 1) B - t B``; for u < d, D_u does not change. A retry only moves a deadline
+  later; a drop removes one.
 
-A batch may also be chosen group by group, as they finish. A chosen group keeps its place in batch t, and counts in D_u
-until the batch is whole. One more group with deadline d uses up room of the batches up to every u < d, so it may be
-chosen iff ``|D_u| + (chosen groups due after u) < (u - t + 1) B`` for those u. These limits are nested, so choosing
-never leads into a dead end: a batch that could be taken at once can also be completed from what was chosen.
+The groups of a batch may also be chosen one by one, as they finish. A chosen group keeps its place in batch t, and
+counts in D_u until the batch is taken. Choosing a group with deadline d takes room from the groups due by u, for every
+u < d. It is allowed iff ``|D_u| + (chosen groups due after u) < (u - t + 1) B`` for all these u. The limits are nested,
+so there are no dead ends: a batch that could be taken at once can also be completed from the groups chosen so far.
 
-In the order of ``(deadline at the first start, id)`` (`fifo`) the rule holds by itself. In a run that was never resumed
-this is the order of issue: the group at place p has ``d >= p // B``. A resumed run starts some groups anew, with later
-deadlines than groups of higher ids that had finished before. A group is certain to be in the next batch as soon as
-fewer groups stand before it than the batch has places, whether these finish or are dropped.
+`fifo` takes groups in the order of ``(deadline at the first start, id)``, which satisfies the rule without further
+checks: the group at place p has ``d >= p // B``. Unless the run was resumed, this is the order of issue. A resumed run
+starts some groups again, with later deadlines than finished groups of higher ids. A group is certain to be in the next
+batch as soon as fewer groups precede it than the batch has places, because it moves up if one of them is dropped.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class FinishedGroup(Generic[Item, Result]):
     result: Result
     """The return value of the rollout."""
     start_version: int
-    """Version of the engine when the attempt that succeeded began: a lower bound for its tokens' versions."""
+    """Engine version when the successful attempt began. No token of the group is from an older version."""
 
 
 Place = tuple[int, int]
-"""Place of a group in the order of `fifo`: its deadline at its first start, and its id."""
+"""Sort key of a group in `fifo` order: its deadline at its first start, and its id."""
 
 
 class _InFlight:
@@ -65,7 +66,7 @@ class _InFlight:
         self.place_of: dict[int, Place] = {}
         self._deadline_of: dict[int, int] = {}
         self._places: list[Place] = []
-        """In order."""
+        """Sorted."""
         self._latest_deadline = 0
 
     def __len__(self) -> int:
@@ -107,7 +108,7 @@ class _InFlight:
 
 @dataclass
 class _Batch:
-    """The next batch, as far as it was chosen."""
+    """State of the next batch, whose groups may be chosen one by one."""
 
     size: int
     index: int = 0
@@ -116,7 +117,7 @@ class _Batch:
 
 
 class _ReadyFirst(Generic[Item, Result]):
-    """Ready groups in the order they finished, as far as deadlines allow."""
+    """Ready groups, taken in the order they finished unless deadlines require another order."""
 
     def __init__(self) -> None:
         self._by_deadline: dict[int, deque[tuple[int, FinishedGroup[Item, Result]]]] = {}
@@ -135,12 +136,12 @@ class _ReadyFirst(Generic[Item, Result]):
         return self._size
 
     def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
-        """Yield the groups that finished first, as long as they leave room for all deadlines."""
+        """Yield ready groups in the order they finished, except those that would take the room of earlier deadlines."""
         deadlines = sorted({*self._by_deadline, *in_flight.by_deadline, *batch.chosen})
         room, due, missing = [], 0, batch.size - batch.chosen.total()
         for deadline in deadlines:
             due += len(self._by_deadline.get(deadline, ())) + len(in_flight.by_deadline.get(deadline, ()))
-            # Those chosen count whether they are due by then or later.
+            # Every chosen group takes a place of the next batch, whatever its deadline.
             room.append((deadline - batch.index) * batch.size + missing - due)
         while missing:
             earliest: tuple[int, int] | None = None
@@ -164,7 +165,7 @@ class _ReadyFirst(Generic[Item, Result]):
 
 
 class _Fifo(Generic[Item, Result]):
-    """Ready groups in the order of their places. A group in flight holds back all groups with later places."""
+    """Ready groups, taken in `fifo` order. A group in flight holds back all groups with later places."""
 
     def __init__(self) -> None:
         self._held_back: list[tuple[Place, FinishedGroup[Item, Result]]] = []
@@ -182,7 +183,7 @@ class _Fifo(Generic[Item, Result]):
         return len(self._released)
 
     def choose(self, batch: _Batch, in_flight: _InFlight) -> Iterator[FinishedGroup[Item, Result]]:
-        """Yield groups in the order of their places, while the batch has room for all groups before them, too."""
+        """Yield ready groups in `fifo` order, as long as the batch has room for the unfinished ones before them."""
         missing = batch.size - batch.chosen.total()
         self.takeable(in_flight)
         while missing and self._released:
@@ -194,10 +195,10 @@ class _Fifo(Generic[Item, Result]):
 
 
 class GroupBuffer(Generic[Item, Result]):
-    """Groups between their start and the batch that takes them.
+    """Groups from their start until a batch takes them.
 
-    The caller reports each start, retry, finish and drop. Reported versions never decrease. `take` returns the batches
-    in order.
+    The caller reports each start, retry, finish and drop; the versions it reports must never decrease. `take` returns
+    the batches in order.
     """
 
     def __init__(self, *, batch_size: int, max_staleness: int, order: ConsumptionOrder) -> None:
@@ -207,7 +208,7 @@ class GroupBuffer(Generic[Item, Result]):
         self._ready: _ReadyFirst[Item, Result] | _Fifo[Item, Result] = _Fifo() if order == "fifo" else _ReadyFirst()
         self._next = _Batch(batch_size)
         self.chosen: list[FinishedGroup[Item, Result]] = []
-        """Groups that are certain to be in the next batch, as far as they were chosen."""
+        """Groups chosen for the next batch so far."""
 
     @property
     def batches_taken(self) -> int:
@@ -216,22 +217,22 @@ class GroupBuffer(Generic[Item, Result]):
 
     @property
     def ready(self) -> int:
-        """Finished groups in no batch that was taken."""
+        """Number of finished groups that no batch has taken yet, including chosen ones."""
         return len(self._ready) + len(self.chosen)
 
     def resume_at(self, batches_taken: int) -> None:
-        """Continue after this many batches."""
+        """Set the number of batches that were taken before the run was resumed."""
         self._next.index = batches_taken
 
     def has_room(self, version: int) -> bool:
-        """Return True if the batches up to the deadline of a group that starts at ``version`` can take one more."""
+        """Return True if a group that starts at ``version`` would have room in the batches up to its deadline."""
         unconsumed = len(self._in_flight) + self.ready + 1
         return unconsumed <= (version + self._max_staleness - self.batches_taken + 1) * self._batch_size
 
     def start(self, group_id: int, version: int) -> None:
-        """Add a group that starts. Raises `ValueError` if it has no room before its deadline.
+        """Add a group that starts at ``version``.
 
-        Admission rules this error out.
+        Raises `ValueError` if the batches up to its deadline have no room, which `Admission` never lets happen.
         """
         deadline = version + self._max_staleness
         if not self.has_room(version):
@@ -265,9 +266,9 @@ class GroupBuffer(Generic[Item, Result]):
         return self.ready >= self._batch_size and self._blocked_by_deadline()
 
     def overdue(self) -> list[int]:
-        """Return the groups in flight that must finish (or be dropped) before a batch that is `held_up` can be taken.
+        """Return the ids of the groups in flight that must finish or be dropped before the next batch can be taken.
 
-        The list is as short as possible, with the earliest deadline first.
+        They are as few as possible, earliest deadline first. The list is empty unless the batch is `held_up`.
         """
         if not self.held_up():
             return []
@@ -280,7 +281,7 @@ class GroupBuffer(Generic[Item, Result]):
         return overdue
 
     def choose(self) -> None:
-        """Choose further groups for the next batch, as many as are certain to be in it."""
+        """Choose more ready groups for the next batch, as many as the rule allows."""
         chosen = list(self._ready.choose(self._next, self._in_flight))
         self._next.chosen.update(group.start_version + self._max_staleness for group in chosen)
         self.chosen += chosen

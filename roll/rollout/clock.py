@@ -1,8 +1,9 @@
-"""An event loop whose time jumps instead of passing, so hours of rollouts run in milliseconds and repeatably.
+"""An event loop in virtual time: hours of rollouts run in milliseconds, with the same result every time.
 
-When nothing is ready, the loop moves its clock to the next timer at once. When there is no timer either, nothing can
-ever happen again, and it raises `Deadlock` with the tasks that wait. It serves tests and simulation on one thread: work
-for other threads is done at once. Sockets take no virtual time, and waiting for nothing else is a deadlock.
+When no callback is ready, the loop sets its clock to the next timer at once. When there is no timer either, nothing can
+ever happen again, and it raises `Deadlock` with the waiting tasks. It is for tests and simulation on one thread:
+`run_in_executor` runs its function at once. Waiting for a socket takes no virtual time; if all tasks wait only for
+sockets, that is a deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LONGEST_RUN_SECONDS = 2**23
-"""97 days. Beyond that, floats are coarser than the nanosecond that asyncio adds to see if a timer is due."""
+"""97 days. At later times, floats cannot resolve the nanosecond that asyncio adds when it checks if a timer is due."""
 
 
 class Deadlock(RuntimeError):
@@ -26,7 +27,7 @@ class Deadlock(RuntimeError):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that never blocks: instead of sleeping, it reports for how long it would sleep and returns at once."""
+    """A selector that never blocks: instead of sleeping, it reports how long it would have slept, and returns."""
 
     def __init__(self, skip: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual_now
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Do the work at once, in this thread, and return what came out of it."""
+        """Call the function at once, in this thread, and return a future that is already done."""
         outcome: asyncio.Future[T] = self.create_future()
         try:
             outcome.set_result(func(*args))
@@ -64,12 +65,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return outcome
 
     def advance(self, seconds: float) -> None:
-        """Let time pass in which nothing can happen, as for a process that is stopped."""
+        """Advance the clock without running any callback, as if the process had been stopped for this time."""
         self._virtual_now += seconds
 
     def idle_until(self) -> float:
-        """Return the time up to which nothing happens but what the caller does: now, if a callback is ready, else the
-        time of the next timer (infinite if there is none)."""
+        """Return the time of the next event: now if a callback is ready, else the time of the next timer, or infinity
+        if there is none."""
         if self._ready:
             return self._virtual_now
         return self._scheduled[0].when() if self._scheduled else math.inf

@@ -1,11 +1,11 @@
-"""A log of what became of each group, so that a killed run does not repeat finished rollouts.
+"""A log of finished and dropped groups, so that a run that was killed does not repeat finished rollouts.
 
-Records are appended, never changed. The record of a finished group carries the newest policy version it depends on,
-that of a dropped one the version with which a group in its slot may start. The log also says where earlier runs went
-back to a checkpoint. Together they tell which records still count: those whose version was made after the checkpoint do
-not. A drop may thus count although it rests on weights that were lost. It must: a group in its slot may be kept, and
-without the drop one group too many would be issued. A group whose record is torn is generated again, so a crash costs
-time and nothing else. Segments that mention only ended groups are deleted, oldest first.
+Records are only appended. Each has a policy version: for a finished group, the newest version it depends on; for a
+dropped group, the version at which a new group may start in its slot. A restart from the checkpoint after step s is
+recorded, too, and voids all earlier records with versions above s, because those weights are lost. The record of a drop
+may stay valid although the dropped group used lost weights. This is intended: the group that took its slot may be kept,
+and without the drop, one group too many would be issued. A group with a damaged record is generated again, so a crash
+costs nothing but time. Segments that mention only ended groups are deleted, oldest first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RecordKind(IntEnum):
     FINISHED = 1
     DROPPED = 2
     WENT_BACK = 3
-    """A restart after training step ``version``. Earlier records of a later version no longer count."""
+    """A restart after training step ``version``. It voids all earlier records with a later version."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,15 @@ class JournalRecord:
     kind: RecordKind
     group_id: int
     version: int
-    """Newest policy version that a finished group depends on; for a drop, the version at which its slot was free again.
-
-    A group in the slot of a dropped one starts with that version or a later one.
-    """
+    """For a finished group: the newest policy version it depends on. For a drop: the policy version when its slot
+    became free; the group that takes the slot starts at this version or a later one. For a restart: its step."""
     payload: bytes = b""
-    """The group in the owner's own format, if it finished; the drop reason, if it was dropped."""
+    """For a finished group: its data, in the caller's format. For a drop: the reason."""
 
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """The state of a run's rollouts at the end of a training step, which is all that a checkpoint says of them."""
+    """State of a run's rollouts at the end of a training step, as saved in a checkpoint."""
 
     steps_done: int
     issued: int
@@ -75,21 +73,22 @@ class RolloutProgress:
 
 @dataclass(frozen=True)
 class Recovered:
-    """Information that a journal adds to the progress of a checkpoint."""
+    """Groups that a resumed run knows from a checkpoint and the journal together."""
 
     issued: int
     finished: dict[int, bytes]
     """Payload of each finished group that waits to be trained on, by group id."""
     dropped: dict[int, DropReason]
-    """Groups dropped after the checkpoint."""
+    """Drop reason of each group that was dropped after the checkpoint."""
     in_flight: tuple[int, ...]
     """Ids of the groups to generate again, ascending."""
 
 
 class Journal:
-    """Writer of a journal; only one at a time.
+    """Writer of a journal. A journal has one writer at a time.
 
-    After `append` a record is in the operating system's hands; after `sync` it is on the disk.
+    `append` passes a record to the operating system, where it survives the end of the process; `sync` writes it to
+    disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,14 +111,14 @@ class Journal:
             self._members[self._path].add(record.group_id)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk."""
+        """Wait until all records are on disk."""
         os.fsync(self._file.fileno())
 
     def prune(self, oldest: RolloutProgress) -> None:
-        """Begin a new segment and delete old ones.
+        """Begin a new segment and delete old ones that no restart needs any more.
 
-        Segments are deleted from the oldest on, as long as a return to ``oldest`` or anything later needs none of their
-        groups.
+        ``oldest``: progress of the oldest checkpoint that the run may resume from. Segments are deleted from the oldest
+        on, up to the first that mentions a group which was open or not yet issued at that checkpoint.
         """
         self.sync()
         self._file.close()
@@ -157,10 +156,10 @@ def read_journal(folder: Path) -> Iterator[JournalRecord]:
 
 
 def recover(records: Iterable[JournalRecord], progress: RolloutProgress) -> Recovered:
-    """Return what a run that goes back to ``progress`` need not generate again.
+    """Return the groups that a run resumed at ``progress`` can reuse, and those that it must generate again.
 
-    If a group has several records that count, the last one is used. Ids are given out in order, so every group up to
-    the highest known id was issued.
+    If a group has several valid records, the last one is used. Ids are given out in order, so every group up to the
+    highest known id was issued.
     """
     latest: dict[int, JournalRecord] = {}
     for record in records:
@@ -195,10 +194,10 @@ def dropped_record(group_id: int, version: int, reason: DropReason) -> JournalRe
 
 
 def went_back_record(step: int) -> JournalRecord:
-    """Return the record of a run that restarts after training step ``step``.
+    """Return the record of a restart after training step ``step``.
 
-    After step -1 no earlier record counts, since no version is below 0. Use step -1 when groups are made in another
-    way from here on.
+    Step -1 voids all earlier records, since versions begin at 0; use it when groups are generated differently from now
+    on.
     """
     return JournalRecord(RecordKind.WENT_BACK, -1, step)
 
@@ -222,7 +221,7 @@ def _read_segment(path: Path) -> Iterator[JournalRecord]:
 
 
 def _read_record(read: Callable[[int], bytes], frame: bytes) -> JournalRecord | None:
-    """Return the record, or None if it is not whole."""
+    """Return the record, or None if it is incomplete or damaged."""
     if len(frame) < _FRAME.size:
         return None
     size, crc = _FRAME.unpack(frame)

@@ -1,9 +1,8 @@
-"""The ledger of groups. At every instant: issued = consumed + dropped (by reason) + buffered + in flight.
+"""The ledger of groups. At any time: issued = consumed + dropped (by reason) + buffered + in flight.
 
 The ledger is the only place where groups are counted. Each transition is a method that takes constant time and rejects
-illegal moves (ending twice, consuming an unfinished group). A lost or doubled group is therefore an error at the line
-that caused it. Ended groups are forgotten: ids are handed out in order, so an id that is neither open nor new has
-ended.
+illegal moves (ending twice, consuming an unfinished group), so a lost or duplicated group raises an error at the line
+that caused it. Only open groups are stored: ids are handed out in order, so an issued id that is not open has ended.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Ledger:
         self.consumed += 1
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group in flight or buffered and give its slot back.
+        """Drop a group that is in flight or buffered, which frees its slot for a new group.
 
         Raises `LedgerError` if the group has ended or the reason is unknown.
         """
@@ -111,7 +110,7 @@ class Ledger:
         return counts | {f"dropped/{reason}": self.dropped[reason] for reason in DROP_REASONS}
 
     def check(self) -> None:
-        """Raise `LedgerError` unless the equation holds. Constant time."""
+        """Raise `LedgerError` unless issued = consumed + dropped + buffered + in flight. Constant time."""
         ended = self.consumed + self.dropped.total()
         unended = self.buffered + self.in_flight
         if self.issued != ended + unended or unended != len(self._open):

@@ -1,11 +1,11 @@
 """Routing of requests to engine replicas, and the known state of each replica.
 
-A request leases a replica: the least loaded live one, or the one its episode used before. Only leased requests count as
-load. Requests that still wait for a replica hold nothing, so a weight update never waits for them. Waiting ends at a
-deadline, with an error that names the state of each replica. This module never calls an engine.
+A request leases a replica: the least loaded live one, or the one its episode used before. Only leases count as load.
+Requests that still wait for a replica hold nothing, so a weight update never waits for them. They wait until a
+deadline, and then raise an error with the state of each replica. This module never calls an engine.
 
-Some replicas may be reserved. From then on requests that ask for a reserved one go there, and others do not: what they
-are generating there ends there, and an episode's next turn goes to another replica.
+Some replicas may be reserved. From then on they get only requests that ask for a reserved replica. Other requests that
+already run there finish there; the next turn of such an episode goes to another replica.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roll.tracking.waits import REPLICAS, waiting
 
 
 class NoReplica(RuntimeError):
-    """No live (and new enough) replica was found within the deadline. The message names the state or cause of each."""
+    """No live (and new enough) replica was found before the deadline. The message gives the state of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,16 @@ class Lease:
 
     replica_id: str
     incarnation: int
-    """Number that tells a replica from its successor. A lease on a dead replica does not count against the next one."""
+    """`ReplicaState.incarnation` when the lease was made. A lease on a dead replica is no load of its replacement."""
 
 
 Rank = tuple[bool, int, int]
-"""Whether a replica drains, its load, and its place among the names: the least one takes the next request."""
+"""Sort key of a live replica: (is draining, load, position in the list of names). The smallest one takes the next
+request."""
 
 
 class Shelf(NamedTuple):
-    """Replicas that a request chooses among together."""
+    """Weight version and reservation of a replica. Replicas on the same shelf can serve the same requests."""
 
     version: int
     reserved: bool
@@ -58,9 +59,10 @@ class ReplicaState:
     incarnation: int = 0
     """Number of times it has become live."""
     rank: Rank = (False, 0, 0)
-    """Its present rank. An equal one that is another object is over."""
+    """Current sort key. Heap entries are compared with it by identity: an equal tuple that is another object is
+    outdated."""
     shelf: Shelf = Shelf(-1, False)
-    """Where that rank is."""
+    """Shelf whose heap holds `rank`."""
     cause: str | None = None
     """First reported reason why it is not live. None while it is live, or if it has not started yet."""
 
@@ -68,7 +70,7 @@ class ReplicaState:
 class Router:
     """Least-loaded routing with sticky episodes. Ties go to the replica named first.
 
-    A choice takes amortised logarithmic time for each version that replicas hold.
+    A choice takes amortised O(log replicas) time per shelf.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class Router:
     ) -> None:
         """Create the router with all replicas not live; `mark_live` opens them.
 
-        ``limit`` makes the timeouts of `acquire`. Raises `ValueError` if there are no names or if two are equal.
+        ``limit(seconds)`` returns the timeout context for `acquire`. Raises `ValueError` if there are no names or two
+        are equal.
         """
         names = list(replica_ids)
         if not names or len(set(names)) != len(names):
@@ -87,7 +90,7 @@ class Router:
         self._names = names
         self._place = {name: place for place, name in enumerate(names)}
         self._ranks: dict[Shelf, list[Rank]] = {}
-        """A heap of the ranks of the live replicas of each shelf; ranks that are over leave it late."""
+        """Shelf -> heap of the ranks of its live replicas. Outdated ranks are removed when they reach the top."""
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
         self._reserved: frozenset[str] = frozenset()
@@ -114,9 +117,9 @@ class Router:
         self._wake_waiting()
 
     def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
-        """Close a replica that is gone or failed to start: its leases are void, and its episodes will move.
+        """Close a replica that is gone or failed to start. Its leases are void, and its episodes move to others.
 
-        A replica may be reported several times; the first cause stays.
+        A replica may be reported several times; the first cause is kept.
         """
         state = self.state(replica_id)
         if state.cause is not None:
@@ -140,12 +143,12 @@ class Router:
         self._wake_waiting()
 
     def oldest(self) -> int | None:
-        """Return the smallest version over the live replicas that are not reserved; None if there is none."""
+        """Return the oldest version among the live replicas that are not reserved; None if there is none."""
         live = (name for name, state in self._replicas.items() if state.live and name not in self._reserved)
         return min((self._replicas[name].version for name in live), default=None)
 
     def reserve(self, replica_ids: Iterable[str]) -> None:
-        """Reserve these replicas, and their successors, in place of those that were reserved before."""
+        """Replace the set of reserved replicas. A reserved replica that dies and restarts is still reserved."""
         before, self._reserved = self._reserved, frozenset(replica_ids)
         for replica_id in before ^ self._reserved:
             self._shelve(replica_id)
@@ -153,7 +156,8 @@ class Router:
 
     @contextmanager
     def draining(self, replica_id: str) -> Iterator[None]:
-        """Send requests, even of this replica's episodes, to other replicas during a block, if there are any."""
+        """During a block, send new requests to other replicas if there are any, including those of this replica's
+        episodes."""
         state = self.state(replica_id)
         incarnation = state.incarnation
         state.draining = True
@@ -192,9 +196,8 @@ class Router:
         """Lease a live replica that holds ``min_version`` or newer, waiting up to ``timeout`` seconds for one.
 
         Requests with the same ``sticky_key`` go to the same replica while it lives and is new enough; call `forget`
-        when the episode ends. ``reserved`` requests go to reserved replicas, and others to the others; without reserved
-        replicas, all go to any. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
-        nothing.
+        when the episode ends. If any replicas are reserved, requests with ``reserved`` go only to them, and all others
+        only to the rest. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds nothing.
         """
         replica_id = self._choose(sticky_key, min_version, reserved)
         if replica_id is None:
@@ -237,7 +240,7 @@ class Router:
                 return earlier.replica_id
         wanted, best = bool(self._reserved) and reserved, None
         for shelf in list(self._ranks):
-            first = self._first(shelf)  # of every shelf, so that empty ones go
+            first = self._first(shelf)  # also for other shelves, because it deletes empty ones
             if first is not None and shelf.reserved == wanted and (min_version is None or shelf.version >= min_version):
                 best = first if best is None else min(best, first)
         return None if best is None else self._names[best[-1]]
@@ -259,13 +262,13 @@ class Router:
         return replica_id
 
     def _shelve(self, replica_id: str) -> None:
-        """Note the shelf of a replica whose version has changed, or whether it is reserved."""
+        """Update the shelf of a replica whose version or reservation has changed."""
         state = self._replicas[replica_id]
         state.shelf = Shelf(state.version, replica_id in self._reserved)
         self._rank(replica_id)
 
     def _rank(self, replica_id: str) -> None:
-        """Note the rank of a replica that has changed."""
+        """Update the rank of a replica that has changed, and push it on the heap of its shelf if it is live."""
         state = self._replicas[replica_id]
         if not state.live:
             return
@@ -277,7 +280,7 @@ class Router:
             heapq.heapify(ranks)
 
     def _first(self, shelf: Shelf) -> Rank | None:
-        """Return the rank of the replica that takes the next request, if the shelf has one."""
+        """Return the smallest current rank of a shelf. If it has no live replica, delete it and return None."""
         ranks = self._ranks[shelf]
         while ranks and not self._is_rank(ranks[0]):
             heapq.heappop(ranks)
@@ -291,11 +294,11 @@ class Router:
         return state.live and state.rank is rank
 
     def _is_for(self, replica_id: str, reserved: bool) -> bool:
-        """Return True if a replica takes requests that want a reserved one, or those that do not."""
+        """Return True if the replica serves requests with this value of ``reserved``."""
         return not self._reserved or (replica_id in self._reserved) == reserved
 
     def _wake_waiting(self) -> None:
-        """Let every waiting caller look again, in the order of their requests."""
+        """Wake all waiting callers to try again, in the order of their requests."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -1,8 +1,8 @@
-"""The scheduler: keeps as many groups in flight as the plan allows, and hands them out batch by batch.
+"""The scheduler: keeps as many groups in flight as the plan allows, and hands out finished ones batch by batch.
 
 The decisions are made in `admission.py`, `buffer.py` and `ledger.py`; this file owns the tasks. Every rollout runs
-inside `run`, so none outlives it. All groups that one event allows are started at once, in order, without an await in
-between. With ratio 0, therefore, nothing depends on timing. An error that ends the run early is raised by `run` and by
+inside `run`, so none outlives it. All groups that may start after an event are started at once, in order, without an
+await in between, so with ratio 0 nothing depends on timing. An error that ends the run early is raised by `run` and by
 a waiting `next_batch`.
 """
 
@@ -43,20 +43,20 @@ class SchedulerStopped(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """Settings of how far generation may run ahead of training. Raises `ValueError` on impossible values."""
+    """Settings of the scheduler. Raises `ValueError` on impossible values."""
 
     batch_size: int
     """Groups per training step."""
     max_steps: int
     ratio: float | Fraction = 0
-    """Number of batches by which generation may be ahead of training."""
+    """Number of batches by which generation may be ahead of training; fractions are allowed."""
     max_staleness: int = 0
-    """Batch t holds no group started at a version below t minus this."""
+    """Largest staleness in versions: batch t contains no group started at a version below t minus this."""
     order: ConsumptionOrder = "ready_first"
     staleness_policy: StalenessPolicy = "wait"
     max_group_retries: int = 2
     max_consecutive_refunds: int = 64
-    """Number of drops in a row that ends the run."""
+    """Number of drops in a row at which the run fails."""
 
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
@@ -78,14 +78,14 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest(Generic[Item]):
-    """The request that a rollout receives."""
+    """The argument of a rollout: one attempt at one group."""
 
     group_id: int
     item: Item
     start_version: int
     """Oldest version that a token of this attempt may come from. Lease replicas with ``min_version=start_version``."""
     attempt: int
-    """Number of the attempt; 1 for the first."""
+    """Number of this attempt, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class BatchPart(Generic[Item, Result]):
 
     groups: list[FinishedGroup[Item, Result]]
     completes: bool
-    """True if these are the last ones of their batch."""
+    """True if these are the last groups of their batch."""
 
 
 class SchedulerObserver(Protocol[Item, Result]):
@@ -106,9 +106,9 @@ class SchedulerObserver(Protocol[Item, Result]):
     def group_dropped(self, group_id: int, reason: DropReason, version: int) -> None:
         """Handle a group that will not be trained on.
 
-        ``version``: the version with which a group in its slot may start now. A resumed run that knows the later group
-        must know this drop too, or it would have issued one group too many. Groups cancelled at the end of the run are
-        not reported.
+        ``version``: policy version at which a new group may start in its slot. A resumed run that keeps that group must
+        also count this drop, or it would issue one group too many. Groups cancelled at the end of the run are not
+        reported.
         """
 
 
@@ -141,10 +141,10 @@ class RolloutScheduler(Generic[Item, Result]):
     """Scheduler that turns a source of items into batches of finished groups.
 
     ``source`` gives one item per group, synchronously; the group that replaces a dropped one gets the next item.
-    ``rollout`` is awaited once per attempt. If it raises, it is retried, and at last the group is dropped as
-    ``failed``. ``group_filter`` returns True to keep a result; otherwise the group is dropped as ``filtered``. A filter
-    that raises ends the run. One task awaits `run` and one other task awaits `next_groups` (or `next_batch`). Both run
-    on the same loop, and so do all other calls.
+    ``rollout`` is awaited once per attempt. If it raises, it is retried ``max_group_retries`` times; then the group is
+    dropped as ``failed``. ``group_filter`` returns True to keep a result; otherwise the group is dropped as
+    ``filtered``. A filter that raises ends the run. One task awaits `run` and another one awaits `next_groups` (or
+    `next_batch`). All calls must come from the same event loop.
     """
 
     def __init__(
@@ -173,15 +173,15 @@ class RolloutScheduler(Generic[Item, Result]):
         self._to_begin_again: deque[_Running[Item]] = deque()
         """Groups that were in flight when the run was resumed; they start before any new group."""
         self._handed_out: set[int] = set()
-        """Groups of the next batch that were handed out."""
+        """Ids of the groups of the next batch that were already handed out."""
         self._untrained: deque[tuple[int, ...]] = deque()
-        """Groups of each batch that was handed out and whose training step is not done."""
+        """Ids of the groups of each batch that was handed out but not trained on yet, oldest batch first."""
         self._phase = _Phase.NEW
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
         self._batch_waiter: asyncio.Future[None] | None = None
         self._wants_parts = False
-        """True if the waiting consumer takes less than a batch."""
+        """True if the waiting consumer accepts less than a whole batch."""
 
     def resume(
         self,
@@ -192,8 +192,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Continue where another scheduler with the same source and batch size stopped. Call it before `run`.
 
         ``restored`` rebuilds a finished group from its id, its item and its payload in the journal. Groups in flight
-        start again, with their own ids and items. Finished groups also start again if this plan allows less staleness
-        and has no room for them. Raises `SourceExhausted` if the source does not reach as far as before.
+        start again, with their own ids and items. Finished groups also start again if the buffer has no room for them
+        because this plan allows less staleness. Raises `SourceExhausted` if the source has fewer items than before.
         """
         if self._phase is not _Phase.NEW or self.ledger.issued:
             raise RuntimeError("a scheduler is resumed before it has done anything")
@@ -263,7 +263,7 @@ class RolloutScheduler(Generic[Item, Result]):
         return (await self.next_groups(self.plan.batch_size)).groups
 
     async def next_groups(self, least: int) -> BatchPart[Item, Result]:
-        """Wait for ``least`` further groups of the next batch, or for its last ones, and return all there are by then.
+        """Wait for at least ``least`` more groups of the next batch, or for all the rest of it, and return them.
 
         Groups are sorted by group id. Handing out the last ones counts as consumption of the whole batch. Raises
         `NoMoreBatches` after ``max_steps`` batches, `SchedulerStopped` if `run` was cancelled, and whatever `run`
@@ -292,7 +292,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def weights_published(self, version: int) -> None:
-        """Record that the smallest version over the live replicas is now ``version``.
+        """Record that all live replicas now hold ``version`` or newer.
 
         Raises `ValueError` if the version decreases or is ahead of the steps done.
         """
@@ -309,7 +309,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def holding_up(self) -> list[int]:
-        """Return the groups in flight that alone hold up the next batch, because no later batch has room for them."""
+        """Return the ids of groups in flight that a full batch waits for, because later batches have no room."""
         return self._buffer.overdue() if self._in_flight else []
 
     def why_waiting(self) -> Refusal | Literal["source", "stopped"]:
@@ -322,7 +322,7 @@ class RolloutScheduler(Generic[Item, Result]):
     # Starting
 
     def _start_admissible(self) -> None:
-        """Start every group that may start now. There is no await, so the groups of one event start together."""
+        """Start every group that may start now, without an await in between."""
         if self._phase is not _Phase.RUNNING or self._failure is not None:
             return
         self._begin_again()
@@ -378,7 +378,7 @@ class RolloutScheduler(Generic[Item, Result]):
                     GroupRequest(group.group_id, group.item, group.start_version, group.attempt)
                 )
             except asyncio.CancelledError as cancelled:
-                # `Task.cancelling` does not tell: in Python 3.11 a failed `TaskGroup` inside leaves it set, too.
+                # `Task.cancelling` is unreliable: in Python 3.11 it stays set after a `TaskGroup` inside has failed.
                 if not self._is_in_flight(group):
                     raise
                 failure = cancelled  # Something the rollout awaited was cancelled, not this group.
@@ -389,7 +389,7 @@ class RolloutScheduler(Generic[Item, Result]):
                 return
 
     def _may_retry(self, group: _Running[Item], failure: BaseException) -> bool:
-        """Account for a failed attempt; True if another one follows."""
+        """Record a failed attempt, and return True if another one follows."""
         if is_fatal(failure):
             self._fail(failure)
         if not self._is_in_flight(group):
@@ -440,7 +440,7 @@ class RolloutScheduler(Generic[Item, Result]):
         return self._phase is _Phase.RUNNING and self._failure is None and group.group_id in self._in_flight
 
     def _drop(self, group: _Running[Item], reason: DropReason, cause: BaseException | None = None) -> None:
-        """End a group in flight without consuming it, and give its slot to the next item."""
+        """Drop a group in flight, and start the group that takes its slot."""
         del self._in_flight[group.group_id]
         self._buffer.drop(group.group_id)
         self.ledger.drop(group.group_id, reason)
@@ -513,7 +513,7 @@ class RolloutScheduler(Generic[Item, Result]):
     # Ending
 
     def _fail(self, error: BaseException) -> None:
-        """End the run with this error; the first one counts. `run` wakes up and stops everything."""
+        """End the run with this error, unless it is ending already. `run` wakes up and stops everything."""
         if self._failure is not None or self._phase is not _Phase.RUNNING:
             return
         self._failure = error

@@ -1,1 +1,1 @@
-"""Ray: the processes of a run, their devices, locks and deadlines."""
+"""The processes of a run, on Ray: workers, devices, locks and deadlines."""

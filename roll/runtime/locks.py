@@ -1,10 +1,9 @@
-"""Device locks: which role may use a set of devices now.
+"""Device locks: they decide which role may use a set of shared devices.
 
-Roles that share a device share one lock. The lock belongs to a *role*, not to a task. Several tasks of the role that
+Roles that share a device share one lock. The lock is held by a *role*, not by a task. Several tasks of the role that
 holds it may work at once (generation continues while one replica loads new weights). Tasks of other roles wait in line,
-and later tasks of the holding role do not overtake them. When the lock passes to another role, the states of the old
-role leave the devices before those of the new one come back. Roles with devices of their own never wait for another
-role.
+and later tasks of the holding role do not overtake them. When another role gets the lock, the states of the old role
+are offloaded before those of the new role are loaded. Roles with devices of their own never wait for another role.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from roll.tracking.waits import holding, waiting
 
 
 class Resident(Protocol):
-    """A role whose states can leave its devices and come back."""
+    """A role whose states can be offloaded from its devices and loaded again."""
 
     async def load_states(self) -> None:
-        """Bring the states that the role computes with onto the devices."""
+        """Load the states that the role computes with onto the devices."""
 
     async def offload_states(self) -> None:
         """Undo `load_states`, so that another role can use the devices."""
 
 
 class DeviceLock:
-    """A lock that is first come, first served between roles and shared within a role."""
+    """A lock that is first come, first served between roles, and shared by the tasks of one role."""
 
     def __init__(self, roles: Iterable[str]) -> None:
         self.roles = frozenset(roles)
@@ -37,28 +36,28 @@ class DeviceLock:
         self._residents: dict[str, Resident] = {}
         self._loaded: set[str] = set()
         self.holder: str | None = None
-        """The role that holds the devices; None if they are free."""
+        """Role that holds the devices; None if they are free."""
         self._holders = 0
         self._turn = asyncio.Lock()
-        """The right to take the devices next; passed on in the order in which tasks asked for it."""
+        """The right to take the devices next, granted in the order of the requests."""
         self._waiting = 0
         self._contended = asyncio.Event()
         self._freed = asyncio.Event()
         self._freed_at = -math.inf
         self._switch = asyncio.Lock()
         self._settled = True
-        """False during an exchange of states, and after one that was interrupted."""
+        """False while the states on the devices are exchanged, and after an exchange that was interrupted."""
         self._switch_seconds = 0.0
-        """Shortest time that it took to exchange the states on the devices; some exchanges waited for a start."""
+        """Duration of the fastest exchange of states so far. Slower ones may have waited for a process to start."""
 
     def register(self, role: str, resident: Resident) -> None:
-        """Register the states of a role. They are taken to be on the devices, as they are after a model was loaded."""
+        """Register the states of a role, which must be on the devices, as after a model was loaded."""
         self._check(role)
         self._residents[role] = resident
         self._loaded.add(role)
 
     def forget(self, role: str) -> None:
-        """Forget the states of a role whose processes have ended, and have left the devices with that."""
+        """Forget the states of a role whose processes have ended, so that they are no longer on the devices."""
         self._check(role)
         self._residents.pop(role, None)
         self._loaded.discard(role)
@@ -73,11 +72,10 @@ class DeviceLock:
         await self._contended.wait()
 
     async def quiet(self, role: str) -> None:
-        """Wait until no other role has used the devices for as long as it takes to exchange the states on them.
+        """Wait until the devices have been free for at least as long as an exchange of states takes.
 
-        For a role that can wait for several others that use the devices one after the other, with short pauses: it
-        would otherwise take them in each pause. Returns at once if the states of ``role`` are on the devices and no
-        other role wants these.
+        A role that calls this before `hold` does not take the devices in the short pauses between other roles that use
+        them one after another. Returns at once if the states of ``role`` are on the free devices and no task waits.
         """
         with waiting(self.name, f"the devices, as {role}"):
             while self.holder != role:
@@ -133,8 +131,10 @@ class DeviceLock:
         self._holders += 1
 
     async def _make_resident(self, role: str) -> None:
-        """Offload the states of all other roles and load those of ``role``. Both may be repeated after an exchange that
-        was interrupted."""
+        """Offload the states of all other roles and load those of ``role``.
+
+        After an exchange that was interrupted, states that were already moved may be moved again.
+        """
         async with AsyncExitStack() as switched:
             with waiting(f"{self.name}/states", "states that are being moved"):
                 await switched.enter_async_context(self._switch)
@@ -142,7 +142,7 @@ class DeviceLock:
             wanted = {role} & self._residents.keys()
             if self._settled and self._loaded == wanted:
                 return
-            # An exchange that was interrupted may have moved a part of any role's states.
+            # An interrupted exchange may have moved part of any role's states.
             known = self._loaded if self._settled else set(self._residents)
             missing = wanted - (self._loaded if self._settled else set())
             self._settled = False

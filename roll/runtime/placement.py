@@ -1,13 +1,13 @@
-"""The devices of a run in a Ray cluster, and ports for processes that connect later.
+"""Placement of a run's workers on the devices of a Ray cluster, and choice of ports for processes to connect to.
 
-Device ``i`` lives on node ``i // num_devices_per_node``. All devices of a run are reserved at once, one bundle per
-node, so a run either gets its devices or fails at the start and says what is missing. Workers of several roles may then
-share a device: they take no Ray resources beyond the reservation, and see exactly their own devices.
+Device ``i`` is on node ``i // num_devices_per_node``. All devices of a run are reserved at once, one bundle per node,
+so a run either gets its devices or fails at the start and says what is missing. Workers of several roles may then share
+a device: they take no Ray resources beyond the reservation, and see only their own devices.
 
-A port is chosen now, sent to other processes, and opened seconds or minutes later. In between, an outgoing connection
-could take a port from the range that the system uses for them (on Linux 32768 to 60999 by default), and the run would
-fail with "address already in use". The port therefore comes from below that range, above the ports that Ray gives to
-its workers (10002 to 19999) and below those that Kubernetes gives to services (30000 to 32767).
+A port is chosen first, sent to other processes, and opened seconds or minutes later. If it were in the range that the
+system uses for outgoing connections (on Linux 32768 to 60999 by default), such a connection could take it in between,
+and the run would fail with "address already in use". So ports are below that range, and also outside the ports of Ray
+workers (10002 to 19999) and of Kubernetes services (30000 to 32767).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRIALS = 100
 
 def free_port() -> int:
     """Return a TCP port from `PORTS` that is free on all interfaces of this host. ``OSError`` if none is found."""
-    chance = random.SystemRandom()  # equally seeded processes must not choose the same ports
+    chance = random.SystemRandom()  # processes with the same seed must not choose the same ports
     for port in chance.sample(PORTS, _TRIALS):
         with socket.socket() as probe:
             try:
@@ -60,15 +60,16 @@ class WorkerPlace:
     node: int
     device: Literal["cpu", "cuda"]
     local_devices: tuple[int | str, ...]
-    """CPU slots, or GPUs of that node as CUDA names them: by number, or a UUID of a GPU or of a part of one (MIG)."""
+    """CPU slots, or GPUs of the node as in ``CUDA_VISIBLE_DEVICES``: numbers, or UUIDs of GPUs or of parts of one
+    (MIG)."""
     cpu_threads: int
 
 
 @contextmanager
 def ray_session(config: ClusterConfig, *, link: Path | None = None) -> Iterator[None]:
-    """Connect to Ray: the cluster at ``address``, or a local one that ends with the session.
+    """Connect to Ray during a block: to the cluster at ``address``, or to a local one that ends with the block.
 
-    ``link``: path for a link to Ray's own logs, if their folder is on this host.
+    ``link``: path at which to link Ray's own logs, if their folder is on this host.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -88,7 +89,7 @@ def ray_session(config: ClusterConfig, *, link: Path | None = None) -> Iterator[
 
 
 def link_to_logs(link: Path) -> None:
-    """Link to the folder of Ray's own logs if it is on this host; a run works without the link.
+    """Create a link to the folder of Ray's own logs if it is on this host. Log a warning if the link cannot be made.
 
     The folder is found from the path of the node's raylet socket.
     """
@@ -122,10 +123,9 @@ class Placement:
         self._nodes: list[dict[str, Any]] = []
 
     async def reserve(self) -> None:
-        """Reserve every device.
+        """Reserve all devices of the run.
 
-        Raises `PlacementError` that says what the cluster has if the devices are not available; nothing stays reserved
-        or pending then.
+        If they are not available, nothing stays reserved or pending, and a `PlacementError` says what the cluster has.
         """
         config = self._config
         per_node = float(config.num_devices_per_node)

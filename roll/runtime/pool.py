@@ -1,4 +1,4 @@
-"""Parts of every pool of processes: slots whose process can be replaced, and tasks that end with the pool."""
+"""Building blocks of process pools: slots whose process can be replaced, and tasks that end with the pool."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Handle = TypeVar("Handle", bound="ProcessHandle")
 
 
 class Slot(Generic[Handle]):
-    """A slot for one process, which is started when it is needed and replaced after it was lost.
+    """A slot for one process. The process is started when it is needed, and replaced after it was lost.
 
-    A process starts once its predecessor is gone, so the memory and the devices of that one are free.
+    A new process starts only after its predecessor is gone, so that memory and devices are free.
     """
 
     def __init__(self, build: Callable[[], Handle], start: Callable[[Handle], Awaitable[None]]) -> None:
-        """Leave the slot empty. ``build`` makes a process, and ``start`` waits until it can work."""
+        """Create an empty slot. ``build`` creates a process, and ``start`` waits until it is ready."""
         self.process: Handle | None = None
         self.calls = 0
-        """Number of calls in the slot, which the pool counts."""
+        """Number of calls in progress, counted by the pool."""
         self._build = build
         self._start = start
         self._changing = asyncio.Lock()
 
     async def filled(self) -> Handle:
-        """Return the process, starting one if there is none. Raises what ``start`` raises, and leaves nothing then."""
+        """Return the process; start one if there is none. If ``start`` fails, end the process and raise the error."""
         async with self._changing:
             if self.process is None:
                 self.process = self._build()
@@ -48,7 +48,7 @@ class Slot(Generic[Handle]):
             return self.process
 
     async def lose(self, lost: Handle) -> bool:
-        """End a process that cannot be used any more. Return False if another caller already did."""
+        """End a process that cannot be used any more. Return False if another caller has already done so."""
         async with self._changing:
             if self.process is not lost:
                 return False
@@ -67,19 +67,19 @@ class Slot(Generic[Handle]):
 
 
 def log_failure(error: BaseException) -> None:
-    """Log what a task raised, for tasks for which nobody waits."""
+    """Log the error of a task that no caller waits for."""
     logger.error("a background task failed", exc_info=error)
 
 
 def ignore_failure(error: BaseException) -> None:
-    """Ignore what a task raised, for tasks whose callers wait for them and so see the error."""
+    """Ignore the error of a task whose caller waits for it and so sees the error."""
 
 
 class Tasks:
-    """Tasks that run beside their callers, until they end or are cancelled together."""
+    """A set of background tasks that can be awaited or cancelled together."""
 
     def __init__(self, on_failure: Callable[[BaseException], None] = log_failure) -> None:
-        """Begin without tasks. ``on_failure`` gets what a task raises besides its cancellation."""
+        """Begin without tasks. ``on_failure`` is called with each error of a task, except for its cancellation."""
         self._on_failure = on_failure
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -87,19 +87,19 @@ class Tasks:
         return len(self._running)
 
     def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Run this beside the caller."""
+        """Start a background task and return it."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def wait(self) -> None:
-        """Wait until none is left."""
+        """Wait until all tasks have ended."""
         while self._running:
             await asyncio.wait(self._running)
 
     async def cancel(self) -> None:
-        """Cancel all, also those that start meanwhile, and wait until they have ended."""
+        """Cancel all tasks, including those that start meanwhile, and wait until they have ended."""
         while self._running:
             for task in self._running:
                 task.cancel()
@@ -112,7 +112,7 @@ class Tasks:
 
 
 async def all_or_none(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all calls. If one fails, cancel the others and wait for their end before raising its error."""
+    """Run all calls and return their results. If one fails, cancel the others, wait for their end, raise its error."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

@@ -1,20 +1,19 @@
-"""Settings of a process of a run: its folders, the objects that its caller gave, its memory allocator, its garbage
-collection; and the faults that tests inject into it.
+"""Process-wide settings: folders, objects passed from Python, memory allocator, garbage collection, injected faults.
 
-All processes of a run find the same modules, and relative paths mean the same to them, even if their Ray was started
-elsewhere: they use the working folder and the import path of the driver.
+All processes of a run use the working folder and the import path of the driver. So they find the same modules, and
+relative paths mean the same, even if Ray was started in another folder.
 
-Settings of glibc's allocator keep freed memory for the next tensor, or return it to the system. The system hands out
-new memory page by page, and filling a page takes some microseconds. A training step frees and takes its activations
-again and again, so returning them made steps of small models two to three times slower (benchmarks/README.md). Keeping
-them costs memory: tensors of many sizes leave fragments that fit none of them, and two ranks of FSDP2 with a model of
-99 million parameters grew by half. The cost of new pages, relative to the arithmetic on them, falls with the width of
-the model. The cost of fragments grows with its size. Small models therefore keep their blocks and large ones return
-them. See mallopt(3); other C libraries are left unchanged.
+glibc's allocator can keep freed memory for the next tensor, or return it to the system. New memory from the system is
+slow: each page takes some microseconds. A training step allocates and frees its activations again and again, so
+returning them made the steps of small models two to three times slower (benchmarks/README.md). Keeping them costs
+memory: tensors of many sizes leave fragments too small for other tensors, and two FSDP2 ranks with a model of 99
+million parameters grew by half. The wider a model, the less new pages cost relative to the arithmetic on them; the
+larger a model, the more memory is lost in fragments. So processes with small models keep freed memory, and those with
+large models return it. See mallopt(3). Other C libraries are left unchanged.
 
-Python visits every object when it looks for cycles among the old ones: a second if tens of thousands of requests are in
-flight. So old objects are looked through rarely here. Nearly all objects are freed without it, because they are in no
-cycle; the young ones are collected as always.
+A full garbage collection of Python visits every object. This takes a second if tens of thousands of requests are in
+flight, so full collections are rare here. Young objects are collected as usual, and nearly all others are freed without
+a collection, because they are in no cycle.
 """
 
 from __future__ import annotations
@@ -42,17 +41,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DriverFolders:
-    """Working folder and import path of the driver process, and the objects given to it, for its workers."""
+    """Working folder, import path and passed objects of the driver process, for its workers."""
 
     work: str | None = None
-    """None if the folder does not exist any more, or if a worker stays in its own."""
+    """Working folder; None if it was deleted, or if the worker stays in its own."""
     imports: tuple[str, ...] = ()
+    """Import path."""
     given: Mapping[str, bytes] = field(default_factory=dict)
-    """See `roll.configs.given`."""
+    """Pickled objects passed from Python; see `roll.configs.given`."""
 
     def enter(self) -> None:
-        """Give this process all of it. Folders that only this process searches come last."""
-        # A new list: an import that runs in another thread goes through the old one, and misses nothing.
+        """Apply all of them to this process. Its own other import folders come last."""
+        # A new list, so that an import in another thread can finish its loop over the old one.
         sys.path = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
         if self.work is not None:
             with suppress(OSError):  # the folder does not exist on another host
@@ -61,7 +61,7 @@ class DriverFolders:
 
 
 def driver_folders() -> DriverFolders:
-    """Return those of this process, with the working folder added at the end of the import path if missing."""
+    """Return the `DriverFolders` of this process. The working folder is appended to the import path if missing."""
     work = working_folder()
     if work is None:
         logger.warning("the working folder has been deleted: relative paths have no meaning, here and in workers")
@@ -78,31 +78,31 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 SMALL_MODEL = 32_000_000
 """Parameter count below which a model is small."""
 RETURNED_FROM = 4 * 2**20
-"""Smallest block, in bytes, that a large model returns as soon as it is freed."""
+"""Smallest block, in bytes, that a process with a large model returns as soon as it is freed."""
 KEPT_AT_END = 32 * 2**20
-"""Bytes that may stay free at the end of a large model's heap."""
+"""Number of free bytes at the end of the heap that a process with a large model keeps."""
 EVERYTHING = 2**31 - 1
-"""Bytes that may stay free at the end of a small model's heap."""
+"""Number of free bytes at the end of the heap that a process with a small model keeps."""
 HEAP_BYTES = 64 * 2**20
-"""Size of the heaps that glibc creates for threads other than the first. glibc returns such a heap as soon as it is
-empty, unless the padding at the end asks for room for one more."""
+"""Size of the heaps that glibc creates for threads other than the first. As padding (``M_TOP_PAD``) it makes glibc keep
+such a heap when it is empty."""
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables with which a user may have configured the allocator."""
 
 
 def return_large_blocks() -> bool:
-    """Return freed blocks of `RETURNED_FROM` bytes or more to the system at once, from now on in the whole process.
+    """Set the allocator of this process to return freed blocks of `RETURNED_FROM` bytes or more to the system at once.
 
-    Returns True if the setting took effect. It does not with another C library or allocator, or if the environment
-    already configures glibc's.
+    Returns True if the setting took effect. It has no effect with another C library or allocator, or if environment
+    variables already configure glibc's.
     """
     return _set({M_MMAP_THRESHOLD: RETURNED_FROM, M_TRIM_THRESHOLD: KEPT_AT_END})
 
 
 def keep_blocks_of(parameters: int) -> bool:
-    """Keep freed blocks from now on if a model of ``parameters`` parameters is small. For CPU processes.
+    """Set the allocator to keep freed blocks if a model with this many parameters is small. For CPU processes.
 
-    The memory that loading the model has freed is returned first. Returns True if blocks are kept from now on; see
+    Memory that was freed while the model was loaded is returned first. Returns True if blocks are kept from now on; see
     `return_large_blocks`.
     """
     if parameters >= SMALL_MODEL:
@@ -125,15 +125,15 @@ def _set(values: dict[int, int]) -> bool:
 SHORTEST_WAIT_SECONDS = 600.0
 LONGEST_WAIT_SECONDS = 3600.0
 LARGEST_SHARE = 0.001
-"""Largest share of the time that is spent on old objects, unless they would wait for longer than the longest wait."""
+"""Largest share of time spent on full collections, as long as the wait between two is below the longest one."""
 NEVER = 2**30
 
 
 async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None:
-    """Collect old objects as rarely as they cost, until cancelled.
+    """Run full garbage collections until cancelled; the longer they take, the rarer they are.
 
-    Objects that are there now, mostly what imports made, are left out for good: nothing frees them before the process
-    ends, and looking through them once takes most of a second. ``clock``: seconds, to measure a collection.
+    Objects that exist now, mostly from imports, are never visited again: they live until the process ends, and visiting
+    them takes most of a second. ``clock`` returns seconds, to measure a collection.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -156,9 +156,9 @@ FULL_DISK_BYTES = 2**14
 
 
 def inject_fault(fault: Fault, seconds: float | None) -> None:
-    """Kill this process, stop it for ``seconds`` (None: for good), or limit its files as a full disk would.
+    """Kill this process, stop it for ``seconds`` (None: for ever), or limit its file sizes as if the disk were full.
 
-    Only reachable through the configuration's `chaos`, which must be switched on.
+    Only used if the configuration enables `chaos`.
     """
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a process has computed and what memory it has taken, told once in each training step."""
+"""Computation and memory use of a process, reported once per training step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass
 class Usage:
-    """The work of one process since it was last asked."""
+    """Computation and memory use of one process since the previous report."""
 
     operations: float = 0.0
-    """Floating-point operations of the model for all samples that all ranks shared out; 0 if its sizes are unknown."""
+    """Floating-point operations of the model for the samples of all ranks together; 0 if the model's sizes are unknown.
+    """
     seconds: float = 0.0
-    """Seconds for which this rank computed."""
+    """Computing time of this rank."""
     device: str = ""
-    """Name of its GPU; empty on a CPU."""
+    """Name of the GPU; empty on a CPU."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """See `memory_in_use`."""
 
 
 def memory_in_use() -> dict[str, float]:
-    """Return the GiB of this process's tensors on GPUs: ``allocated_gib`` and ``reserved_gib`` now, and ``peak_gib``,
-    the most that was allocated since the last call. In a process without a GPU ``peak_gib`` is the most that the
-    process has occupied so far; empty where the system does not tell."""
+    """Return the memory use of this process in GiB.
+
+    With GPUs: ``allocated_gib`` and ``reserved_gib`` of its tensors now, and ``peak_gib``, the largest allocation since
+    the last call. Without: only ``peak_gib``, the largest resident size so far; empty if the system does not report it.
+    """
     import torch
 
     if torch.cuda.is_initialized():
@@ -48,7 +51,7 @@ def memory_in_use() -> dict[str, float]:
 
 
 def device_name() -> str:
-    """Return the name of this process's GPU; empty if it uses none."""
+    """Return the name of this process's GPU; empty if it has not used one."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""

@@ -1,17 +1,16 @@
-"""The worker processes of a role: Ray actors, their calls, their signs of life, and what happens when one dies.
+"""Worker processes of a role: Ray actors, their calls and heartbeats, and the detection of their deaths.
 
-Every wait ends with the answer, the worker's own error, its death, or a timeout; each of these errors names the worker.
-At the end of a run workers are killed, not asked to stop, so none outlives it. Deadlines pause while the engines sleep:
-a request is not charged for time when another role has the devices.
+Every call ends with its result, the worker's own error, the worker's death, or a timeout; each of these errors names
+the worker. At the end of a run, workers are killed, not asked to stop, so none outlives it. Deadlines of requests pause
+while the engines sleep, so that time in which another role has the devices does not count.
 
-In a worker, heavy work runs in a thread of its own, so the actor always answers `watch`, a call that never returns. Ray
-resolves that call with an error as soon as the process ends, so a death is noticed and named without polling. Ray has
-no common class for such errors: a process killed by its memory monitor raises `OutOfMemoryError`, which is no
-`RayActorError`; `ACTOR_GONE` lists them.
+The driver notices a death without polling: it calls `watch`, which never returns, and Ray fails this call as soon as
+the process ends. Ray has no common class for such errors: for example, a process killed by Ray's memory monitor raises
+`OutOfMemoryError`, which is no `RayActorError`. `ACTOR_GONE` lists all of them.
 
-Every few seconds the driver also asks each worker for a sign of life. A thread that does nothing else answers, so a
-worker that computes for minutes still answers. The answer says how long the worker's event loop has been stuck, and
-where in the program. No answer at all means that the process is stopped, gone or unreachable.
+Every few seconds the driver also asks each worker for a heartbeat. A thread that does nothing else answers, even while
+the worker computes for minutes. The answer says how long the worker's event loop has been stuck, and in which line. No
+answer means that the process is suspended, gone or unreachable.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """A call raised inside a worker.
+    """A call raised an error inside a worker.
 
-    The message carries the original error; the traceback is in the worker's log. ``error_type`` is the name of the
-    original error's class. ``answer_lost`` is true if the call raised nothing, but Ray lost its answer.
+    The message has the original error; the traceback is in the worker's log. ``error_type`` is the class name of the
+    original error. ``answer_lost`` is True if the call itself raised nothing, but Ray lost its result.
     """
 
     def __init__(self, worker: str, method: str, cause: str, error_type: str, *, answer_lost: bool = False) -> None:
@@ -71,7 +70,7 @@ class WorkerFailed(RuntimeError):
 
 
 class WritingStuck(TimeoutError):
-    """A worker's file has not grown for too long. ``progress`` names the file and how much of it is written."""
+    """A file that a worker writes has not grown for too long. ``progress`` has its name and the amount written."""
 
     def __init__(self, worker: str, progress: object, seconds: float) -> None:
         super().__init__(
@@ -98,18 +97,19 @@ ACTOR_GONE = (
     ray.exceptions.ActorPlacementGroupRemoved,
     ray.exceptions.RuntimeEnvSetupError,
 )
-"""Catch these after `RayTaskError`: the error of a living actor is also an instance of its cause's class. An actor that
-Ray cannot reach (`ActorUnavailableError`) is included: callers replace it."""
+"""Ray's errors for a call to a dead actor. They include `ActorUnavailableError` (Ray cannot reach the actor), because
+callers replace such an actor. Catch `RayTaskError` first: an error raised by a living actor is also an instance of its
+cause's class, which may be one of these."""
 
 
 def is_gone_for_good(error: BaseException) -> bool:
-    """Return True if the actor is dead and calling it again is useless."""
+    """Return True if the actor is dead, so that calling it again is useless."""
     from_a_living_actor = ray.exceptions.ActorUnavailableError | ray.exceptions.RayTaskError
     return isinstance(error, ACTOR_GONE) and not isinstance(error, from_a_living_actor)
 
 
 def death_cause(error: BaseException) -> str:
-    """Return in a few words what Ray's long text about a dead actor says about the cause."""
+    """Return a short description of why an actor died, extracted from Ray's long error message."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         figures = re.search(r"was (\S+ used / \S+) limit", text)
@@ -123,7 +123,7 @@ def death_cause(error: BaseException) -> str:
     reason, _, detail = ends[-1].split("The actor is dead because ")[1].partition("Worker exit detail: ")
     what = reason.split(". ")[0].rstrip(".")
     detail = detail.rstrip(". ")
-    if "its worker process" not in what:  # a detail is about another process, such as the owner
+    if "its worker process" not in what:  # then the detail is about another process, such as the owner
         return f"{what}: {detail.split('. ')[0]}" if detail else what
     if "SIGTERM" in detail:
         return "it was ended by a SIGTERM"
@@ -135,18 +135,18 @@ def death_cause(error: BaseException) -> str:
 
 
 class StoppableDeadlines:
-    """Any number of deadlines that are stopped and resumed together."""
+    """Deadlines that are paused and resumed together."""
 
     def __init__(self) -> None:
         self._stopped = False
         self._seconds_left: dict[asyncio.Timeout, float] = {}
-        """Seconds left at the last stop, or the initial limit."""
+        """Deadline -> seconds left at the last `stop`, or its initial limit."""
 
     @asynccontextmanager
     async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Raise `TimeoutError` if the block runs longer than ``seconds``. Time during stops does not count.
+        """Raise `TimeoutError` if the block takes longer than ``seconds``, like `asyncio.timeout`.
 
-        Used like `asyncio.timeout`.
+        Time between `stop` and `resume` does not count.
         """
         async with asyncio.timeout(None if self._stopped else seconds) as deadline:
             self._seconds_left[deadline] = seconds
@@ -156,7 +156,7 @@ class StoppableDeadlines:
                 del self._seconds_left[deadline]
 
     def stop(self) -> None:
-        """Stop the clock of all deadlines. Calling it twice is harmless."""
+        """Stop the clock of all deadlines. Does nothing if it is stopped already."""
         if self._stopped:
             return
         self._stopped = True
@@ -168,7 +168,7 @@ class StoppableDeadlines:
             deadline.reschedule(None)
 
     def resume(self) -> None:
-        """Undo `stop`. Calling it twice is harmless."""
+        """Undo `stop`. Does nothing if the clock is running."""
         if not self._stopped:
             return
         self._stopped = False
@@ -183,18 +183,18 @@ class StoppableDeadlines:
 EXIT_SECONDS = 10.0
 """Longest wait for a killed process to disappear."""
 DEATH_REPORT_SECONDS = 2.0
-"""Longest wait for the report of a death.
+"""Longest wait for the report of a death after a call failed.
 
-A rank whose peer has died fails in the collective, often before the death itself is known.
+If a rank dies, its peers fail in their collective call, often before the death itself is known.
 """
 
 
 CALL_ERRORS = (WorkerDied, WorkerFailed, WorkerTimeout)
-"""What a call of a process raises."""
+"""Errors that a call to a process can raise."""
 
 
 class ProcessHandle:
-    """A process that is a Ray actor: its calls have deadlines, and their errors name it."""
+    """Handle of a process that is a Ray actor. Its calls have deadlines, and their errors name the process."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -207,20 +207,20 @@ class ProcessHandle:
         return await self._answer(getattr(self.actor, method).remote(*args), method, timeout)
 
     async def ready(self, timeout: float) -> None:
-        """Wait until the process runs. Raises one of `CALL_ERRORS`."""
+        """Wait until the process is running. Raises one of `CALL_ERRORS`."""
         await self._answer(self.actor.__ray_ready__.remote(), "its start", timeout)
 
     async def _answer(self, reference: Any, method: str, timeout: float | None) -> Any:
         answer = asyncio.wrap_future(reference.future())
         try:
-            # Not `asyncio.timeout`: if this process itself was suspended, an answer that has arrived still counts.
+            # Not `asyncio.timeout`: after this process itself was suspended, an answer that has arrived must count.
             await asyncio.wait([answer], timeout=timeout)
             if not answer.done():
                 raise WorkerTimeout(self.name, method, timeout or 0.0)
             return answer.result()
         except ray.exceptions.RayError as error:
             cause: Exception = error
-            # Ray makes the error of a living actor an instance of its cause's class too, such as a death's.
+            # An error raised by a living actor is also an instance of its cause's class, possibly one of `ACTOR_GONE`.
             raised_inside = isinstance(error, ray.exceptions.RayTaskError)
             if isinstance(error, ray.exceptions.RayTaskError):
                 cause = error.cause or error
@@ -232,16 +232,16 @@ class ProcessHandle:
             answer.cancel()
 
     def died(self, error: BaseException) -> WorkerDied:
-        """Return what Ray's error says about the death of this process."""
+        """Return Ray's error about the death of this process as a `WorkerDied`."""
         process = f"process {self.pid}, " if self.pid is not None else ""
         return WorkerDied(self.name, f"{process}{death_cause(error)}")
 
     def kill(self) -> None:
-        """Kill the process now, whatever it is doing."""
+        """Kill the process at once."""
         ray.kill(self.actor, no_restart=True)
 
     async def end(self) -> None:
-        """Kill the process and wait until it is gone, so that nothing which it held is still taken."""
+        """Kill the process and wait until it is gone, so that its memory and devices are free."""
         self.kill()
         with suppress(WorkerDied, WorkerFailed):
             try:
@@ -251,7 +251,7 @@ class ProcessHandle:
 
 
 class WorkerHandle(ProcessHandle):
-    """One worker process of a role."""
+    """Handle of one worker process of a role."""
 
     def __init__(self, identity: WorkerIdentity, class_path: str, actor: Any) -> None:
         super().__init__(identity.name, actor)
@@ -269,7 +269,7 @@ class WorkerHandle(ProcessHandle):
             return await self._answer(self.actor.invoke.remote(method, *args), method, timeout)
 
     async def beat(self) -> Beat:
-        """Wait for a sign of life, as long as the process is silent; see `roll.runtime.workers`."""
+        """Ask the process for a heartbeat and wait for it, without a time limit; see the module docstring."""
         return await self.actor.beat.remote()
 
     def inject(self, fault: Fault, seconds: float | None) -> None:
@@ -277,11 +277,11 @@ class WorkerHandle(ProcessHandle):
         self.actor.inject.remote(fault, seconds)
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method of the worker without waiting for it; its death is noticed elsewhere."""
+        """Call a method of the worker without waiting for its result. Errors are ignored."""
         self.actor.invoke.remote(method, *args)
 
     async def create(self, timeout: float) -> None:
-        """Wait until the process runs, then record its process id, host, node and port."""
+        """Wait until the process is running, then record its process id, host, node and port."""
         with waiting(f"{WORKER}{self.name}", "create"):
             facts = await self._answer(self.actor.create.remote(self._class_path, self.identity), "create", timeout)
         self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
@@ -306,8 +306,8 @@ class WorkerGroup:
     async def call_all(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Make the same call on every rank and return the answers in rank order.
 
-        Raises the first failure and gives up the other calls. The death of a rank takes precedence over the errors of
-        its peers.
+        Raises the first failure and stops waiting for the other calls. If a rank died, its `WorkerDied` is raised
+        rather than the errors of its peers.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -329,7 +329,7 @@ class WorkerGroup:
                 death.cancel()
 
     async def _recent_deaths(self) -> list[WorkerDied]:
-        """Return deaths reported within `DEATH_REPORT_SECONDS`; none for a single rank, which has no peers."""
+        """Return deaths reported within `DEATH_REPORT_SECONDS`; at once an empty list for a group of one rank."""
         if len(self.workers) == 1:
             return []
         try:
@@ -356,7 +356,7 @@ def start_worker(
     devices: Sequence[int],
     log_dir: str | None,
 ) -> WorkerHandle:
-    """Start the actor of one rank; it is ready once `WorkerHandle.create` has returned."""
+    """Start the actor of one rank. It is ready when `WorkerHandle.create` has returned."""
     place = placement.place(devices)
     identity = WorkerIdentity(role, rank, world_size, place, log_dir, driver_folders())
     options = {
@@ -371,7 +371,7 @@ def start_worker(
 
 
 async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: float) -> WorkerGroup:
-    """Start all ranks at once, and return when every process runs."""
+    """Start all ranks at once, and return when all their processes are running."""
     group = WorkerGroup([build(rank) for rank in range(size)])
     try:
         await asyncio.gather(*(worker.create(timeout) for worker in group.workers))
@@ -382,23 +382,23 @@ async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: 
 
 
 BEAT_SECONDS = 2.0
-"""Interval between two rounds of questions."""
+"""Interval at which all workers are asked for a heartbeat."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A worker's sign of life."""
+    """A heartbeat of a worker."""
 
     loop_lag: float
-    """Seconds for which its event loop has been stuck."""
+    """Seconds for which the worker's event loop has been stuck."""
     place: str | None
-    """Code location of the working thread (or of the stuck loop); None if it is idle."""
+    """Code location of the working thread (or of the stuck event loop); None if it is idle."""
     at: float = 0.0
-    """Time of its arrival at the driver."""
+    """Time at which the heartbeat arrived at the driver."""
 
 
 class Heartbeats:
-    """The last beat of each process. A replacement process does not inherit its predecessor's."""
+    """The last heartbeat of each process. A process that replaced another starts without one."""
 
     def __init__(
         self, handles: Callable[[], Iterable[WorkerHandle]], *, clock: Callable[[], float] = time.time
@@ -409,11 +409,11 @@ class Heartbeats:
         self._asking: dict[WorkerHandle, asyncio.Task[None]] = {}
 
     def last(self, handle: WorkerHandle) -> Beat | None:
-        """Return the last beat; None if the process has not answered yet."""
+        """Return the last heartbeat; None if the process has not answered yet."""
         return self._heard.get(handle)
 
     async def run(self) -> None:
-        """Ask every worker repeatedly, until cancelled. A worker that has not answered yet is not asked again."""
+        """Ask all workers for heartbeats until cancelled. A worker is not asked again before it has answered."""
         try:
             while True:
                 present = [handle for handle in self._handles() if handle.pid is not None]
@@ -435,14 +435,14 @@ class Heartbeats:
             self._heard[handle] = replace(await handle.beat(), at=self._clock())
         except ray.exceptions.RayError as error:
             if is_gone_for_good(error):
-                return  # it has died; the task that watches it reports the cause
+                return  # the process has died; the task that watches it reports the cause
             logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)
         self._asking.pop(handle, None)
 
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Role, rank and place of a worker."""
+    """Role, rank, devices and folders of a worker."""
 
     role: str
     rank: int
@@ -470,7 +470,10 @@ class Worker:
             configure_logging(Path(identity.log_dir), identity.name)
 
     async def describe(self) -> dict[str, Any]:
-        """Return process id, address, node and a free port, for messages and for the rendezvous of trainers."""
+        """Return ``pid``, ``host`` (address), ``node`` (Ray's id) and a free ``port``.
+
+        They are for messages and for the rendezvous of trainers.
+        """
         node = ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "host": ray.util.get_node_ip_address(), "node": node, "port": free_port()}
 
@@ -487,14 +490,14 @@ class Worker:
 
 LOOP_BEAT_SECONDS = 0.5
 HEALTH = "health"
-"""Concurrency group whose calls run in a thread of their own, whatever else the process does."""
+"""Ray concurrency group whose calls run in a thread of their own, even while the process is busy."""
 
 
 class WorkerProcess:
-    """The Ray actor: an empty process until `create` fills it with a worker.
+    """The Ray actor: a process that has no worker until `create` is called.
 
-    The worker's class is passed by name, because another node can import the driver's modules only once their paths are
-    known there.
+    The worker's class is passed by name, because another node can import the driver's modules only after it has set the
+    driver's import path.
     """
 
     async def create(self, class_path: str, identity: WorkerIdentity) -> dict[str, Any]:
@@ -513,12 +516,12 @@ class WorkerProcess:
         return await getattr(self._worker, method)(*args)
 
     async def watch(self) -> None:
-        """Wait for ever; Ray fails the call when the process dies."""
+        """Wait for ever. Ray fails this call when the process dies."""
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group=HEALTH)
     async def beat(self) -> Beat:
-        """Return a sign of life, even while the worker computes or its event loop is stuck."""
+        """Return a heartbeat, even while the worker computes or its event loop is stuck."""
         lag = max(0.0, time.monotonic() - self._loop_beat - LOOP_BEAT_SECONDS)
         stuck = lag > 10 * LOOP_BEAT_SECONDS
         place = thread_place(self._loop_thread) if stuck else working_place(self._worker.identity.name)
@@ -536,5 +539,5 @@ class WorkerProcess:
 
 
 def split_devices(devices: Sequence[int], per_worker: int) -> list[list[int]]:
-    """Return the consecutive devices of each worker."""
+    """Split devices into consecutive parts of ``per_worker`` devices, one part per worker."""
     return [list(devices[start : start + per_worker]) for start in range(0, len(devices), per_worker)]

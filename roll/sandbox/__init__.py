@@ -1,5 +1,6 @@
-"""The sandbox for untrusted programs: those that a policy calls as a tool, and those that it answers with.
+"""The sandbox for untrusted programs: code that the policy runs as a tool, or writes as its response.
 
-It uses no other package of `roll` and only the standard library, since its supervisor starts anew for each program.
-`sandbox` is the caller's side; `supervisor` starts and watches a program, `filesystem` and `kernel` isolate it.
+It uses only the standard library and no other package of `roll`, because its supervisor is a new process for each
+program and must start fast. `sandbox` is the caller's side, `supervisor` starts and watches a program, `filesystem` and
+`kernel` isolate it.
 """

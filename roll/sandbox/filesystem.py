@@ -1,9 +1,9 @@
-"""The files of a program: a file system of its own, or else a folder that is measured and removed.
+"""The files of a program: a private file system, or else a folder whose size is checked and which is removed later.
 
-The private file system has the interpreter, read-only, and one folder of limited size. It is in memory and belongs to a
-mount namespace that ends with the program, so nothing of it remains. There is no /proc, so the environment of no other
-process can be read. In a folder, programs may create trees deeper than the maximum path length, and folders that cannot
-be entered.
+The private file system has the interpreter (read-only) and one writable folder of limited size. It is in memory and
+belongs to a mount namespace that ends with the program, so nothing remains. It has no /proc, so the program cannot read
+the environment of other processes. The functions for a plain folder expect trees deeper than the maximum path length
+and folders without permissions, because programs may create them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _KEPT = {
 
 
 def enter(mount_point: str, visible: tuple[str, ...], program: bytes, disk_bytes: int, owner: tuple[int, int]) -> None:
-    """Make a new root with the paths in ``visible`` at their places, and change to `WORK_FOLDER` in it.
+    """Mount a new root file system that has the paths in ``visible``, and change to `WORK_FOLDER` in it.
 
-    ``mount_point`` is an empty folder outside ``visible``. ``owner`` is the user and group of the work folder. Call it
+    ``mount_point`` is an empty folder outside ``visible``. ``owner`` is the (user, group) of the work folder. Call this
     only in a new mount namespace.
     """
     os.umask(0o022)
@@ -67,14 +67,14 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """Make each mount read-only by itself: older kernels have no recursive call."""
+    """Make each mount at and below ``root`` read-only, one by one, because older kernels have no recursive call."""
     for point, flags in _mounts_at(root):
         what = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | flags
         kernel.mount(None, point, None, what)
 
 
 def _mounts_at(root: str) -> list[tuple[str, int]]:
-    """Return mount points at and below ``root``, with the flags that a user namespace may not remove."""
+    """Return the mount points at and below ``root``, each with its flags that a user namespace may not remove."""
     with open("/proc/self/mountinfo", "rb") as file:
         lines = file.read().splitlines()
     found = []
@@ -87,7 +87,7 @@ def _mounts_at(root: str) -> list[tuple[str, int]]:
 
 
 def folder_bytes(folder: str) -> float:
-    """Return the bytes of the files below a folder; infinity if there are too many files, or they cannot be read."""
+    """Return the total size of the files below a folder in bytes; infinity if they are too many or unreadable."""
     total, files, open_folders = 0, 0, [folder]
     while open_folders:
         try:
@@ -107,9 +107,9 @@ def folder_bytes(folder: str) -> float:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder and its contents; no process may write to it meanwhile. Does nothing if it does not exist.
+    """Remove a folder and its contents, if it exists. No process may write to it meanwhile.
 
-    Every folder below is first moved to the top, so that no path gets long and no recursion is needed.
+    Each subfolder is first moved to the top, so that no path is too long and no recursion is needed.
     """
     if not os.path.lexists(folder):
         return

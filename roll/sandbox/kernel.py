@@ -1,12 +1,10 @@
-"""What the kernel does for the sandbox: namespaces, mounts, prctl, and a filter of system calls.
+"""Linux system calls for the sandbox: namespaces, mounts, prctl, and a system call filter (seccomp).
 
-Python 3.11 has no functions for them. Linux only. Each function raises `OSError` with the name of the call that was
-refused.
+Python 3.11 has no functions for them. Each function here raises `OSError` with the name of the call that failed.
 
-The filter closes the ways around the other isolation: sockets (without a network namespace), memory that no limit
-counts (memfd, System V shared memory), other processes' memory, new user namespaces, and the parts of the kernel that
-had most of its faults. Anything else is allowed. Call numbers are known for x86-64 and AArch64; elsewhere there is no
-filter.
+The filter blocks ways around the other isolation: sockets (for levels without a network namespace), memory that no
+limit counts (memfd, System V shared memory), the memory of other processes, new user namespaces, and parts of the
+kernel with a history of vulnerabilities. All other calls are allowed. The filter exists for x86-64 and AArch64 only.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ MNT_DETACH = 2
 
 SIGKILL = 9
 SIGXCPU = 24
-"""Declared here because the `signal` module takes longer to load than the program takes to start."""
+"""Signal numbers, declared here because the `signal` module is slow to import."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -56,7 +54,7 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces in ``flags`` for new ones (the new process namespace applies to the children)."""
+    """Move this process into new namespaces, as in ``flags``. A new process namespace applies to its children only."""
     _check(_libc.unshare(ctypes.c_int(flags)), "new namespaces")
 
 
@@ -68,7 +66,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def pivot_root(root: str) -> None:
-    """Make ``root``, a mount point, the root of this mount namespace and forget the old one."""
+    """Make the mount point ``root`` the root of this mount namespace, and unmount the old root."""
     number = _NUMBERS["pivot_root"][_machine()]
     os.chdir(root)
     _check(_libc.syscall(ctypes.c_long(number), b".", b"."), "changing the root")
@@ -90,7 +88,7 @@ _NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000
 
 _MACHINES = ("x86_64", "aarch64")
-_NUMBERS = {  # of the calls that are denied, on each of these machines
+_NUMBERS = {  # denied call -> its number on each of the `_MACHINES`
     "shmget": (29, 194), "socket": (41, 198), "semget": (64, 190), "msgget": (68, 186), "ptrace": (101, 117),
     "pivot_root": (155, 41), "chroot": (161, 51), "mount": (165, 40), "umount2": (166, 39),
     "init_module": (175, 105), "mq_open": (240, 180), "kexec_load": (246, 104), "add_key": (248, 217),
@@ -107,13 +105,13 @@ _CLONE3 = 435
 _ARCHITECTURES = (0xC000003E, 0xC00000B7)
 _CLONE = (56, 220)
 _TO_SELF = ((62, 200, 234, 302), (129, 130, 131, 261))
-"""Calls allowed for the own process only, where signals are filtered: kill, tkill, tgkill, prlimit64."""
+"""Calls that a process may use only on itself if signals are filtered: kill, tkill, tgkill, prlimit64."""
 _NEVER = ((129, 297, 424), (138, 240, 424))
-"""Calls denied where signals are filtered: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal."""
+"""Calls that are denied if signals are filtered: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal."""
 
 
 def _machine() -> int:
-    """Return the place of this machine in the tables of numbers."""
+    """Return the index of this machine in `_MACHINES` and the tables of call numbers. Raises `OSError`."""
     machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(f"no system calls are known for {machine}")
@@ -121,10 +119,10 @@ def _machine() -> int:
 
 
 def filter_system_calls(*, signal_only_self: bool) -> None:
-    """Filter the calls of this process and its descendants. Needs ``PR_SET_NO_NEW_PRIVS`` first.
+    """Filter the system calls of this process and its descendants. Set ``PR_SET_NO_NEW_PRIVS`` first.
 
-    ``signal_only_self``: signals reach neither other processes of the user nor the program's own children. It is for
-    levels without a process namespace or a user of its own. Raises `OSError` if the system has no filters.
+    ``signal_only_self``: each process can send signals only to itself, not even to its children. This is for the level
+    without a process namespace or a user of its own. Raises `OSError` if the system does not support filters.
     """
     code = b"".join(_filter(_machine(), os.getpid() if signal_only_self else None))
     instructions = ctypes.create_string_buffer(code, len(code))

@@ -1,9 +1,9 @@
-"""Untrusted Python code, run in a process of its own with as much isolation as the system allows.
+"""Execution of untrusted Python code in a separate process, with as much isolation as the system allows.
 
-Guaranteed everywhere: limits of time, memory, output, files and processes; an empty environment; no process and no file
-of the program left behind in its folder; an answer within the wall-clock limit and a short grace. Further isolation
-(network, files, users) depends on the system, and each result reports it. If untrusted code could read the secrets of
-this user's other processes, it is not run unless the caller accepts that. See docs/tools.md.
+Guaranteed on every Linux system: limits of time, memory, output, files and processes; an empty environment; removal of
+the program's processes and of its folder; a result within the wall-clock limit plus a short grace period. Further
+isolation (network, files, users) depends on the system, and each result reports it. If untrusted code could read
+secrets of the user's other processes, it is not run unless the caller accepts that. See docs/tools.md.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from roll.sandbox.filesystem import remove_folder
 
 Level = Literal["namespaces", "own_user", "same_user"]
 LEVELS: tuple[Level, ...] = ("namespaces", "own_user", "same_user")
-"""From strong to weak: new namespaces and a private file system; a user of its own (from root); neither."""
+"""Isolation levels from strong to weak: new namespaces with a private file system; a separate user (needs root);
+neither."""
 
 KilledBecause = Literal["time", "cpu_time", "memory", "processes", "disk", "output"]
 
 GRACE_SECONDS = 10.0
-"""Time that the supervisor may take to clean up after the program's limit, on a busy machine."""
+"""Time that the supervisor may take to clean up after the program's time limit."""
 _MEBIBYTE = 2**20
 _PACKAGES = str(Path(__file__).resolve().parents[2])
 _START = "import sys; sys.path.append(sys.argv[1]); from roll.sandbox.supervisor import main; main()"
@@ -44,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of what a program may use."""
+    """Resource limits of a program."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 10
@@ -59,7 +60,7 @@ class Limits:
     """Number of processes and threads."""
     open_files: int = 64
     output_bytes: int = 64 * 1024
-    """Bytes of standard output and of standard error each; a program that writes more is killed."""
+    """Size of standard output and of standard error, each; a program that writes more is killed."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -73,21 +74,21 @@ class Protections:
 
     level: Level
     network: bool
-    """True if the program could open no socket, or none that leads anywhere."""
+    """True if the program had no network: sockets were blocked, or not connected to anything."""
     files: bool
-    """True if the program saw only its own files and the interpreter's, and none of its own is left."""
+    """True if the program saw only its own files and the interpreter's, and its own files are gone."""
     processes: bool
-    """True if the program could neither see nor affect other processes by memory, environment or signals."""
+    """True if the program could not access other processes: their memory, environment or signals."""
     system_calls: bool
-    """True if system calls that the program has no use for were blocked."""
+    """True if the system call filter was on; see `roll.sandbox.kernel`."""
     process_limit: bool
-    """True if the process limit counts exactly this program's processes; otherwise the supervisor watches the
-    number."""
+    """True if the kernel limited the number of this program's processes exactly. If False, the supervisor counts
+    them at intervals."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The end of a program. The outputs are decoded with replacement characters."""
+    """The result of a program. Its outputs are decoded as UTF-8 with replacement characters."""
 
     stdout: str
     stderr: str
@@ -102,17 +103,17 @@ class SandboxResult:
 
 
 class SandboxUnavailable(RuntimeError):
-    """Raised if untrusted code cannot be run here safely. The message says what would have to change."""
+    """Untrusted code cannot be run safely on this machine. The message says what has to change."""
 
 
 class SandboxFailed(RuntimeError):
-    """Raised if the sandbox itself failed, not the program in it. The message has the cause."""
+    """The sandbox itself failed, not the program in it. The message has the cause."""
 
 
 class Sandbox:
-    """A runner of programs at the strongest level that works on this machine.
+    """A sandbox that runs programs at the strongest isolation level that works on this machine.
 
-    The level is found at the first run, and logged if it is weak.
+    The level is determined at the first run. A warning is logged if it is not the strongest one.
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class Sandbox:
     ) -> None:
         """Choose the interpreter of the programs and the levels to try.
 
-        The default ``interpreter`` is the running one, without its site-packages. ``accept_weak``: run code even as
-        `same_user`, where it can read what this user can read, such as the environment of the user's other processes.
+        The default ``interpreter`` is that of this process; programs run without its site-packages. ``accept_weak``:
+        also run code as `same_user`, where it can read what this user can read, such as the environment of the user's
+        other processes.
         """
         self._interpreter = os.path.realpath(interpreter or sys.executable)
         self._levels = [each for each in LEVELS if each in levels]
@@ -130,17 +132,19 @@ class Sandbox:
         self._choosing = threading.Lock()
 
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-        """Run a program to its end. Raises `SandboxUnavailable` and `SandboxFailed`, but never for the program's own
-        errors."""
+        """Run a program to its end and return its result, even if the program fails.
+
+        Raises `SandboxUnavailable`, and `SandboxFailed` for errors of the sandbox itself.
+        """
         return _from_outside(self.run_async(code, stdin=stdin, limits=limits))
 
     async def run_async(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-        """Run a program like `run`, without blocking the event loop. Cancelling ends the program."""
+        """Run a program like `run`, without blocking the event loop. Cancellation ends the program."""
         level = self._level if self._level is not None else await asyncio.to_thread(self.check)
         return await _run(self._interpreter, level, code, stdin, limits or Limits())
 
     def check(self) -> Level:
-        """Return the level of this machine, found at the first call. Raises `SandboxUnavailable`."""
+        """Return the isolation level of this machine, determined at the first call. Raises `SandboxUnavailable`."""
         with self._choosing:
             if self._level is None:
                 self._level = self._choose()
@@ -162,7 +166,7 @@ class Sandbox:
         raise SandboxUnavailable(f"no sandbox for untrusted code here: {'; '.join(refused)}. Remedy: {remedy}")
 
     def _reason_against(self, level: Level) -> str | None:
-        """Return why a level is not available; None if a program has run at it."""
+        """Return the reason why a level is unavailable; None if a test program ran at this level."""
         if not sys.platform.startswith("linux"):
             return f"it is made for Linux, and this is {sys.platform}"
         root = os.geteuid() == 0
@@ -181,12 +185,12 @@ class Sandbox:
 
 @functools.cache
 def default_sandbox() -> Sandbox:
-    """Return the sandbox that all callers in this process share, so that the machine's level is found only once."""
+    """Return the sandbox shared by all callers in this process, so that the level is determined only once."""
     return Sandbox()
 
 
 def _from_outside(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end for a caller that is not asynchronous, whatever runs above it."""
+    """Run a coroutine for a synchronous caller, in a thread if an event loop is already running in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -196,7 +200,7 @@ def _from_outside(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
-    """Run a program at a level. When this returns or is cancelled, neither the program nor its folder is left."""
+    """Run a program at a level. When this ends, even by cancellation, the program and its folder are gone."""
     visible = _visible_paths(interpreter)
     folder = tempfile.mkdtemp(prefix="roll-sandbox-")
     task = vars(limits) | {
@@ -225,7 +229,7 @@ async def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Li
 
 
 async def _answer(supervisor: asyncio.subprocess.Process, task: bytes) -> bytes:
-    """Return the supervisor's answer. Its standard input stays open meanwhile, as a sign that the caller waits."""
+    """Return the supervisor's answer. Its standard input stays open until then, to show that the caller is waiting."""
     if supervisor.stdin is None or supervisor.stdout is None:
         raise SandboxFailed("the supervisor of the sandbox has no pipes")
     try:
@@ -262,7 +266,7 @@ def _result(level: Level, answer: bytes) -> SandboxResult:
 
 
 async def _dismiss(supervisor: asyncio.subprocess.Process) -> None:
-    """Close the supervisor's input so that it ends the program, and wait for it; kill it after the grace."""
+    """Close the supervisor's input, so that it ends the program, and wait for it; kill it after the grace period."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     waiting = asyncio.ensure_future(supervisor.wait())
@@ -276,7 +280,7 @@ async def _dismiss(supervisor: asyncio.subprocess.Process) -> None:
 
 @functools.cache
 def _visible_paths(interpreter: str) -> tuple[str, ...]:
-    """Return the paths that a program must see: system libraries and the interpreter's installation."""
+    """Return the paths that a program needs: system libraries and the interpreter's installation."""
     code = "import sys; print(sys.base_prefix, sys.base_exec_prefix, sep='\\n')"
     asked = subprocess.run([interpreter, "-I", "-S", "-c", code], env={}, capture_output=True, text=True, check=True)
     own = [os.path.realpath(each) for each in asked.stdout.splitlines()] + [interpreter]

@@ -1,14 +1,14 @@
 """The process between the caller and untrusted code: it starts the program in isolation, watches it, and ends it.
 
 It reads its task from its standard input; end-of-file there means that the answer is no longer needed. It writes one
-answer to its standard output; after that no process of the program is left. It runs in a bare interpreter for each
-program, so the modules here (all but `sandbox`) import only parts of the standard library that load in a few
+answer to its standard output, after all processes of the program have ended. It is started anew for each program, so
+the modules in this package (except `sandbox`) import only parts of the standard library that load in a few
 milliseconds.
 
-On the way to the program each process gives up privileges. With namespaces: supervisor -> builder (makes the namespaces
-and the file system) -> first process of the process namespace (its end is the end of all others in it) -> program.
-Without: supervisor -> program. Failures on the way, the process id of the first process and the end of the program are
-lines of text on the status pipe.
+Each process in the chain gives up privileges. With namespaces: supervisor -> builder (creates the namespaces and the
+file system) -> first process of the process namespace (if it ends, the kernel ends all others in it) -> program.
+Without: supervisor -> program. The status pipe gets lines of text: failures in the chain, the process id of the first
+process, and the exit status of the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 
 from roll.sandbox import filesystem, kernel
 
-TYPE_CHECKING = False  # not from `typing`, which takes longer to load than all of this
+TYPE_CHECKING = False  # not from `typing`, which is slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,7 +30,7 @@ WATCH_SECONDS = 0.02
 _CHUNK = 65536
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 FIRST_PRIVATE_UID = 2_000_000_000
-"""A program started by root gets a user of its own: this number plus the process id of its supervisor."""
+"""First user id of programs started by root. A program gets this number plus the process id of its supervisor."""
 INSIDE_ID = 1000
 """User and group of a program in a user namespace, as the program sees them."""
 NOBODY = 65534
@@ -39,7 +39,7 @@ _NPROC_PER_NAMESPACE = (5, 14)
 
 
 def main() -> None:
-    """Serve one task. Forks: nothing here may catch `SystemExit`."""
+    """Carry out one task. Do not catch `SystemExit` here: forked processes exit by raising it."""
     task = sys.stdin.buffer
     setup = Setup(marshal.loads(task.read(int.from_bytes(task.read(8), "little"))))
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -55,13 +55,13 @@ def main() -> None:
 
 
 class Setup:
-    """The supervisor's task. Not a dataclass: the module `dataclasses` takes longer to load than all of this."""
+    """The supervisor's task. It is no dataclass, because the module `dataclasses` is slow to import."""
 
     code: bytes
     stdin: bytes
     interpreter: str
     folder: str
-    """Mount point of the new root; without namespaces the folder that the program runs in."""
+    """Mount point of the new root; without namespaces, the folder in which the program runs."""
     level: str
     """`namespaces`, `own_user` or `same_user`."""
     visible: tuple[str, ...]
@@ -83,11 +83,11 @@ class Identity:
     """The user and group of the program."""
 
     def __init__(self, level: str, supervisor_pid: int) -> None:
-        """Choose them for a program at this level."""
+        """Choose the user and group of a program at this level."""
         is_root = os.geteuid() == 0
         own = FIRST_PRIVATE_UID + supervisor_pid
         self.private = is_root and _exists(own)
-        """True if no other process on the machine has this user."""
+        """True if no other process on the machine runs as this user."""
         self.user_namespace = level == "namespaces" and not is_root
         self.uid, self.gid = os.geteuid(), os.getegid()
         if is_root:
@@ -97,24 +97,28 @@ class Identity:
 
     @property
     def counted_apart(self) -> bool:
-        """True if the process limit counts only this program's processes."""
+        """True if the kernel's process limit counts only this program's processes."""
         major, minor = os.uname().release.split(".")[:2]
         version = int(major), int("".join(filter(str.isdigit, minor)))
         return self.private or (self.user_namespace and version >= _NPROC_PER_NAMESPACE)
 
 
 def _exists(uid: int) -> bool:
-    """Return True if this user namespace has the user (a container's may have few)."""
+    """Return True if the user id exists in this user namespace; that of a container may have few."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
     return any(first <= uid < first + length for first, _, length in ranges)
 
 
 class Launch:
-    """The way of one program from the supervisor to its first line."""
+    """The start of one program: the chain of processes from the supervisor to the program."""
 
     def __init__(self, setup: Setup, standard_files: tuple[int, int, int], status: int) -> None:
-        """Choose the program's user. The numbers are its ends of the standard pipes, and of the status pipe."""
+        """Choose the program's user.
+
+        ``standard_files``: the program's ends of the pipes for stdin, stdout and stderr. ``status``: its end of the
+        status pipe.
+        """
         self._setup = setup
         self._standard_files = standard_files
         self._status = status
@@ -133,7 +137,7 @@ class Launch:
         return pid
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        """Run a forked process's action, report a failure, and exit. No caller may act on the way out."""
+        """Run the action of a forked process, report a failure, and exit by `SystemExit`, which no caller may catch."""
         try:
             action()
         except Exception as error:
@@ -167,9 +171,9 @@ class Launch:
         os.waitpid(first, 0)
 
     def _be_first_process(self) -> None:
-        """Wait for the program, reap all other children, then end.
+        """Start the program, reap all children until the program has ended, then end.
 
-        Nothing inside the namespace can kill this process.
+        No process inside the namespace can kill this one.
         """
         self._become_user()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -205,7 +209,7 @@ class Launch:
         os.execve(setup.interpreter, [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file], {})
 
     def _become_user(self) -> None:
-        """Switch from root (of the machine or of a new user namespace) to the program's user. May be called twice."""
+        """Switch from root (of the machine or of a new user namespace) to the program's user, if not done already."""
         if os.geteuid() == 0:
             become(self.identity.uid, self.identity.gid)
 
@@ -233,14 +237,14 @@ class Launch:
 
 
 def become(uid: int, gid: int) -> None:
-    """Give up root for good."""
+    """Switch from root to a user, permanently."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 
 
 def _tasks_of_user(uid: int) -> int:
-    """Return the number of processes and threads of a user, for limits that count all of them."""
+    """Return the number of processes and threads of a user, because the kernel's process limit counts all of them."""
     total = 0
     for name in os.listdir("/proc"):
         try:
@@ -252,7 +256,7 @@ def _tasks_of_user(uid: int) -> int:
 
 
 _FIRST_VICTIM = {"oom_score_adj": "1000"}
-"""Makes the kernel kill the program before any other process when memory runs out."""
+"""Setting that makes the kernel kill the program before any other process when memory runs out."""
 
 
 def _write_about_itself(texts: dict[str, str]) -> None:
@@ -278,7 +282,7 @@ def _close_all_but(*kept: int) -> None:
 
 
 class Watched:
-    """A program, from its start to the answer."""
+    """A program that the supervisor watches, from its start to the answer."""
 
     def __init__(self, setup: Setup) -> None:
         """Start the program."""
@@ -297,8 +301,8 @@ class Watched:
         for end in (*self._read, self._feed):
             os.set_blocking(end, False)
         self._child_status: int | None = None
-        """Exit status of the supervisor's child, None until it has ended; with namespaces no process of the program is
-        left then."""
+        """Exit status of the supervisor's child; None while it runs. With namespaces, all processes of the program have
+        ended when it has."""
         self._child_cpu_seconds = 0.0
         self._killed_because: str | None = None
         self.wanted = True
@@ -331,7 +335,7 @@ class Watched:
                 next_look = time.monotonic() + WATCH_SECONDS
 
     def end(self) -> None:
-        """Kill all processes of the program; none runs when this returns."""
+        """Kill all processes of the program, and wait until they have ended."""
         first = self._note("first")
         if self._child_status is None and self._setup.namespaces:
             os.kill(int(first[0]) if first else self._child, kernel.SIGKILL)
@@ -347,7 +351,7 @@ class Watched:
             time.sleep(0.001)
 
     def answer(self) -> dict[str, object]:
-        """Read each pipe to its end, which exists because all writers are gone, and return what is known."""
+        """Read each pipe to its end (all writers are gone), and return the answer for the caller."""
         seconds = time.monotonic() - self._began
         for end in self._read:
             before = self._killed_because
@@ -358,8 +362,8 @@ class Watched:
             ended = self._note("ended")
             status, cpu_seconds = (int(ended[0]), float(ended[1])) if ended else (kernel.SIGKILL, 0.0)
         returncode = os.waitstatus_to_exitcode(status)
-        # The kernel's limit counts ticks, its answer is exact: on a busy machine the answer is smaller. A program may
-        # also send itself that signal, but hardly after half of its time.
+        # The kernel enforces the limit in clock ticks but reports exact times, which may be smaller on a busy machine.
+        # A program may also send itself this signal, but hardly after half of its time.
         limit = self._setup.cpu_seconds
         least = {-kernel.SIGXCPU: limit / 2, -kernel.SIGKILL: limit - 0.1}
         if self._killed_because is None and cpu_seconds >= least.get(returncode, float("inf")):
@@ -378,7 +382,7 @@ class Watched:
         }
 
     def _fed(self, unsent: memoryview) -> memoryview:
-        """Write to the program's input and return what is still unsent; nothing if the program does not read."""
+        """Write to the program's input and return the unsent rest; empty if the program has closed its input."""
         try:
             return unsent[os.write(self._feed, unsent[:_CHUNK]) :]
         except BlockingIOError:
@@ -387,7 +391,7 @@ class Watched:
             return unsent[:0]
 
     def _read_from(self, end: int) -> bool:
-        """Read from a pipe and return True if more may come."""
+        """Read from a pipe. Return False at its end."""
         try:
             chunk = os.read(end, _CHUNK)
         except BlockingIOError:
@@ -400,7 +404,7 @@ class Watched:
         return bool(chunk)
 
     def _reap(self) -> bool:
-        """Reap ended children, adopted ones included, and return True if children are left."""
+        """Reap children that have ended, adopted ones included, and return True if any are still running."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -413,7 +417,7 @@ class Watched:
                 self._child_cpu_seconds = usage.ru_utime + usage.ru_stime
 
     def _look(self) -> None:
-        """Note the first limit that is exceeded."""
+        """Check all limits, and set `_killed_because` to the first one that is exceeded."""
         setup = self._setup
         if time.monotonic() >= self._began + setup.wall_seconds:
             self._killed_because = "time"
@@ -428,7 +432,7 @@ class Watched:
             self._killed_because = "disk"
 
     def _note(self, kind: str) -> list[str] | None:
-        """Return the words after ``kind`` in the first such line of the status pipe; None without one."""
+        """Return the words after ``kind`` in the first status line that begins with it; None if there is none."""
         for line in self._read[self._notes].decode(errors="replace").splitlines():
             words = line.split()
             if words and words[0] == kind:
@@ -439,7 +443,7 @@ class Watched:
 def descendants(root: int) -> list[int]:
     """Return the process ids of all living descendants of ``root``.
 
-    Zombies are left out. Orphans are included: ``root`` adopts them.
+    Zombies are left out. Orphans are included, because ``root`` adopts them.
     """
     try:
         found = _by_children(root)
@@ -474,7 +478,7 @@ def _by_parents(root: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat from the state on (0: state, 1: parent); None without such a process."""
+    """Return the fields of /proc/PID/stat from the state on (0: state, 1: parent); None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -497,7 +501,7 @@ def count_and_memory(pids: list[int]) -> tuple[int, int]:
 
 
 def end_all_of_user(uid: int) -> None:
-    """Kill all processes of a user ID that belongs to one program, with one call, so that no new fork escapes."""
+    """Kill all processes of a program's private user id with one call, so that no process escapes by forking."""
     if uid < FIRST_PRIVATE_UID:
         raise ValueError(f"user {uid} is not the program's alone")
     pid = os.fork()

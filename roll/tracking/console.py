@@ -1,7 +1,7 @@
 """The console: a live view on a terminal, plain lines everywhere else.
 
-Both are drawn from one immutable record, so the thread that redraws the terminal never sees a half-updated one. A
-terminal without width, colours or Unicode, or no terminal at all, never stops a run.
+Both are drawn from one immutable record, so the thread that redraws the terminal never sees a half-updated one. The
+console works with any terminal or none, and problems with it never stop a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BAR_WIDTH, _ROLE_BAR_WIDTH = 60, 20
 
 @dataclass(frozen=True)
 class Progress:
-    """The known facts of a run at one moment."""
+    """Data that the console shows about a run at one moment."""
 
     name: str
     max_steps: int
@@ -45,12 +45,14 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Latest value of each metric."""
     first_accuracy: Mapping[str, float] = field(default_factory=dict)
+    """Domain -> accuracy in its first validation."""
     marks: tuple[tuple[float, int], ...] = ()
-    """Recent pairs of time and completed steps."""
+    """Recent pairs (time, number of completed steps), to estimate the remaining time."""
     message: str = ""
+    """Last event."""
 
     def after(self, metrics: Mapping[str, float], step: int, now: float) -> Progress:
-        """Return the progress once ``step`` training steps are done."""
+        """Return the progress after ``step`` completed training steps."""
         marks = (*self.marks, (now, step))[-_STEPS_OF_ESTIMATE:]
         return replace(self.validated(metrics), step=step, marks=marks)
 
@@ -63,7 +65,7 @@ class Progress:
         )
 
     def seconds_left(self, now: float) -> float | None:
-        """Return an estimate from the recent steps; ``None`` until one step has been timed."""
+        """Return the estimated remaining time, from the recent steps; None until one step has been timed."""
         if self.step >= self.max_steps:
             return 0.0
         if not self.marks:
@@ -76,10 +78,10 @@ class Progress:
 
 
 class Console:
-    """The display of a run: the live view if ``stream`` is a terminal that can move its cursor.
+    """The display of a run: a live view if ``stream`` is a terminal that can move its cursor, else plain lines.
 
-    Otherwise each reported step is one plain line: every ``logging_steps`` steps, at the last step and at each
-    validation. `NO_COLOR` is respected.
+    There is a plain line every ``logging_steps`` steps, at the last step, and at each validation. `NO_COLOR` is
+    respected.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class Console:
             self._live.start(refresh=True)
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the metrics after ``step`` completed training steps (0: before the first, a line only if validated)."""
+        """Show the metrics after ``step`` completed training steps. Step 0 prints a plain line only if it has a
+        validation."""
         now = self._clock()
         printable = {self._printable(name): value for name, value in metrics.items()}
         self._progress = self._progress.after(printable, step, now)
@@ -118,20 +121,20 @@ class Console:
             self._print(plain_line(self._progress, now))
 
     def validation(self, metrics: Mapping[str, float], version: int) -> None:
-        """Show the metrics of a validation that has ended after the step of its version was shown."""
+        """Show the metrics of a validation that ended after the step of its version had been shown."""
         printable = {self._printable(name): value for name, value in metrics.items()}
         self._progress = self._progress.validated(printable)
         self._print(f"validation of version {version}: {', '.join(_accuracy(self._progress))}")
 
     def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the records of earlier steps, without a line. Later ones that were shown no longer count."""
+        """Replace the history by the records of earlier steps that are still valid, without printing them."""
         self._progress = replace(self._progress, step=0, metrics={}, first_accuracy={}, marks=())
         for record in records:
             values = {self._printable(name): value for name, value in record.items() if value is not None}
             self._progress = replace(self._progress.after(values, record["step"], 0.0), marks=())
 
     def event(self, text: str) -> None:
-        """Print something worth a line of its own, such as a restarted worker."""
+        """Print a line about an event, such as a restarted worker."""
         text = self._printable(text)
         self._progress = replace(self._progress, message=text.partition("\n")[0])
         self._print(text)
@@ -147,7 +150,7 @@ class Console:
         self._print(self._printable(closing_text(summary)))
 
     def _print(self, text: str) -> None:
-        """Print a text. If its reader is gone (`| head`, a closed terminal), only the output stops."""
+        """Print a text. If the reader is gone (`| head`, a closed terminal), stop printing without an error."""
         if self._broken:
             return
         try:
@@ -161,13 +164,13 @@ class Console:
             _logger.warning("no more console output: %s", error)
 
     def _printable(self, text: str) -> str:
-        """Return the text without control characters (a model may write them) and what the stream cannot encode."""
+        """Return the text without control characters, and with `?` for characters that the stream cannot encode."""
         encoding = self._stream.encoding or "utf-8"
         return _without_control(text).encode(encoding, errors="replace").decode(encoding)
 
 
 def say_beside(text: str) -> None:
-    """Print a line, from any thread, on the present `sys.stderr`, so that it appears above a live view."""
+    """Print a line on the current `sys.stderr`, so that it appears above a live view. May be called in any thread."""
     say(_without_control(text), error=True)
 
 
@@ -178,7 +181,7 @@ def plain_line(progress: Progress, now: float) -> str:
 
 
 def live_view(progress: Progress, now: float) -> Group:
-    """Return the run as a few lines, cut to any width."""
+    """Return the live view: a few lines that are cut at the width of the terminal."""
     head = Text(f"{progress.name}  step {progress.step}/{progress.max_steps}  {_times(progress, now)}", style="bold")
     bar = ProgressBar(total=max(1, progress.max_steps), completed=progress.step, width=_BAR_WIDTH)
     facts = [fact for fact in _facts(progress) if fact[0] not in ("tokens/s", "idle")]
@@ -191,7 +194,7 @@ def live_view(progress: Progress, now: float) -> Group:
 
 
 def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
-    """Return a line for each role, with the numbers first, because a narrow terminal cuts off the end."""
+    """Return a line for each role. Numbers come first, because a narrow terminal cuts off the ends of lines."""
     idle, speed = _by_role(metrics, "idle/"), _by_role(metrics, "tokens_per_second/")
     lines = [Text(f"{'idle':>5} {'tokens/s':>9}  role", style="dim")] if idle or speed else []
     for role in dict.fromkeys([*speed, *idle]):
@@ -208,7 +211,7 @@ def _without_control(text: str) -> str:
 
 
 def closing_text(summary: Mapping[str, Any]) -> str:
-    """Return the end of a run from its summary: one line, with the error below it if there is one."""
+    """Return the closing text of a run from its summary: one line, and the error below it if there is one."""
     first, last = summary.get("val/first") or {}, summary.get("val/last") or {}
     accuracy = [f"val {domain} {_change(first.get(domain), last[domain])}" for domain in last]
     lag = [] if summary.get("lag/max") is None else [f"lag max {summary['lag/max']:g}"]
@@ -233,14 +236,14 @@ def _accuracy(progress: Progress) -> list[str]:
 
 
 def _facts(progress: Progress) -> list[tuple[str, str]]:
-    """Return label and text of the present metrics, the most important first."""
+    """Return (label, text) of the available metrics, the most important first."""
     metrics = progress.metrics
     idle, speed = _by_role(metrics, "idle/"), _by_role(metrics, "tokens_per_second/")
     lag = [f"{metrics[f'lag/{kind}']:.3g} {kind}" for kind in ("mean", "max") if f"lag/{kind}" in metrics]
     facts = [
         ("reward", f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else ""),
         ("teacher KL", f"{metrics[REVERSE_KL]:.3f}" if REVERSE_KL in metrics else ""),
-        # A loss says little where rewards are known.
+        # The loss says little if there are rewards.
         ("loss", f"{metrics['actor/loss']:.4f}" if "actor/loss" in metrics and "reward/mean" not in metrics else ""),
         ("val loss", f"{metrics[VALIDATION_LOSS]:.4f}" if VALIDATION_LOSS in metrics else ""),
         ("val", ", ".join(_accuracy(progress))),
@@ -252,7 +255,7 @@ def _facts(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _change(*first_and_last: float | None) -> str:
-    """Return the first and the last accuracy as text; one if they are the same."""
+    """Return the first and the last accuracy as text, or only one if they are equal."""
     return " -> ".join("?" if share is None else f"{share:.1%}" for share in dict.fromkeys(first_and_last))
 
 

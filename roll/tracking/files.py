@@ -1,8 +1,8 @@
-"""Files that stay readable after a crash, errors that say which file could not be written, and printing.
+"""Files that stay readable after a crash, write errors with the path of the file, and safe printing.
 
-A file is either replaced as a whole (the old content stays until the new one is on disk) or grows by whole lines, each
-flushed, so a reader meets at most one torn line, at the end. The reader of what is printed may be gone (`| head`, a
-closed terminal), or its disk full.
+A file is either replaced as a whole (the old content stays until the new content is on disk), or grows by whole lines
+that are flushed one by one. So a reader finds at most one incomplete line, at the end. Printing tolerates a reader that
+is gone (`| head`, a closed terminal) and a full disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYNC_PIECE = 64 * 1024 * 1024  # bytes
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Make every `OSError` of the block name ``path``: a failed write knows only a file number."""
+    """Add ``path`` to every `OSError` raised in the block, because a failed write does not know its path."""
     try:
         yield
     except OSError as error:
@@ -32,10 +32,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a file by ``text`` (UTF-8), in one step.
+    """Replace the content of a file by ``text`` (UTF-8), in one step.
 
-    A reader sees the old content or the new; if ``durable``, also after a power cut. Raises `OSError` with the path; no
-    temporary file is left behind.
+    A reader sees either the old content or the new one; if ``durable``, this holds even after a power failure. Raises
+    `OSError` with the path. No temporary file is left behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with naming(path):
@@ -51,10 +51,10 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
-    """Wait until a file is on the disk; ``on_synced`` is called with the bytes synced, piece by piece for a large file.
+    """Wait until a file is on disk. ``on_synced`` is called with the number of bytes of each synced piece.
 
-    A single call for all of it may take half an hour on a slow disk, which would look like a dead one. Raises `OSError`
-    with the path.
+    Large files are synced in pieces: a single call may take half an hour on a slow disk, which would look like a disk
+    that hangs. Raises `OSError` with the path.
     """
     with naming(path):
         size = path.stat().st_size
@@ -65,7 +65,7 @@ def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk: a new file that is synced may still lose its name."""
+    """Wait until the entries of a folder are on disk. Without this, a new file may be missing after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,7 +74,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int:
-    """Sync the file in pieces and return the bytes synced: 0 if the file system has no shared mappings."""
+    """Sync the file in pieces and return the number of bytes: 0 if the file system does not support shared mappings."""
     with open(path, "r+b") as file:
         try:
             view = mmap.mmap(file.fileno(), size)
@@ -91,14 +91,14 @@ def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int
 
 
 def remove_partials(path: Path) -> None:
-    """Delete the temporary files of processes that were killed while they replaced this file."""
+    """Delete temporary files of other processes that were killed in `write_atomically` of this file."""
     for partial in path.parent.glob(f".{path.name}.*.partial"):
         if f".{os.getpid()}." not in partial.name:
             partial.unlink(missing_ok=True)
 
 
 def json_number(value: object) -> float | int | None:
-    """Return a number (numpy's too) as JSON can hold it: None for NaN and infinities. Raises `TypeError` for others."""
+    """Convert a number (also of numpy) for JSON; NaN and infinities become None. Raises `TypeError` for non-numbers."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -107,9 +107,9 @@ def json_number(value: object) -> float | int | None:
 
 
 class JsonLines:
-    """Writer that appends one JSON object per line, each flushed before `append` returns.
+    """Writer that appends JSON objects to a file, one per line. Each is flushed before `append` returns.
 
-    An existing file is continued. A line torn by a crash is cut off first, so that it cannot damage the next one.
+    An existing file is continued. If a crash left an incomplete last line, it is removed first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,7 +121,7 @@ class JsonLines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line. Raises `ValueError` for numbers that are not finite, and `OSError` with the path.
 
-        Text stays readable, not escaped. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
+        Texts are not escaped, except for single surrogates, which UTF-8 cannot encode.
         """
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         with naming(self.path):
@@ -129,7 +129,7 @@ class JsonLines:
             self._file.flush()
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk."""
+        """Wait until all lines are on disk."""
         with naming(self.path):
             os.fsync(self._file.fileno())
 
@@ -140,9 +140,9 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all whole lines of a file that `JsonLines` wrote; a torn last line is left out.
+    """Return the objects in a file written by `JsonLines`. An incomplete last line is ignored.
 
-    Raises `ValueError` with path and line number for a broken line anywhere else.
+    Raises `ValueError` with path and line number for any other invalid line.
     """
     lines = Path(path).read_bytes().split(b"\n")
     records = []
@@ -158,9 +158,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def keep_lines(
     path: Path, wanted: Callable[[dict[str, Any]], bool], put_aside: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Rewrite a file of `JsonLines` with the wanted records, in one step.
+    """Rewrite a file of `JsonLines` in one step, with only the records for which ``wanted`` returns True.
 
-    The lines of the other records, if any, are passed to ``put_aside`` first. Without a file, nothing happens.
+    The lines of all others, if any, are first passed to ``put_aside`` as one text. Does nothing without a file.
     """
     if not path.is_file():
         return
@@ -194,7 +194,7 @@ def _mend_last_line(path: Path) -> None:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print ``text`` at once, on standard output or, with ``error``, on standard error. Failures are ignored."""
+    """Print ``text`` and flush, on standard error if ``error``, else on standard output. Ignore `OSError`."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -203,17 +203,17 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def silence(stream: TextIO | None) -> None:
-    """Redirect a broken stream to nowhere, with what it still buffers. Otherwise the interpreter fails at exit."""
+    """Redirect a broken stream and its buffered text to /dev/null, so that the interpreter does not fail at exit."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # None has no descriptor, as others that are no files
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # `None.fileno` raises the suppressed error
         os.close(nowhere)
 
 
 def printed(command: Callable[[], int]) -> int:
-    """Return the exit code of a command that prints its result; 1 if the output could not be written.
+    """Run a command that prints its result. Return its exit code, or 1 if the output could not be written.
 
-    A reader that stops reading early (`| head`) gets no message.
+    No message is printed if the reader stopped reading early (`| head`).
     """
     try:
         code = command()

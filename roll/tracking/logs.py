@@ -1,13 +1,14 @@
-"""Logs of a run: a file per role without secrets, captured native output, and warnings on the driver's terminal.
+"""Logs of a run: one file per role with secrets redacted, captured native output, and warnings on the terminal.
 
-Redaction is a safety net for logs, not a reason to print secrets. Engines, Ray and compilers write to the file
-descriptors of a process and of its children, bypassing `logging`. A process of a role redirects both for good. The
-driver redirects them for the length of a run and keeps a way to its terminal for Python, so that output of our own code
-or of a user's stage is still seen.
+Redaction is a safety net, not a reason to print secrets. Engines, Ray and compilers bypass `logging`: they write to the
+file descriptors 1 and 2 of a process and its children. A worker process redirects both permanently. The driver
+redirects them during a run, but keeps its terminal for Python, so that the output of this project and of a user's
+stages is still shown.
 
-A thread of the driver reads the growth of the files and shows warnings and errors of this project and errors of
-libraries, or everything if asked, with the role in front. It shows a bounded amount and counts the rest, so a role that
-logs a thousand times a second costs a few lines. Roles on other hosts are seen if they write to the same folder.
+A thread of the driver follows the log files. It shows warnings and errors of this project and errors of libraries, or
+everything if configured, each line with its role. It shows a limited number of lines and counts the rest, so that a
+role that logs a thousand times a second does not flood the terminal. Roles on other hosts are included if they write to
+the same folder.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ STDOUT, STDERR = 1, 2
 
 
 def give_away_output(log_dir: Path, role: str) -> None:
-    """Redirect all output of this process and its children to ``<log_dir>/<role>.out`` for good.
+    """Redirect all output of this process and its children to ``<log_dir>/<role>.out``, permanently.
 
-    For worker processes only. Raises `OSError` naming the file.
+    Use it in worker processes only. Raises `OSError` naming the file.
     """
     target = _opened(log_dir, role)
     _flush((sys.stdout, sys.stderr))
@@ -43,16 +44,16 @@ def give_away_output(log_dir: Path, role: str) -> None:
 
 @contextmanager
 def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
-    """Redirect native output, children's output and library logs to ``<log_dir>/<role>.out`` while this is open.
+    """During a block, redirect native output, output of child processes and library logs to ``<log_dir>/<role>.out``.
 
-    Output of Python code still goes where it went. Raises `OSError` naming the file.
+    Python's `sys.stdout` and `sys.stderr` still go where they went before. Raises `OSError` naming the file.
     """
     target = _opened(log_dir, role)
     before = {STDOUT: sys.stdout, STDERR: sys.stderr}
     kept = {descriptor: os.dup(descriptor) for descriptor in before}
     try:
         _flush(before.values())
-        # Only a stream that ends at the descriptor has to bypass it: tests and notebooks have installed other streams.
+        # Only streams that use these descriptors are replaced; tests and notebooks have streams of their own.
         if _descriptor(sys.stdout) == STDOUT:
             sys.stdout = _stream(kept[STDOUT], sys.stdout)
         if _descriptor(sys.stderr) == STDERR:
@@ -78,7 +79,7 @@ def _opened(log_dir: Path, role: str) -> int:
 
 
 def _stream(descriptor: int, like: TextIO | None) -> TextIO:
-    """Return a line-buffered stream, so that the last lines of a process that dies are in the file."""
+    """Return a line-buffered stream, so that the last lines of a process that dies are written."""
     encoding = like.encoding if like is not None else "utf-8"
     return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
@@ -92,10 +93,10 @@ def _descriptor(stream: TextIO | None) -> int | None:
 
 @contextmanager
 def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) -> Iterator[None]:
-    """Replace handlers of library loggers that write to the terminal by handlers that write to ``file``.
+    """During a block, replace handlers of library loggers that write to the terminal by ones that write to ``file``.
 
-    The root logger's handlers are the program's own and stay. Handlers are replaced, not redirected, because the stream
-    of some (`logging.lastResort`) is fixed.
+    The handlers of the root logger belong to the program and are kept. Handlers are replaced rather than redirected,
+    because some (`logging.lastResort`) have a fixed stream.
     """
     found = [
         (logger, handler)
@@ -127,15 +128,15 @@ _logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 MOST_LINES = 20
-"""Most lines shown of one file at a look."""
+"""Largest number of lines to show from one file every `LOOK_SECONDS`."""
 MOST_BYTES = 256 * 1024
-"""Most bytes read of one file at a look."""
+"""Largest number of bytes to read from one file every `LOOK_SECONDS`."""
 LONGEST_LINE = 2000
 
 Shown = Literal["warnings", "all"]
 
 _RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<logger>\S+): ")
-"""The beginning of a record of `roll.tracking.logs`."""
+"""Beginning of a log record in the format of this module."""
 _PRINTED_ERROR = re.compile(
     r"""(?:\([^)]*\)\ ?)?\[?(?:ERROR|CRITICAL|FATAL)\b       # vLLM: (EngineCore pid=7) ERROR 06-01 12:00:00 ...
       | \[\d{4}-\d\d-\d\d[^\]]*\]\ \[(?:ERROR|CRITICAL)\]   # DeepSpeed: [2026-06-01 12:00:00,000] [ERROR] ...
@@ -145,26 +146,26 @@ _PRINTED_ERROR = re.compile(
     """,
     re.VERBOSE,
 )
-"""The beginnings of errors that libraries print."""
+"""Beginning of an error that a library prints."""
 
 
 @dataclass
 class _Grown:
-    """A log file, as far as it has been read."""
+    """A log file and the position up to which it has been read."""
 
     path: Path
     offset: int = 0
     rest: bytes = b""
-    """Beginning of a line whose end is not written yet."""
+    """Beginning of a line that is not complete yet."""
     showing: bool = False
-    """True if the record of the last line is shown."""
+    """True if the record that the last line belongs to is shown; its further lines are then shown, too."""
 
 
 class LogWatch:
-    """Thread that shows the logs of a folder as they grow, until it is closed."""
+    """A thread that shows new lines in the logs of a folder until it is closed."""
 
     def __init__(self, folder: Path, shown: Shown, show: Callable[[str], None]) -> None:
-        """Start the thread. It calls ``show`` with each new line; the present content of the files is not shown."""
+        """Start the thread, which calls ``show`` with each new line. Existing content of the files is not shown."""
         self._folder = folder
         self._shown = shown
         self._show = show
@@ -174,7 +175,7 @@ class LogWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Show what has been written up to now, then stop."""
+        """Show all lines written up to now, then stop."""
         self._closed.set()
         self._thread.join(timeout=10 * LOOK_SECONDS)
 
@@ -199,9 +200,10 @@ class LogWatch:
                 self._show(f"{path.stem}: {len(lines) - MOST_LINES} more lines in {path}")
 
     def _paths(self) -> list[Path]:
-        """Return the files to watch: not the driver's own log, which is on the console already.
+        """Return the files to watch.
 
-        Trackers' files are left out unless everything is shown, since the driver reports their failures.
+        The driver's own log is left out, because it is on the console already. Files of trackers are left out unless
+        everything is shown, because the driver reports their failures.
         """
         paths = sorted([*self._folder.glob("*.log"), *self._folder.glob("*.out")])
         hidden = ("driver.log",) if self._shown == "all" else ("driver.log", "tracker_")
@@ -235,11 +237,11 @@ MASK = "***"
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SHORTEST_SECRET = 6
-"""Shorter values of environment variables are not redacted: they would occur in ordinary text by accident."""
+"""Length below which values of environment variables are not redacted, because they may occur in ordinary text."""
 
 _SECRET_WORD = re.compile(r"secret|password|passwd|(?:api|wandb|access|private)[_-]?key|credential")
 _TOKENIZER_WORD = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token")
-# Names are matched from their first character only and never backtracked, so a long word costs only its length.
+# A name is matched only from its first character and without backtracking, so the time is linear in its length.
 _NAME = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]++)["']?[ \t]*+[:=][ \t]*+""")
 _VALUE = re.compile(r""""[^"\n]*"|'[^'\n]*'|[^\s,;&})\]]+""")
 _BEARER = re.compile(r"(?P<name>\bbearer\s+)[\w.~+/=-]+", re.IGNORECASE)
@@ -249,12 +251,12 @@ _URL_PASSWORD = re.compile(r"(?P<name>\w://[^\s:/@]*:)[^\s/@]+(?=@)")
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with everything that looks like a secret replaced by ``***``.
 
-    These are redacted: the value after a name that marks it as a secret (`is_secret_name`); bearer tokens; passwords in
-    URLs; and the values of environment variables with such names. ``environ`` defaults to the process environment.
+    Redacted are values after a secret name (`is_secret_name`), values of environment variables with secret names,
+    bearer tokens, and passwords in URLs. ``environ`` defaults to the process environment.
     """
     variables = (os.environ if environ is None else environ).items()
     secrets = {value for name, value in variables if len(value) >= _SHORTEST_SECRET and is_secret_name(name)}
-    for value in sorted(secrets, key=len, reverse=True):  # a secret inside a longer one must leave no rest of it
+    for value in sorted(secrets, key=len, reverse=True):  # longest first: a secret may be part of a longer one
         text = text.replace(value, MASK)
     for pattern in (_BEARER, _URL_PASSWORD):
         text = pattern.sub(rf"\g<name>{MASK}", text)
@@ -262,7 +264,7 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def _mask_assignments(text: str) -> str:
-    """Mask values after secret names. Name and value are two searches, which keeps the time linear in the text."""
+    """Mask values after secret names. Names and values are searched separately, so the time is linear in the text."""
     pieces, copied = [], 0
     for name in _NAME.finditer(text):
         value = _VALUE.match(text, name.end()) if is_secret_name(name["name"]) else None
@@ -281,14 +283,14 @@ def is_secret_name(name: str) -> bool:
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Formatter that redacts the finished text, traceback included."""
+    """Formatter that redacts the whole message, including the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _TerminalHandler(logging.Handler):
-    """Handler that writes to the present `sys.stderr`, so that lines appear above a live view and not inside it."""
+    """Handler that writes to the current `sys.stderr`, so that lines appear above a live view and not inside it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -298,11 +300,10 @@ class _TerminalHandler(logging.Handler):
 
 
 def configure_logging(log_dir: Path, role: str, console: bool = False) -> Path:
-    """Send this process's log to ``<log_dir>/<role>.log`` and, with ``console``, warnings to the terminal as well.
+    """Write this process's log to ``<log_dir>/<role>.log`` and, with ``console``, also warnings to the terminal.
 
-    Messages of this project are logged from INFO, those of libraries from WARNING. Python's own warnings go to the file
-    only. A second call replaces the handlers of the first. Returns the file; raises `OSError` naming a file that cannot
-    be opened.
+    The log level is INFO for this project and WARNING for libraries. Python's own warnings (`warnings`) go to the file
+    only. A second call replaces the handlers of the first. Returns the path; raises `OSError` if it cannot be opened.
     """
     path = role_file(log_dir, role, ".log")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +328,7 @@ def configure_logging(log_dir: Path, role: str, console: bool = False) -> Path:
 
 
 def last_lines(path: Path, count: int, max_bytes: int) -> list[str]:
-    """Return the last lines of a log, as far as they lie in its last ``max_bytes``."""
+    """Return up to ``count`` last lines of a log, reading only its last ``max_bytes``."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - max_bytes))
@@ -336,6 +337,6 @@ def last_lines(path: Path, count: int, max_bytes: int) -> list[str]:
 
 
 def role_file(log_dir: Path, role: str, suffix: str) -> Path:
-    """Return one file inside the folder for any role name: ``rewards.math/0`` -> ``rewards.math_0.log``."""
+    """Return the path of a role's file, with a safe file name: ``rewards.math/0`` -> ``rewards.math_0.log``."""
     name = re.sub(r"[^\w.-]+", "_", role).strip(".") or "unnamed"
     return log_dir / f"{name}{suffix}"

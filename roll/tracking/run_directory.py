@@ -1,6 +1,7 @@
-"""The folder of a run and the paths inside it.
+"""The folder of a run, and the paths in it.
 
-Creating it claims it: two runs never share a folder, and the results of an earlier run are never overwritten.
+A run claims its folder when it creates it, so two runs never share a folder, and results of an earlier run are never
+overwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class RunExists(FileExistsError):
 
 
 class RunUnusable(OSError):
-    """The folder of a run cannot be worked in."""
+    """The folder of a run cannot be written."""
 
 
 class RunDirectory:
@@ -37,32 +38,32 @@ class RunDirectory:
         self.metrics = root / "metrics.jsonl"
         """One JSON object per training step."""
         self.timeline = root / "timeline.json"
-        """States of stages and workers over time; opens in Perfetto."""
+        """States of stages and workers over time, for Perfetto."""
         self.samples = root / "samples.jsonl"
         """Readable rollouts."""
         self.pictures = root / "samples"
-        """Pictures of the readable rollouts."""
+        """Images of the readable rollouts."""
         self.summary = root / "summary.json"
-        """End and results of the run."""
+        """Status and results of the run."""
         self.status = root / "status.json"
-        """Present activity of the run."""
+        """Current activity of the run."""
         self.chaos = root / "chaos.jsonl"
         """Record of the injected faults."""
         self.checkpoints = root / "checkpoints"
         self.journal = root / "journal"
         """Journal of the rollouts."""
         self.weights = root / "weights"
-        """Published weights on their way to the engines, if they travel as files."""
+        """Weights for the engines, if they are sent as files."""
         self.weights_note = root / "weights.json"
-        """Names the other folder of published weights, if one is set."""
+        """Path of the folder for such weights, if another one is configured."""
         self.tensorboard = root / "tensorboard"
-        """TensorBoard's events."""
+        """TensorBoard event files."""
         self.trackers = root / "trackers"
         """One folder per plug-in tracker."""
         self.tracker_ids = self.trackers / "ids.json"
         """The run's id in each plug-in tracker."""
         self.episodes = root / "episodes"
-        """Validation episodes to look at."""
+        """Validation episodes for a human reader."""
         self.logs = root / "logs"
         """Logs of driver and workers."""
         self._lock = root / ".lock"
@@ -71,11 +72,11 @@ class RunDirectory:
     def create(
         cls, output_dir: str | None, exp_name: str, now: datetime | None = None, base: Path | str = "output"
     ) -> RunDirectory:
-        """Make and claim the folder of a new run: ``output_dir`` if given, else ``<base>/<exp_name>/<time>``.
+        """Create and claim the folder of a new run: ``output_dir`` if given, else ``<base>/<exp_name>/<now>``.
 
-        The link ``latest`` beside the latter then points to it. ``now`` is the time in the name (default: the present).
-        Raises `RunExists` if ``output_dir`` holds a run already, `ValueError` for an ``exp_name`` that leads out of
-        ``base``, and `OSError` with the path if the folder cannot be made.
+        In the second case, the link ``<base>/<exp_name>/latest`` points to it. Raises `RunExists` if ``output_dir`` has
+        a run already, `ValueError` for an ``exp_name`` that leads out of ``base``, and `OSError` with the path if the
+        folder cannot be created.
         """
         if output_dir is not None:
             root = Path(output_dir)
@@ -110,15 +111,15 @@ class RunDirectory:
 
     @classmethod
     def latest(cls, exp_name: str, base: Path | str = "output") -> RunDirectory | None:
-        """Return the last run that got a folder of its own; None if there is none."""
+        """Return the last run of ``exp_name`` that was started without an ``output_dir``; None if there is none."""
         link = Path(base) / _checked_name(exp_name) / "latest"
         return cls.existing(link.resolve()) if link.exists() else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Claim the run for this process while this is open.
+        """Lock the run for this process during a block.
 
-        Raises `RunExists` if another process works on it, and `RunUnusable` if its folder cannot be written.
+        Raises `RunExists` if another process is using the run, and `RunUnusable` if its folder cannot be written.
         """
         try:
             lock = open(self._lock, "ab")
@@ -132,11 +133,11 @@ class RunDirectory:
             yield
 
     def write_config(self, text: str) -> None:
-        """Save the resolved configuration, whose secrets are already redacted."""
+        """Save the resolved configuration. The caller has redacted its secrets."""
         write_atomically(self.config, text)
 
     def is_held(self) -> bool:
-        """Return True if a process works on the run. The lock is tested with a shared lock, released at once."""
+        """Return True if a process is using the run, as tested with a shared lock that is released at once."""
         try:
             with open(self._lock) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -155,7 +156,7 @@ def _checked_name(exp_name: str) -> str:
 
 
 def _make_timed_folder(parent: Path, now: datetime) -> Path:
-    """Make a folder named by the time. Two runs started within one second get different folders."""
+    """Create a folder named after the time. Two runs started within one second get different folders."""
     stamp = now.strftime("%Y-%m-%d_%H-%M-%S")
     root = parent / stamp
     with naming(root):
@@ -170,7 +171,7 @@ def _make_timed_folder(parent: Path, now: datetime) -> Path:
 
 
 def _point_latest_to(root: Path) -> None:
-    """Replace the link in one step, so that it always points to a folder. The run continues if this fails."""
+    """Replace the link ``latest`` in one step, so that it always points to a folder. A failure is only logged."""
     link = root.parent / "latest"
     fresh = root.parent / f".latest.{root.name}"
     try:

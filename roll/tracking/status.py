@@ -1,15 +1,15 @@
-"""`status.json`: the present state of a run, for a reader in another process; and the watch over a stuck driver.
+"""`status.json`, the current state of a run for other processes; and the watch that ends a driver that is stuck.
 
-A thread of its own rewrites the file every second, so the file tells a working driver from one that is gone or whose
-event loop is stuck (and where). It holds the last known state, bounded however large the run is, and stays when the run
-ends. It is not essential: a failed write is logged and tried again.
+A separate thread rewrites the file every second. So the file shows if the driver is working, is gone, or has an event
+loop that is stuck (and where). It has the last known state, is of limited size for any run, and is kept when the run
+ends. It is not essential: a failed write is logged and repeated.
 
-A watch on the event loop cannot end a run whose event loop is stuck, and the file's own disk may hang, so a second
-thread interrupts or kills a driver that does not end. Only watched time counts: a pause of the whole process (SIGSTOP,
-a laptop that sleeps) or a changed clock is no reason to end a run.
+A second thread interrupts or kills a driver that is stuck or does not end. It is separate because the event loop cannot
+do this if it is stuck itself, nor the first thread if its disk hangs. Only time in which this process is running
+counts: if the whole process is suspended (SIGSTOP, a sleeping laptop) or the clock changes, the run is not ended.
 
-The place of a thread or task is the innermost line outside of libraries, which says more about a hang than the frames
-inside, and the function that hangs in the library.
+The place of a thread or task is the innermost line outside of libraries, plus the innermost function if that is in a
+library.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from roll.tracking.waits import Wait
 logger = logging.getLogger(__name__)
 
 Phase = Literal["preparing", "starting", "running", "ending", "ended"]
-"""In order: before the event loop runs; roles start; stages run; processes are ended; nothing runs any more."""
+"""Phases of a run: before the event loop; while roles start; while stages run; while processes are ended; after that.
+"""
 
 WRITE_SECONDS = 1.0
 STUCK_SECONDS = 5.0
-"""Seconds after which the place of a stuck event loop, or of a long end of the run, is reported."""
+"""Time after which the file has the place of a stuck event loop, or the busy threads of a run that is ending."""
 ENDING_SECONDS = 240.0
-"""Longest end of a run: longer than the wait for worker processes, shorter than asyncio's for threads."""
+"""Time limit of the phase ``ending``: above the wait for worker processes, below asyncio's wait for threads."""
 DEAF_SECONDS = 60.0
-"""Seconds from the limit to the kill. An event loop that is stuck in native code does not react to interrupts."""
+"""Time from the limit to the kill, for an event loop that is stuck in native code and does not react to interrupts."""
 INTERRUPTS = 2
 
 
 class Attention:
-    """Clock of watched time: the seconds between two looks count only up to a limit."""
+    """A clock that ignores suspensions: the time between two looks counts only up to a limit."""
 
     def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._longest = longest
@@ -59,25 +60,25 @@ class Attention:
         self._last = clock()
 
     def look(self) -> float:
-        """Return the seconds since the last look that count."""
+        """Return the seconds since the last look, at most the limit."""
         last, self._last = self._last, self._clock()
         return min(self._last - last, self._longest)
 
 
 @dataclass
 class DriverWatch:
-    """The observed state of a driver."""
+    """The rules for ending a driver that is stuck, and its observed state."""
 
     stall_timeout_seconds: float
     ending_seconds: float = ENDING_SECONDS
     stuck: float = 0.0
-    """Seconds since its event loop last came round, in phases in which it should."""
+    """Seconds since the event loop last ran, in phases in which it should run."""
     ending: float = 0.0
     """Seconds for which the run has been ending."""
     interrupts: int = 0
 
     def look(self, phase: Phase, seconds: float, came_round: bool) -> Literal["go on", "interrupt", "end"]:
-        """Return what to do ``seconds`` after the last look. ``came_round``: the event loop did since then."""
+        """Return the decision ``seconds`` after the last look. ``came_round``: the event loop has run since then."""
         self.stuck = self.stuck + seconds if phase in ("starting", "running") and not came_round else 0.0
         self.ending = self.ending + seconds if phase == "ending" else 0.0
         if self.stuck > self.stall_timeout_seconds and self.interrupts < INTERRUPTS:
@@ -89,13 +90,13 @@ class DriverWatch:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """A process that exists."""
+    """Facts about an existing process."""
 
     started: int | None
-    """Start time in the kernel's clock ticks since boot. Process ids are reused, but this number hardly ever repeats.
-    None: the system does not report it."""
+    """Start time in the kernel's clock ticks since boot, which tells apart processes with the same id. None: the system
+    does not report it."""
     stopped: bool
-    """True if stopped by a signal (SIGSTOP) or a debugger."""
+    """True if the process is suspended by a signal (SIGSTOP) or a debugger."""
 
 
 def look_at(pid: int) -> ProcessFacts | None:
@@ -106,7 +107,7 @@ def look_at(pid: int) -> ProcessFacts | None:
         except ProcessLookupError:
             return None
         except PermissionError:
-            pass  # it is there, and another user's
+            pass  # the process exists and belongs to another user
         return ProcessFacts(None, stopped=False)
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -124,7 +125,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def thread_place(ident: int) -> str | None:
-    """Return the line that a thread is in; None for an idle pool thread, or if there is no such thread."""
+    """Return the line that a thread is executing; None for an idle pool thread, or if there is no such thread."""
     inner = sys._current_frames().get(ident)
     if inner is None or inner.f_code.co_filename.endswith(_POOL_THREAD):
         return None
@@ -138,23 +139,23 @@ def _busy_places(threads: Iterable[threading.Thread]) -> Iterator[tuple[threadin
 
 
 def busy_threads() -> list[str]:
-    """Return each thread that is busy and that the process waits for at exit, with its line."""
+    """Return the busy threads for which the process waits at exit, each with the line it is executing."""
     waited_for = (thread for thread in threading.enumerate() if not thread.daemon)
     return [f"{thread.name} in {place}" for thread, place in _busy_places(waited_for)]
 
 
 def working_place(thread_name: str) -> str | None:
-    """Return the source line that a thread named ``thread_name...`` is executing; None if all of them are idle."""
+    """Return the line that a thread with a name starting with ``thread_name`` is executing; None if all are idle."""
     named = (thread for thread in threading.enumerate() if thread.name.startswith(thread_name))
     return next((place for _, place in _busy_places(named)), None)
 
 
 def task_place(task: asyncio.Task[object]) -> str | None:
-    """Return the line in which a task waits; None if that cannot be seen."""
+    """Return the line in which a task waits; None if it is unknown."""
     frames: list[FrameType] = []
     awaited: object = task.get_coro()
     while awaited is not None:
-        # A coroutine, an asynchronous generator or a generator names its frame and what it awaits in its own way.
+        # Coroutines, async generators and generators have different names for their frame and what they await.
         names = next((pair for pair in _FRAME_AND_AWAITED if hasattr(awaited, pair[0])), None)
         if names is None:
             break
@@ -165,7 +166,7 @@ def task_place(task: asyncio.Task[object]) -> str | None:
 
 
 def _place(outwards: list[FrameType]) -> str | None:
-    """Return the line of the innermost own frame. ``outwards``: frames, the innermost first."""
+    """Return the line of the innermost frame outside of libraries. ``outwards``: frames, the innermost first."""
     if not outwards:
         return None
     own = next((frame for frame in outwards if _is_own(frame.f_code.co_filename)), outwards[0])
@@ -179,7 +180,7 @@ def _is_own(path: str) -> bool:
 
 @dataclass(frozen=True)
 class DriverStatus:
-    """The process that conducts the run."""
+    """The driver process of the run."""
 
     pid: int
     host: str
@@ -201,12 +202,12 @@ class StageStatus:
     since: float
     details: Mapping[str, Any] = field(default_factory=dict)
     place: str | None = None
-    """Line of code in which it waits."""
+    """Line of code in which the stage waits."""
 
 
 @dataclass(frozen=True)
 class ChannelStatus:
-    """A channel with its producer and its consumer."""
+    """A channel between two stages."""
 
     name: str
     producer: str
@@ -223,9 +224,9 @@ class WorkerStatus:
     pid: int
     on_driver_host: bool
     asked_since: float
-    """Time of its last sign of life, or of the first request for one."""
+    """Time of the last heartbeat, or of the first request for one."""
     started: int | None = None
-    """None: on another host, or see `ProcessFacts.started`."""
+    """See `ProcessFacts.started`; also None for a worker on another host."""
     has_answered: bool = True
     loop_lag: float = 0.0
     place: str | None = None
@@ -240,29 +241,29 @@ class SchedulerStatus:
     refusal: str
     """Reason why no group starts now."""
     holding_up: tuple[str, ...]
-    """Groups that the next batch needs; empty: any groups will do."""
+    """Groups that the next batch has to wait for; empty if it can take any groups."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Content of the file. Times are seconds since 1970."""
+    """Content of `status.json`. Times are seconds since 1970."""
 
     driver: DriverStatus
     phase: Phase
     written: float
-    """Time of writing, which is the driver's sign of life."""
+    """Time of writing. A recent time shows that the driver is alive."""
     loop_beat: float
-    """Time when the driver's event loop last came round."""
+    """Time at which the driver's event loop last ran."""
     moved_at: float
-    """Time when anything last made progress."""
+    """Time at which any part of the run last made progress."""
     stall_timeout_seconds: float
     step: int = 0
     max_steps: int = 0
     loop_place: str | None = None
-    """Line in which the event loop is stuck; None if it is not."""
+    """Line in which the event loop is stuck; None if it is not stuck."""
     ending_since: float | None = None
     ending_threads: tuple[str, ...] = ()
-    """Threads that are still busy while a run takes long to end."""
+    """Threads that are still busy, if the run takes long to end."""
     stages: tuple[StageStatus, ...] = ()
     channels: tuple[ChannelStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
@@ -272,11 +273,11 @@ class RunStatus:
     waits: tuple[Wait, ...] = ()
     holdings: tuple[Wait, ...] = ()
     groups_by_wait: Mapping[str, int] = field(default_factory=dict)
-    """Number of groups in flight by what they wait for; ``waits`` has only the oldest of them."""
+    """What groups wait for -> number of groups in flight. ``waits`` has only the oldest of these waits."""
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """Read the status; None if there is no such file. Raises `ValueError` for a damaged file."""
+    """Read a `status.json`; None if there is no such file. Raises `ValueError` for a damaged file."""
     try:
         return TypeAdapter(RunStatus).validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -286,7 +287,7 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 class StatusFile:
-    """Keeper of the file: writes what `update` last received, until its `with` block ends."""
+    """Writer of `status.json`: a thread writes the last status that `update` received, until the `with` block ends."""
 
     def __init__(
         self,
@@ -297,14 +298,15 @@ class StatusFile:
     ) -> None:
         """Start the threads. Call this in the thread that will run the event loop.
 
-        If ``watch`` decides so, ``interrupt`` is called to interrupt that thread, or ``end``, with a reason.
+        As decided by ``watch``, ``interrupt()`` is called to interrupt that thread, or ``end(reason)`` to end the
+        process.
         """
         self._path = path
         self._interrupt = interrupt
         self._end = end
         self._watch = watch
         self.stuck_because: str | None = None
-        """Reason why this object interrupted the run; None if it did not."""
+        """Reason why the watch interrupted the run; None if it did not."""
         self._loop_thread = threading.get_ident()
         now = time.time()
         limit = watch.stall_timeout_seconds
@@ -319,14 +321,14 @@ class StatusFile:
         threading.Thread(target=self._look_again_and_again, name="status watch", daemon=True).start()
 
     def update(self, status: RunStatus, *, at_once: bool = False) -> None:
-        """Take over the present state, which also shows that the event loop has come round."""
+        """Set the current status. Each call also shows the watch that the event loop is running."""
         self._status = status
         self._rounds += 1
         if at_once:
             self._changed.set()
 
     def ending(self) -> None:
-        """Enter the phase "ending", which the event loop does not watch over, with its full time limit."""
+        """Enter the phase ``ending`` and start its time limit. The event loop need not run in this phase."""
         self._watch.ending = 0.0
         self._status = replace(self._status, phase="ending", ending_since=time.time())
 
@@ -334,7 +336,7 @@ class StatusFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write that the run has ended; the last known state stays."""
+        """Write the phase ``ended`` with the last known status, and stop."""
         self._closed.set()
         self._changed.set()
         self._thread.join(timeout=10 * WRITE_SECONDS)
@@ -367,7 +369,7 @@ class StatusFile:
                 self._end(self._reason(phase))
 
     def _reason(self, phase: Phase) -> str:
-        """Return why the driver is interrupted or ended in this phase."""
+        """Return the reason for interrupting or ending the driver in this phase."""
         watch = self._watch
         if phase == "ending":
             threads = "; ".join(busy_threads()) or "no thread of Python"
@@ -378,7 +380,7 @@ class StatusFile:
         )
 
     def _write(self, current: RunStatus) -> None:
-        # Texts come from exceptions and may contain what UTF-8 cannot hold: halves of surrogate pairs.
+        # Texts come from exceptions and may contain single surrogates, which UTF-8 cannot encode.
         text = json.dumps(asdict(current), indent=1, ensure_ascii=False, default=str)
         try:
             write_atomically(self._path, text.encode("utf-8", "replace").decode() + "\n", durable=False)

@@ -1,7 +1,7 @@
 """`summary.json`, the state of the run in one small file, and `samples.jsonl`, a few readable rollouts per step.
 
-The summary is true at every moment: it says ``running`` from the start, so a run that is killed at once never looks
-like a success, and nothing turns a recorded failure into a success.
+The summary is true at any time: its status is ``running`` from the start, so a run that is killed never looks like a
+success, and a recorded failure never becomes a success.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from roll.tracking.logs import redact
 
 @dataclass(frozen=True)
 class ReadableTokens:
-    """Single tokens, starting at the first one that the policy sampled; lists of equal length."""
+    """Data of the single tokens of a sample, from the first sampled one on. All lists have one entry per token."""
 
     texts: Sequence[str]
-    """Texts that join to the whole text; a token that is part of a character may be empty."""
+    """Text of each token; they join to the whole text. A token that is only part of a character may be empty."""
     versions: Sequence[int | None]
-    """Policy version that sampled the token; None for a token that was given (by an environment)."""
+    """Policy version that sampled the token; None for a token from an environment."""
     advantages: Sequence[float | None]
-    """Advantage of the token; None for a given token, and in validation."""
+    """Advantage of the token; None for a token from an environment, and in validation."""
     turns: Sequence[int | None]
-    """Turn of the episode; None for a given token, and outside episodes."""
+    """Turn of the episode; None for a token from an environment, and outside of episodes."""
     left_out: int = 0
-    """Number of tokens left out, after the first ``left_out_after``, to keep the record short."""
+    """Number of tokens left out to keep the record short."""
     left_out_after: int = 0
+    """Number of tokens before those left out."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ class ReadableSample:
     score: float
     """Raw verifier output."""
     advantage: float | None
-    """Mean over the response's tokens; ``None`` in validation."""
+    """Mean over the tokens of the response; None in validation."""
     versions: tuple[int, int]
     """Oldest and newest policy version among the sampled tokens."""
     finish_reason: str
     tokens: ReadableTokens | None = None
-    """Tokens of the sample. For an episode whose turns are separate samples: of all of them, in order."""
+    """Tokens of the sample. If the turns of an episode are separate samples: the tokens of all turns, in order."""
 
 
 class SampleLog(JsonLines):
-    """Writer of readable samples, one JSON object a line."""
+    """Writer of readable samples, one JSON object per line."""
 
     def write(self, samples: Iterable[ReadableSample]) -> None:
         """Append samples. Raises `OSError` with the path."""
@@ -73,7 +74,7 @@ def _as_record(sample: ReadableSample) -> dict[str, Any]:
 
 
 def _tokens_record(tokens: ReadableTokens) -> dict[str, Any]:
-    """Return the tokens with versions, advantages and turns as pairs of run length and value."""
+    """Return the tokens as JSON; versions, advantages and turns are run-length encoded as [length, value] pairs."""
     advantages = [_known_number(value) for value in tokens.advantages]
     columns = {"versions": tokens.versions, "advantages": advantages, "turns": tokens.turns}
     pairs = {name: [[len(list(equal)), value] for value, equal in groupby(column)] for name, column in columns.items()}
@@ -85,20 +86,17 @@ def _known_number(value: float | None) -> float | int | None:
 
 
 def validation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics ``val/<domain>/accuracy`` by domain."""
+    """Return domain -> value of the metric ``val/<domain>/accuracy``."""
     pattern = re.compile("val/(.+)/accuracy")
     return {match[1]: value for name, value in metrics.items() if (match := pattern.fullmatch(name))}
 
 
 VALIDATION_LOSS = "val/loss"
-"""Metric of supervised fine-tuning; the summary of such a run has its first and its last value."""
+"""Validation metric of supervised fine-tuning. The summary has its first and its last value."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line per root failure: type, message and cause.
-
-    An exception group (of a `TaskGroup`, for example) is shown as the failures inside it.
-    """
+    """Return an error as text: type, message and cause. An exception group becomes one line per error inside it."""
     if isinstance(error, BaseExceptionGroup):
         return "\n".join(describe_error(inner) for inner in error.exceptions)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -127,7 +125,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def fail_unfinished(path: Path, reason: str) -> None:
-    """Record a run as failed on behalf of a process that no longer can. An end that is on record stays."""
+    """Set the status of a run to failed if it is still ``running``, on behalf of a process that no longer can."""
     summary = read_summary(path)
     if summary["status"] == "running":
         text = json.dumps(summary | {"status": "failed", "error": redact(reason)}, indent=2, ensure_ascii=False)
@@ -135,13 +133,13 @@ def fail_unfinished(path: Path, reason: str) -> None:
 
 
 _NOTHING_YET: Mapping[str, Any] = {"steps": 0, "val/first": {}, "val/last": {}, "lag/max": None}
-"""What follows from the records of the steps, before the first one."""
+"""Content that is derived from the metrics of the steps, before the first step."""
 
 
 class Summary:
-    """Writer of `summary.json`: at the start, at each update and at the end, each time as a whole.
+    """Writer of `summary.json`. It replaces the whole file at the start, at each update and at the end.
 
-    ``clock`` counts seconds; ``started`` is its value when the run began (default: now).
+    ``clock`` returns seconds; ``started`` is its value when the run began (default: now).
     """
 
     def __init__(
@@ -151,7 +149,7 @@ class Summary:
         started: float | None = None,
         earlier: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write the first summary. ``earlier``: for a resumed run, the records of `metrics.jsonl` that still count."""
+        """Write the first summary. ``earlier``: for a resumed run, the records of `metrics.jsonl` that stay valid."""
         self._path = path
         self._clock = clock
         self._started = clock() if started is None else started
@@ -171,7 +169,7 @@ class Summary:
         self._write()
 
     def go_back(self, earlier: Sequence[Mapping[str, Any]]) -> None:
-        """Resume in this process. ``earlier``: the records of `metrics.jsonl` that still count."""
+        """Record a resume within this process. ``earlier``: the records of `metrics.jsonl` that stay valid."""
         before, self._content = self._content, {**self._content, **_NOTHING_YET}
         self._take_over(before, earlier)
         self._write()
@@ -214,7 +212,7 @@ class Summary:
         error: BaseException | str | None = None,
         ledger: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the end. The first failure or interruption stays; a success may still turn into a failure."""
+        """Record the end. The first failure or interruption is kept; a success may still become a failure."""
         if self._content["status"] in ("running", "success"):
             text = describe_error(error) if isinstance(error, BaseException) else error
             self._content |= {"status": status, "error": None if text is None else redact(text)}
@@ -223,7 +221,7 @@ class Summary:
         self._write()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of the file (``seconds`` up to now)."""
+        """Return the content of the file, with ``seconds`` up to now."""
         return {**self._content, "seconds": self._elapsed()}
 
     def _elapsed(self) -> float:

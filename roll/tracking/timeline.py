@@ -1,8 +1,9 @@
-"""The timeline: one record of states over time, for the timeline file, idle shares and the present states.
+"""The timeline: a record of states over time, for the timeline file, the idle shares and the current states.
 
-Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
-the file as they end. The file is whole, valid JSON after every write, so the file of a killed run can be opened. Memory
-holds only the present states and recent busy intervals. Not thread-safe: the driver's event loop is the one writer.
+An actor (a stage) is in exactly one state at a time; the workers of a role have intervals in which they were busy.
+Spans are written to the file as they end. The file is valid JSON after every write, so that of a killed run can be
+opened. Only current states and recent busy intervals are kept in memory. Not thread-safe: only the driver's event loop
+writes.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from typing import Any
 from roll.tracking.files import naming
 
 JOINED_SECONDS = 0.005
-"""Shorter pauses are ignored."""
+"""Longest pause between two spans of work that is ignored."""
 _EVENTS_PER_WRITE = 64
 _SECONDS_PER_WRITE = 1.0
 _PROCESSES = {"stages": 1, "roles": 2}
 
 
 class BusyIntervals:
-    """The union of time intervals, sorted and disjoint. Beyond ``remembered`` of them the oldest is forgotten.
+    """The union of time intervals, as sorted, disjoint intervals.
 
-    Pauses of at most ``joined`` seconds count as covered.
+    Gaps of at most ``joined`` seconds count as covered. Only the newest ``remembered`` intervals are kept.
     """
 
     def __init__(self, remembered: int, joined: float = 0.0) -> None:
@@ -42,7 +43,7 @@ class BusyIntervals:
         self._forgotten_until = float("-inf")
 
     def add(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Add an interval; return what is covered now and was not before, in order."""
+        """Add an interval. Return the intervals that are newly covered, in order."""
         start = max(start, self._forgotten_until)
         if end <= start:
             return []
@@ -54,7 +55,7 @@ class BusyIntervals:
         return [(left, right) for left, right in zip(edges[::2], edges[1::2], strict=True) if left < right]
 
     def share_within(self, start: float, end: float) -> float:
-        """Return the covered share of a window, without its forgotten time."""
+        """Return the covered share (0 to 1) of a window, leaving out time whose intervals were forgotten."""
         start = max(start, self._forgotten_until)
         if start >= end:
             return 0.0
@@ -67,9 +68,9 @@ class BusyIntervals:
 
 
 class BusySpans:
-    """Spans of a worker's work in order, safe between threads, for a reader that asks once per step.
+    """Recent spans in which a worker was busy, in order. A reader gets them once per step, from any thread.
 
-    ``clock`` returns seconds since the epoch. If a step has more than ``kept`` spans, its beginning is missing.
+    ``clock`` returns seconds since 1970. Only the newest ``kept`` spans are kept.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, kept: int = 4000) -> None:
@@ -80,13 +81,13 @@ class BusySpans:
         self._since = 0.0
 
     def add(self, start: float, end: float) -> None:
-        """Add work from ``start`` to ``end``."""
+        """Add a busy span from ``start`` to ``end``."""
         with self._lock:
             self._spans.add(start, end)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Record work while this is open. It may be open several times at once, in one thread."""
+        """Record a busy span during a block. Several blocks may overlap, all in one thread."""
         if not self._working:
             self._since = self._clock()
         self._working += 1
@@ -98,7 +99,7 @@ class BusySpans:
                 self.add(self._since, self._clock())
 
     def recent(self) -> list[tuple[float, float]]:
-        """Return the last spans; one that is still open ends now."""
+        """Return the recent spans. A span that is still open is returned up to now."""
         if self._working:
             now = self._clock()
             self.add(self._since, now)
@@ -109,7 +110,7 @@ class BusySpans:
 
 @dataclass(frozen=True)
 class ActorState:
-    """The present state of an actor."""
+    """The current state of an actor."""
 
     state: str
     since: float
@@ -117,11 +118,11 @@ class ActorState:
 
 
 class Timeline:
-    """Recorder of state changes and busy intervals, with queries for present states and idle shares.
+    """Recorder of state changes and busy intervals, with queries for current states and idle shares.
 
-    ``path``: the Chrome trace file that spans are streamed to; without it nothing is written. ``clock``: seconds. It is
-    the wall clock, because intervals measured by workers on other hosts must fit in; one that is set back never gives
-    negative or overlapping spans. ``remembered``: intervals of each worker that stay in memory.
+    ``path``: Chrome trace file for the spans; None: write no file. ``clock``: returns seconds; it must be the wall
+    clock to fit the intervals measured by workers on other hosts. If the clock is set back, spans are still never
+    negative and never overlap. ``remembered``: number of intervals per worker to keep in memory.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class Timeline:
     def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
         """Record that the actor enters ``state`` at time ``at`` (default: now), which ends its previous span.
 
-        ``details`` (a step, a group, what is waited for) go with the span. Repeating the same state with the same
-        details changes nothing, so the start of the state stays true. A time before the actor's last change counts as
-        that time. Raises `OSError` naming a timeline file that cannot be written.
+        ``details`` (such as the step or group) are recorded with the span. A call with the same state and details as
+        before changes nothing. A time before the actor's last change is replaced by the time of that change. Raises
+        `OSError` with the path if the timeline file cannot be written.
         """
         now = self._clock() if at is None else at
         current = self._current.get(actor)
@@ -153,9 +154,9 @@ class Timeline:
         self._write_if_due(now)
 
     def busy(self, role: str, start: float, end: float, worker: str | int = 0) -> None:
-        """Record that a worker of ``role`` computed from ``start`` to ``end``.
+        """Record that a worker of ``role`` was busy from ``start`` to ``end``.
 
-        Intervals may overlap and come in any order. One that ends before it starts (a clock was set back) is empty.
+        Intervals may overlap and come in any order. One that ends before it starts (a clock was set back) is ignored.
         """
         intervals = self._busy.setdefault(role, {}).setdefault(str(worker), BusyIntervals(self._remembered))
         for left, right in intervals.add(start, end):
@@ -164,10 +165,10 @@ class Timeline:
         self._write_if_due(end)
 
     def idle_share(self, role: str, window: tuple[float, float]) -> float:
-        """Return the share of a window, 0 to 1, in which the role's workers did not compute (mean over the workers).
+        """Return the share of a window (0 to 1) in which the role's workers were idle, as a mean over the workers.
 
-        Only workers that were ever busy count; a role without any is wholly idle. Forgotten time is left out of the
-        window; an empty window has no idle time.
+        Workers that were never busy are not counted; a role without any other has share 1. Time whose intervals were
+        forgotten is left out of the window. The share of an empty window is 0.
         """
         start, end = window
         if end <= start:
@@ -176,11 +177,11 @@ class Timeline:
         return 1.0 - sum(intervals.share_within(start, end) for intervals in known) / max(len(known), 1)
 
     def last_states(self) -> dict[str, ActorState]:
-        """Return the present state of each actor, with its start."""
+        """Return the current state of each actor, with its start time."""
         return dict(self._current)
 
     def close(self, at: float | None = None) -> None:
-        """End every open span and complete the file. Safe to call twice; later changes are not written."""
+        """End all open spans and close the file. Later changes are not written. Safe to call twice."""
         now = self._clock() if at is None else at
         for actor, current in self._current.items():
             self._trace_stay(actor, current, max(now, current.since))
@@ -201,11 +202,11 @@ class Timeline:
 
 
 class _TraceFile:
-    """A Chrome trace (array of events) that is complete after every write.
+    """A Chrome trace file (a JSON array of events) that is valid after every write.
 
-    Each write replaces the closing bracket by new events and a new bracket, in one go, so the file never lacks it.
-    Each actor or worker is a thread, named in the file when it is first used. Times are whole microseconds since
-    ``origin``. Both ends of a span are rounded, so rounding makes no overlap.
+    Each write replaces the closing bracket by new events and a new bracket, in one call. Each actor or worker is a
+    thread of the trace, whose name is written when it is first used. Times are whole microseconds since ``origin``.
+    Start and end of a span are rounded separately, so that rounding never makes spans overlap.
     """
 
     def __init__(self, path: Path, origin: float) -> None:
@@ -220,7 +221,7 @@ class _TraceFile:
             self._file.write(b"[\n]")
             self._file.flush()
         self._end = 1
-        """Position of the next event: after the last one, or after the opening bracket."""
+        """Byte position of the next event: after the last one, or after the opening bracket."""
 
     def add(self, process: str, thread: str, name: str, start: float, end: float, details: Mapping[str, Any]) -> None:
         pid = _PROCESSES[process]
@@ -260,7 +261,7 @@ class _TraceFile:
 
 
 def _plain(value: Any) -> str | int | float | None:
-    """Return a detail as JSON can hold it: everything except text and finite numbers becomes text."""
+    """Convert a detail for JSON: everything except None, texts and finite numbers becomes a text."""
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

@@ -1,7 +1,7 @@
-"""`metrics.jsonl` and TensorBoard: the trackers that the driver writes itself, on disk when `log` returns.
+"""`metrics.jsonl` and TensorBoard: the trackers that run in the driver. `log` returns when the file is written.
 
-TensorBoard events are written with TensorBoard's own writer, so the driver needs no torch. Libraries that may hang or
-fail are run by `roll.tracking.plugins`.
+TensorBoard events are written with TensorBoard's own writer, so that the driver does not need torch. Libraries that may
+hang or fail run in processes of their own, see `roll.tracking.plugins`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from roll.tracking.files import JsonLines, json_number, naming, read_json_lines
 
 NON_FINITE = "metrics/non_finite"
-"""Number of values of a step that were NaN or infinite (written as null); absent if all were finite."""
+"""Metric with the number of values of a step that were NaN or infinite and written as null; left out if it is 0."""
 
 
 class MetricsLog(JsonLines):
     """Writer that appends to `metrics.jsonl`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append the step; the line is in the file when this returns.
+        """Append the metrics of a step. The line is in the file when this returns.
 
-        A metric's name is a path such as ``reward/mean``. Raises `TypeError` naming a metric that is no number,
-        `ValueError` for a metric called ``step``, and `OSError` with the path if the file cannot be written.
+        Names of metrics are paths such as ``reward/mean``. Raises `TypeError` naming a metric that is no number,
+        `ValueError` for a metric named ``step``, and `OSError` with the path if the file cannot be written.
         """
         if "step" in metrics:
             raise ValueError("a metric may not be called 'step': the key holds the training step")
@@ -39,22 +39,22 @@ class MetricsLog(JsonLines):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the steps of a `metrics.jsonl` in order, each with ``step`` and its metrics (``None`` where not finite).
+    """Return the records of a `metrics.jsonl` in order: ``step`` and its metrics, None for values that are not finite.
 
-    A last line torn by a crash is left out. Raises `ValueError` naming any other broken line.
+    An incomplete last line is ignored. Raises `ValueError` naming any other invalid line.
     """
     return read_json_lines(path)
 
 
 class TensorBoardTracker:
-    """Scalars in a TensorBoard event file under ``folder``. ``clock`` gives the wall time of a point in seconds.
+    """Writer of a TensorBoard event file in ``folder``. ``clock`` returns the wall time of an event in seconds.
 
     Every method raises `OSError` with the folder if the file cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time, after_step: int | None = None) -> None:
-        """Open the event file. ``after_step``: last step that counts in a resumed run; later events are hidden."""
-        # Imported here, because it takes half a second that a run without TensorBoard need not spend.
+        """Open the event file. ``after_step``: for a resumed run, its last valid step; later events are hidden."""
+        # Imported here, because the import takes half a second and only some runs use TensorBoard.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -76,10 +76,10 @@ class TensorBoardTracker:
         """Write a GIF or a PNG, shown under images; a GIF is animated."""
         data = path.read_bytes()
         if path.suffix == ".png":
-            # Width and height begin the first chunk, after the signature and the chunk's length and name.
+            # Width and height are at the start of the first chunk, after the signature and the chunk's length and name.
             width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
         else:
-            # Width and height follow the six letters of the format's name and version.
+            # Width and height follow the signature of six bytes.
             width, height = (int.from_bytes(data[start : start + 2], "little") for start in (6, 8))
         image = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": data}
         self._write(step, summary=self._new_summary(value=[{"tag": name, "image": image}]))

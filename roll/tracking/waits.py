@@ -1,8 +1,8 @@
-"""Waits and holdings: the edges of the wait-for graph that `roll doctor` reads.
+"""Waits and holdings of actors: the edges of the wait-for graph that `roll doctor` reads.
 
-An actor does one thing after another (a stage, the checkpointer), or several at once that do not wait for each other's
-resources (a group's requests). `acting` names the actor of the code inside it; tasks that start there belong to the
-same actor. `part` is for concurrent work that does compete, and `apart` for work that outlives the actor. Outside
+An actor does one thing after another (a stage, the checkpointer), or several things at once that do not wait for each
+other's resources (the requests of a group). `acting` sets the actor for a block of code and the tasks started in it.
+`part` is for concurrent work that does compete for resources, and `apart` for work that outlives the actor. Outside of
 `acting`, `waiting` and `holding` do nothing, so the code can be used without a board.
 """
 
@@ -17,34 +17,35 @@ from dataclasses import dataclass
 START = "start"  # the code that starts the roles and publishes the first version
 TRAIN = "stage/train"
 CRITIC = "stage/critic"
-PUBLISHER = "stage/param_update"  # the stage that brings weights to the engines
-ENGINE = "engine"  # the task that looks after the engine's replicas
-LOGP = "actor_logp"  # the task that computes log-probabilities beside the trainer; may hold publication memory
-GROUP = "group/"  # prefix of a group's number: its rollout
-WORKER = "worker/"  # prefix of a worker's name: a process that is called
+PUBLISHER = "stage/param_update"  # the stage that sends weights to the engines
+ENGINE = "engine"  # the task that manages the engine's replicas
+LOGP = "actor_logp"  # the task that computes log-probabilities beside the trainer; may hold a weight buffer
+GROUP = "group/"  # + number of a group: its rollout
+WORKER = "worker/"  # + name of a worker: a call to its process
 SCHEDULER = "scheduler"  # the wait for a batch
-REPLICAS = "replicas"  # any engine that may take a request
-REWARD_MODEL = "rewards."  # prefix of the name of a reward that has processes on devices: any of these
-PUBLICATION_MEMORY = "publication memory"
-STAGE_VALIDATION = "a validation"  # holder of publication memory while the publisher measures the version in it
-VALIDATION = "validation"  # the task that validates beside the stages, and then holder of publication memory
-PUBLISHING = "the publication under way"  # holder of publication memory while a weight update is under way
+REPLICAS = "replicas"  # any engine replica that may take a request
+REWARD_MODEL = "rewards."  # + name of a reward model: any of its processes
+PUBLICATION_MEMORY = "publication memory"  # the weight buffers
+STAGE_VALIDATION = "a validation"  # holds a weight buffer while the publisher validates its version
+VALIDATION = "validation"  # the task that validates beside the stages; holds a weight buffer meanwhile
+PUBLISHING = "the publication under way"  # holds a weight buffer during a weight update
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An edge from an actor to what it waits for, or to what it holds."""
+    """An edge of the graph: an actor waits for something, or holds it."""
 
     who: str
+    """Name of the actor."""
     on: str
-    """An actor, or something that actors hold or serve, such as ``devices/...`` or ``worker/...``."""
+    """The thing waited for or held: another actor, or a resource such as ``devices/...`` or ``worker/...``."""
     what: str
-    """Description for a user."""
+    """Description for users."""
     since: float
 
 
 class WaitBoard:
-    """All present waits and holdings of a process. Belongs to one event loop."""
+    """All current waits and holdings of a process. Use it in one event loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -52,19 +53,19 @@ class WaitBoard:
         self._holdings: dict[int, Wait] = {}
 
     def waits(self) -> list[Wait]:
-        """Return the waits in the order in which they began."""
+        """Return the current waits, oldest first."""
         return list(self._waits.values())
 
     def holdings(self) -> list[Wait]:
-        """Return the holdings in the order in which they began."""
+        """Return the current holdings, oldest first."""
         return list(self._holdings.values())
 
     def wait(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
-        """List a wait of an actor while this is open."""
+        """List a wait of an actor during a block."""
         return self._listed(self._waits, who, on, what)
 
     def hold(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
-        """List a holding of an actor while this is open."""
+        """List a holding of an actor during a block."""
         return self._listed(self._holdings, who, on, what)
 
     @contextmanager
@@ -78,7 +79,7 @@ class WaitBoard:
 
 
 _ACTING: ContextVar[tuple[str, WaitBoard] | None] = ContextVar("acting", default=None)
-"""The present actor's name and board."""
+"""Name and board of the current actor."""
 
 
 @contextmanager
@@ -102,20 +103,20 @@ def unobserved() -> AbstractContextManager[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Make this block an actor of its own, one of several that the present actor waits for."""
+    """Make this block an actor of its own, for which the current actor waits."""
     own = name if (whole := _ACTING.get()) is None else f"{whole[0]}/{name}"
     with waiting(own, "a part of it"), apart(own):
         yield
 
 
 def apart(name: str) -> AbstractContextManager[None]:
-    """Make this block, and tasks started in it, an actor of its own, which the present actor does not wait for."""
+    """Make this block, and tasks started in it, an actor of its own, for which the current actor does not wait."""
     actor = _ACTING.get()
     return nullcontext() if actor is None else acting(name, actor[1])
 
 
 def waiting(on: str, what: str) -> AbstractContextManager[None]:
-    """List a wait of the present actor while this is open."""
+    """List a wait of the current actor during a block."""
     if (actor := _ACTING.get()) is None:
         return nullcontext()
     name, board = actor
@@ -123,7 +124,7 @@ def waiting(on: str, what: str) -> AbstractContextManager[None]:
 
 
 def holding(on: str, what: str) -> AbstractContextManager[None]:
-    """List a holding of the present actor while this is open."""
+    """List a holding of the current actor during a block."""
     if (actor := _ACTING.get()) is None:
         return nullcontext()
     name, board = actor

@@ -1,1 +1,1 @@
-"""The weight update, whole: buckets, buffers, transports, verification."""
+"""Weight updates from trainer to engines: buckets, buffers, transports, verification."""

@@ -1,9 +1,9 @@
-"""Adapters (LoRA) as a weight update: a hundredth of the bytes, because the base model never changes.
+"""Weight updates that send only LoRA adapters: about a hundredth of the bytes, because the base model never changes.
 
 Each adapted linear layer has two tensors, A ``[rank, inputs]`` and B ``[outputs, rank]``, under peft's names, which all
-engines know. B travels multiplied by the adapter's scale, so that engines add ``B A`` as it is. Every engine has loaded
-the base from its files by itself. `file_checksums` tells what is in these files, as the trainer's own tensors would be
-in the engine's precision; so a base that differs is found before the first adapter is used.
+engines know. B is sent multiplied by the adapter's scale, so engines add ``B A`` unscaled. Every engine loads the base
+model from its files by itself. Checksums of the base model, in the engine's precision, are compared with the trainer's,
+so a different base model is detected before the first adapter is used.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def adapted_layers(names: Iterable[str], layers: LayerShapes) -> list[str]:
-    """Return the layers that tensors of these names belong to, in the order of their first tensors. Names that no
-    layer has are passed over."""
+    """Return the layers that the adapter tensors with these names belong to, in the order of their first tensors.
+
+    Names of other tensors are ignored.
+    """
     owners = {matrix: layer for layer in layers for matrix in matrix_names(layer)}
     return list(dict.fromkeys(owners[name] for name in names if name in owners))
 
@@ -58,7 +60,7 @@ def adapter_shapes(adapted: Iterable[str], layers: LayerShapes, rank: int) -> di
 
 
 def adapter_config(adapted: Sequence[str], rank: int, base: str) -> dict[str, Any]:
-    """Return peft's settings of an adapter that is added as it is."""
+    """Return the peft configuration of an adapter with scale 1 (``lora_alpha`` equals the rank)."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,7 +75,7 @@ def adapter_config(adapted: Sequence[str], rank: int, base: str) -> dict[str, An
 
 @contextmanager
 def adapter_folder(file: MemoryFile, config: Mapping[str, Any]) -> Iterator[str]:
-    """Within the block, offer an adapter's safetensors file in memory as a folder in peft's format; yield its path."""
+    """Make a temporary adapter folder in peft's format, whose safetensors file is in memory; yield its path."""
     with TemporaryDirectory(prefix="roll-adapter-") as folder:
         (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
         (Path(folder) / "adapter_model.safetensors").symlink_to(file.path)
@@ -83,8 +85,10 @@ def adapter_folder(file: MemoryFile, config: Mapping[str, Any]) -> Iterator[str]
 def base_checksums(
     tensors: Iterable[tuple[str, torch.Tensor]], names: CheckpointNames, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Return the checksum of each tensor of a base model, by its name in a checkpoint, as an engine of ``dtype`` has
-    it. Buffers, whose precision may be one in the model and another in its files, are compared in float32."""
+    """Return checkpoint name -> checksum of each tensor of a base model, cast to the ``dtype`` of the engine.
+
+    Buffers are cast to float32 instead, because their precision in the model and in its files may differ.
+    """
     return {
         name: tensor_checksum(tensor.to(torch.float32 if name in names.uncast else dtype)) for name, tensor in tensors
     }
@@ -93,8 +97,8 @@ def base_checksums(
 def file_checksums(model_path: str, names: CheckpointNames, dtype: torch.dtype) -> dict[str, int]:
     """Return the `base_checksums` of a model's files.
 
-    Raises `WeightMismatch` naming a tensor that the files do not have under the name that a checkpoint of transformers
-    gives it.
+    Raises `WeightMismatch` naming a tensor that the files do not have under the name that transformers would save it
+    under.
     """
     checksums: dict[str, int] = {}
     for path in _weight_files(model_path):
@@ -111,7 +115,7 @@ def file_checksums(model_path: str, names: CheckpointNames, dtype: torch.dtype) 
 
 
 def _weight_files(model_path: str) -> list[str]:
-    """Return the paths of a model's safetensors files, of a folder or from the hub's cache. Raises ``OSError``."""
+    """Return the paths of a model's safetensors files, in a folder or in the hub's cache. Raises ``OSError``."""
     from transformers.utils import cached_file
 
     try:

@@ -1,12 +1,12 @@
-"""Model weights as bytes: a trainer packs one weight update into buckets, and an engine reads them back.
+"""Model weights as bytes: a trainer packs a weight update into buckets, and engines read the tensors back.
 
 Promises: a tensor is never split, the bytes arrive unchanged in any dtype, and both sides compute the same checksum of
-the same tensor. Packing copies each tensor once, casting on the way, straight into the given memory. Weights travel as
-raw bytes with a header, never as pickles.
+the same tensor. Packing copies each tensor once, with its cast, directly into the given memory. Weights are sent as raw
+bytes with a header, never as pickles.
 
-`MemoryFile` is memory shared by processes of one host: one writes it, others map it. It has no name in any file system;
-other processes open it through the owner's ``/proc`` entry, so a killed process leaves nothing behind, and the size of
-a container's ``/dev/shm`` does not matter. Linux only.
+`MemoryFile` is memory shared by processes of one host: one process writes it, others map it. It has no name in any file
+system; other processes open it through the owner's ``/proc`` entry. So a killed process leaves nothing behind, and the
+size of a container's ``/dev/shm`` does not matter. Linux only.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def map_file(path: str, offset: int, size: int, inode: int | None = None) -> np.
 
 
 def end_with(owner_pid: int) -> None:
-    """Kill this process as soon as the process ``owner_pid`` of this host has ended, for whatever reason."""
+    """Kill this process as soon as the process ``owner_pid`` on this host ends, for any reason."""
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
@@ -81,10 +81,10 @@ def end_with(owner_pid: int) -> None:
 
 
 ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes. Every dtype can then be viewed in place, and a view is aligned like
-torch's own memory, so kernels whose sums depend on the alignment of their operands give the same bits."""
+"""Alignment of tensors in a bucket, in bytes. Every dtype can then be viewed in place. It is also the alignment of
+torch's own memory, so kernels whose rounding depends on alignment give the same bits."""
 _CHUNK = 512 * 1024
-"""Bytes copied and then hashed in one go, while they are still in the processor's cache."""
+"""Number of bytes to copy before hashing them, so that they are still in the processor's cache."""
 
 SAFETENSORS_CODES = {
     torch.float64: "F64",
@@ -100,19 +100,19 @@ SAFETENSORS_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Dtypes that can travel -> their names in safetensors files."""
+"""Dtypes that can be sent -> their names in safetensors files."""
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_CODES}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-"""Dtypes by the name under which they travel, such as ``float32``."""
+"""Name of a dtype in a bucket, such as ``float32`` -> dtype."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name under which a dtype travels. Raises ``KeyError`` for one that cannot travel."""
+    """Return the name of a dtype in a bucket. Raises ``KeyError`` for a dtype that cannot be sent."""
     return _NAMES[dtype]
 
 
 Allocate = Callable[[int, int], np.ndarray]
-"""Function ``(index of the bucket, bytes) -> uint8 [at least as many bytes]``, writable and aligned to `ALIGNMENT`."""
+"""Function ``(bucket index, size) -> uint8 [at least size bytes]`` that is writable and aligned to `ALIGNMENT`."""
 
 
 def fresh_memory(_: int, size: int) -> np.ndarray:
@@ -130,10 +130,9 @@ def pack_buckets(
 ) -> Iterator[WeightBucket]:
     """Pack tensors, in order, into buckets of at most ``bucket_bytes`` bytes.
 
-    A larger tensor gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: left unchanged),
-    but for those named in ``uncast``.
-    Each tensor is copied before the next one is drawn, because a trainer may reuse the memory of the last one. Raises
-    ``ValueError`` for a ``bucket_bytes`` below 1, a dtype that cannot travel, or a name that comes twice.
+    A larger tensor gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: no cast), except
+    for those named in ``uncast``. Each tensor is copied before the next one is requested, because a trainer may reuse
+    its memory. Raises ``ValueError`` for a ``bucket_bytes`` below 1, a dtype that cannot be sent, or a duplicate name.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket needs at least one byte")
@@ -165,7 +164,7 @@ def pack_buckets(
 
 
 def split_bucket(bucket: WeightBucket, most_bytes: int) -> Iterator[WeightBucket]:
-    """Split a bucket into buckets of at most ``most_bytes`` (a larger tensor alone), without copying.
+    """Split a bucket into buckets of at most ``most_bytes``, without copying. A larger tensor gets one of its own.
 
     Raises ``WeightMismatch`` for the same reasons as `tensor_spans`.
     """
@@ -184,7 +183,7 @@ def split_bucket(bucket: WeightBucket, most_bytes: int) -> Iterator[WeightBucket
 
 
 def tensor_spans(bucket: WeightBucket) -> list[tuple[int, int]]:
-    """Return the first and last byte (exclusive) of each tensor in the bucket's data.
+    """Return the byte range ``(start, end)`` of each tensor in the bucket's data; ``end`` is exclusive.
 
     Raises ``WeightMismatch`` naming the tensor if its dtype is unknown or its bytes lie outside the bucket.
     """
@@ -218,7 +217,7 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def checksum(data: np.ndarray) -> int:
-    """Return ``xxh3_64`` of contiguous bytes. It is about twice as fast as copying them."""
+    """Return the ``xxh3_64`` hash of contiguous bytes. Hashing is about twice as fast as copying."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 
@@ -240,8 +239,10 @@ def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def safetensors_file(buckets: Sequence[WeightBucket]) -> tuple[MemoryFile, dict[str, np.ndarray]]:
-    """Write tensors one after the other, without the gaps that a bucket has and the format forbids. Return the
-    safetensors file, and the bytes of each tensor in it."""
+    """Write the tensors of buckets to a safetensors file in memory. Return the file and the bytes of each tensor in it.
+
+    The format forbids gaps between tensors, which buckets have; so all data is copied.
+    """
     entries, offset = {}, 0
     parts: dict[str, np.ndarray] = {}
     for bucket in buckets:
@@ -264,7 +265,7 @@ def safetensors_file(buckets: Sequence[WeightBucket]) -> tuple[MemoryFile, dict[
 
 
 def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
-    """Return the number of parameters, and the checksum of each tensor's bytes, as verified or else computed."""
+    """Return the number of parameters, and the checksum of each tensor, taken from `WeightBucket.verified` if set."""
     parameter_count = 0
     checksums: dict[str, int] = {}
     for bucket in buckets:
@@ -282,8 +283,8 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
         data = data.copy()
     if data.flags.writeable:
         return torch.from_numpy(data).view(dtype).view(shape)
-    # torch has no read-only memory and warns about each such array. Memory passed by its address keeps the object it
-    # belongs to alive.
+    # torch has no read-only tensors and warns about each read-only array, so the memory is passed by its address. The
+    # attribute keeps the array alive.
     memory = (ctypes.c_uint8 * len(data)).from_address(data.ctypes.data)
     memory.owner = data  # type: ignore[attr-defined]  # arrays of ctypes take any attribute
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
@@ -291,17 +292,17 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 TransferStep = Literal["init", "start", "update", "finish"]
 WeightContent = Literal["full", "adapter"]
-"""What a publication has: all weights, or the adapters (LoRA) alone; see `roll.weights.adapters`."""
+"""Content of a weight update: all weights, or only the LoRA adapters; see `roll.weights.adapters`."""
 
 
 @dataclass(frozen=True)
 class BucketLocation:
-    """Location at which another process of this host finds a bucket's data."""
+    """Location of a bucket's data for other processes of this host."""
 
     path: str
-    """A file to open and map read-only."""
+    """File to map read-only."""
     offset: int
-    """Offset of the data's first byte in that file."""
+    """Offset of the data's first byte in the file."""
 
 
 @dataclass
@@ -320,20 +321,20 @@ class WeightBucket:
     """True if ``data`` stays unchanged until the engine has loaded the next version. If False, it may change as soon as
     `InferStrategy.load_weights` has returned."""
     verified: Mapping[str, int] | None = None
-    """Checksums of the tensors, if another process of this host has found them to be those of these very bytes."""
+    """Checksums of the tensors, if another process on this host has already verified these same bytes; else None."""
 
 
 @dataclass
 class HeldWeights:
-    """The weights that an engine holds, or is about to hold; compared with the trainer's own."""
+    """Description of the weights that an engine holds or is about to use, to be compared with the trainer's."""
 
     version: int
     parameter_count: int
     """Number of elements of all named parameters; tied ones count once."""
     checksums: Mapping[str, int | None] = field(default_factory=dict)
-    """Tensor name -> xxh3_64 of its bytes as the engine holds it; None if they cannot be read back."""
+    """Tensor name -> xxh3_64 of its bytes in the engine; None for a tensor that cannot be read back."""
     in_place: bool = False
-    """True if the engine computes with the weight update's own memory, which must then stay unchanged."""
+    """True if the engine computes directly with the memory of the weight update, which must then stay unchanged."""
 
 
 class WeightMismatch(ValueError):

@@ -1,16 +1,15 @@
-"""Bookkeeping of the double buffer: which holder needs which version, and so which buffer may be overwritten.
+"""Bookkeeping of the weight buffers: which holder needs which version, and so which buffer may be overwritten.
 
 A pure asyncio state machine, without memory or processes. A buffer holds one version and is free once that version has
 no holder. Holders are the running weight update, each replica that loads the version or computes with it in place, and
-(with two buffers) the pool, which keeps the newest version for a replica that restarts. Promise: a held buffer is never
-given out, and waiters get free buffers in the order in which they asked.
+(with two buffers) the pool, which keeps the newest version for replicas that restart. Promise: a held buffer is never
+handed out, and callers get free buffers in the order of their requests.
 
-With a single buffer nothing is kept for restarts, so that the next version need not wait. The version stays until the
-buffer is given out again; a replica that restarts later waits for the next update (see `has`).
+With a single buffer, no version is kept for restarts, so that the next update need not wait. A version stays available
+until the buffer is handed out again; a replica that restarts after that waits for the next update (see `has`).
 
-Where replicas keep a version while newer ones are published, there is one buffer more for it. So at most the kept
-version, the newest one and the one under way are needed at a time, and `acquire` waits for no validation but the one
-that the update under way waits for.
+If replicas can stay at an older version for a validation while newer ones are published, there is one spare buffer for
+it. At most three versions are then needed at a time: that of the validation, the newest one, and the one being sent.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ class WeightBuffers:
     """The buffers and their holders. A holder is any hashable object, such as a replica."""
 
     def __init__(self, count: int, spare: int = 0) -> None:
-        """Begin with ``count`` buffers for versions on their way, and ``spare`` ones for versions that are kept."""
+        """Begin with ``count`` buffers for weight updates, and ``spare`` more for versions that replicas stay at."""
         self._keeps_newest = count > 1
         self._versions: list[int | None] = [None] * (count + spare)
         self._holders: dict[int, set[Hashable]] = {}
         self._turn = asyncio.Lock()
-        """The right to take the next free buffer; passed on in the order in which callers asked for it."""
+        """The right to take the next free buffer, granted in the order of the requests."""
         self._released = asyncio.Event()
         self.on_free: Callable[[int], None] = lambda version: None
-        """Function that is called with each version that is discarded."""
+        """Callback for each discarded version."""
 
     def has(self, version: int) -> bool:
         """Return True if a buffer still holds this version."""
         return version in self._versions
 
     def has_newer(self, version: int) -> bool:
-        """Return True if a buffer holds, or is being given, a newer version than this one."""
+        """Return True if a buffer holds, or is being filled with, a newer version."""
         return any(other is not None and other > version for other in self._versions)
 
     def buffer_of(self, version: int) -> int:
@@ -91,13 +90,13 @@ class WeightBuffers:
             self._released.set()
 
     def keep_only(self, holder: Hashable, version: int | None) -> None:
-        """Remove ``holder`` from all versions but ``version``; None removes it from all, because it has died."""
+        """Remove ``holder`` from all versions except ``version``, or from all versions if that is None."""
         for other in [other for other, holders in self._holders.items() if holder in holders and other != version]:
             self.release(other, holder)
 
     @contextmanager
     def kept(self, version: int) -> Iterator[None]:
-        """Keep a published version during a block for replicas that restart, with a single buffer as well."""
+        """Keep a published version during a block, so that replicas that restart can load it, even with one buffer."""
         self.hold(version, STAGE_VALIDATION)
         try:
             yield
@@ -105,13 +104,13 @@ class WeightBuffers:
             self.release(version, STAGE_VALIDATION)
 
     def publishing(self, version: int) -> None:
-        """Record that this version is complete and the newest: a restarting replica loads it."""
+        """Record that this version is complete and the newest, so that restarting replicas load it."""
         if self._keeps_newest:
             self.hold(version, NEWEST)
             self.keep_only(NEWEST, version)
 
     def published(self, version: int) -> None:
-        """End the weight update: it no longer holds the version, which its other holders may still do."""
+        """Record that the weight update has ended and no longer holds the version; others may still hold it."""
         self.release(version, PUBLISHING)
 
     def _forget(self, version: int) -> None:
@@ -120,7 +119,7 @@ class WeightBuffers:
         self.on_free(version)
 
     def _free(self) -> int | None:
-        """Return a buffer whose version has no holder, the one with the oldest version."""
+        """Return the free buffer with the oldest version; None if no buffer is free."""
         free = [
             (-1 if version is None else version, buffer)
             for buffer, version in enumerate(self._versions)

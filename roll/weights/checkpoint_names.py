@@ -1,13 +1,14 @@
-"""Names of tensors: those of a transformers model in memory, and those of its checkpoint, under which weights travel.
+"""Conversion between the tensor names of a transformers model in memory and those of its checkpoint.
 
-A checkpoint has the parameters of a model, and its persistent buffers (a bias that only routes tokens to experts).
-transformers keeps some tensors of a checkpoint as one parameter, such as the experts of a layer, and renames others.
-Engines have loaders of their own that know a checkpoint's names. They may skip any other without a word, and would then
-compute with old weights. `parameters` puts the tensors of a publication back into a transformers model.
+Weight updates use the names of the checkpoint. A checkpoint has the model's parameters and its persistent buffers (such
+as a bias that only routes tokens to experts). In memory, transformers joins some of these tensors into one parameter,
+such as the experts of a layer, and renames others. Engines have their own loaders, which know the names of checkpoints.
+They may skip unknown names silently, and would then compute with old weights. `parameters` converts the tensors of a
+weight update back for a transformers model.
 
-The conversion is transformers' own, the one of ``save_pretrained``. It is run once, on a model without memory, and
-leaves a table: which part of which parameter each tensor of the checkpoint is. With the table, tensors are named
-without being copied, one parameter at a time, and put back. A model whose names do not differ passes unchanged.
+The conversion is that of transformers' ``save_pretrained``. It runs once, on a model without memory, to make a table:
+which part of which parameter is each tensor of the checkpoint? With this table, tensors are renamed and split one
+parameter at a time, without copies, and joined again. A model with equal names in memory and checkpoint is unchanged.
 """
 
 from __future__ import annotations
@@ -30,29 +31,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a checkpoint as a part of a parameter. ``stride`` and ``offset`` count the parameter's elements."""
+    """A tensor of a checkpoint as part of a parameter. ``stride`` and ``offset`` are in elements of the parameter."""
 
     parameter: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     is_whole: bool
-    """True if the part is the whole parameter, in its shape."""
+    """True if the part is the whole parameter, with the same shape."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a contiguous tensor of the parameter's shape, as a view of it."""
+        """Return this part of a parameter as a view. The parameter must be contiguous."""
         if self.is_whole:
             return tensor
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 class CheckpointNames:
-    """The table of a model. Parameters that the conversion computes with or joins keep their names in memory."""
+    """Table of the checkpoint names of a model.
+
+    If the conversion of a parameter is more than taking views of it, the parameter keeps its name in memory.
+    """
 
     def __init__(self, model: PreTrainedModel | ModelMixin) -> None:
-        """Read the table off a model that was made from its configuration; on the device ``meta`` it takes no memory.
+        """Make the table for a model that was created from its configuration, best on the device ``meta``.
 
-        (One that was loaded could carry the names of an older checkpoint.)
+        A model loaded from files could have the names of an older checkpoint.
         """
         self.buffers = [name for name in model.state_dict() if _is_float_buffer(model, name)]
         """Names in memory of the persistent floating-point buffers."""
@@ -70,11 +74,11 @@ class CheckpointNames:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in stand_ins.items()}
         self._parts = {name: self._complete(name, parts) for name, parts in found.items()}
         self.parts = {name: part for parts in self._parts.values() for name, part in parts.items()}
-        """Name in a checkpoint -> part. Tied tensors appear once, in the order of the model's parameters."""
+        """Checkpoint name -> part, in the order of the model's parameters. Tied tensors appear once."""
 
     @classmethod
     def like(cls, model: PreTrainedModel | ModelMixin) -> CheckpointNames:
-        """Return the table of a model that may be loaded, sharded, or have adapters."""
+        """Return the table of a model that may be loaded from files, be sharded, or have adapters."""
         with torch.device("meta"):
             if not _is_of_transformers(model):
                 return cls(type(model).from_config(model.config))
@@ -82,19 +86,19 @@ class CheckpointNames:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in a checkpoint -> shape."""
+        """Checkpoint name -> shape."""
         return {name: part.shape for name, part in self.parts.items()}
 
     @property
     def uncast(self) -> frozenset[str]:
-        """Names in a checkpoint of the buffers. They keep their own precision, which is higher for some of them."""
+        """Checkpoint names of the buffers, which are sent in their own precision; some need more than the weights."""
         return frozenset(part_name for name in self.buffers for part_name in self._parts[name])
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters and buffers, which come under their names in memory, as tensors of a checkpoint.
+        """Convert whole parameters and buffers, under their names in memory, to tensors under checkpoint names.
 
-        They are views, valid as long as the tensor that came. Raises ``ValueError`` for a tensor that the model does
-        not have, or that has another shape there.
+        The results are views of the given tensors. Raises ``ValueError`` for a tensor that the model does not have or
+        that has another shape in the model.
         """
         for name, tensor in tensors:
             if self._shapes.get(name) != tuple(tensor.shape):
@@ -105,10 +109,10 @@ class CheckpointNames:
                 yield part_name, part.of(memory)
 
     def parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Undo `of`: yield each parameter or buffer under its name in memory, as soon as all of its parts have come.
+        """Undo `of`: yield each parameter or buffer under its name in memory, as soon as all its parts have arrived.
 
-        A parameter of several parts is put together in new memory; any other is the tensor that came. Raises
-        `WeightMismatch` naming a tensor that is unknown, comes twice, does not fit, or is missing at the end.
+        A parameter of several parts is joined in new memory; others are passed on unchanged. Raises `WeightMismatch`
+        naming a tensor that is unknown, comes twice, has the wrong shape, or is missing at the end.
         """
         missing = {name: dict(parts) for name, parts in self._parts.items()}
         memory: dict[str, Tensor] = {}
@@ -131,7 +135,7 @@ class CheckpointNames:
             raise WeightMismatch(f"tensor {lacking[0]!r} is missing ({len(lacking)} missing in all)")
 
     def _complete(self, name: str, parts: dict[str, Part]) -> dict[str, Part]:
-        """Return the parts of a parameter; the parameter itself if they are not all of it."""
+        """Return the parts of a parameter, or the whole parameter as one part if they do not cover it."""
         shape = self._shapes[name]
         if sum(torch.Size(part.shape).numel() for part in parts.values()) == torch.Size(shape).numel():
             return parts
@@ -145,7 +149,7 @@ def _is_float_buffer(model: nn.Module, name: str) -> bool:
 
 
 class _Uncopied(TorchFunctionMode):
-    """Within the block, ``contiguous()`` copies nothing, so that a conversion's results stay views."""
+    """A mode in which ``contiguous()`` returns the tensor itself, so that the results of a conversion stay views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
@@ -158,7 +162,7 @@ def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 
 def _reverted(model: PreTrainedModel | ModelMixin, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as a checkpoint has them. diffusers stores them under their names in memory."""
+    """Return the tensors under their checkpoint names. For diffusers these are the names in memory."""
     if not _is_of_transformers(model):
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion

@@ -1,18 +1,18 @@
-"""Weight update: from the trainer's tensors to the engine's, with proof that they are the same.
+"""Weight updates: they send the trainer's weights to the engines, and verify that the engines hold the same weights.
 
-Gather copies the weights into the transport's memory (brief, collective). Send takes their checksums and hands them
-over in the background. Load happens in the engine. Before the engine serves a request, its weights are compared with
-those that the trainer gathered: version, number of parameters, and the checksum of each tensor over all its bytes. A
-tensor that the engine cannot read back is not compared. A difference names the tensor and stops the run.
+`gather` copies the weights into the transport's memory (brief, collective). `send` computes their checksums and hands
+them over in the background. The engine then loads them. Before it serves a request, its weights are compared with the
+gathered ones: version, number of parameters, and the checksum of each tensor over all its bytes. A tensor that the
+engine cannot read back is not compared. A difference stops the run with an error that names the tensor.
 
-There are two ways. With buckets, the first rank packs the weights into the transport's memory and the engines fetch
-them from there. With a push, the weights go into each engine while it is paused, by vLLM's own transfer: NCCL between
-devices, CUDA IPC between processes that share devices. A pushed byte can be checked only in the engine's own memory, so
-a sample of tensors is read back after each update.
+There are two ways to send. With buckets, the first rank packs the weights into the transport's memory, and the engines
+fetch them from there. With a push, vLLM's own transfer writes the weights into each engine while it is paused: by NCCL
+between devices, or by CUDA IPC between processes that share a device. Pushed weights can only be verified in the
+engine's memory, so a sample of tensors is read back after each update.
 
-A push is one rank's work. It makes no collective call: an engine that dies in the middle of one would leave the other
-ranks waiting, on the group that training uses. With NCCL the first rank keeps the copy on the host and moves it to its
-device tensor by tensor. With CUDA IPC each rank keeps a copy on its own device, and offers handles of it to the first.
+Only the first rank pushes, without collective calls of the trainers: if an engine died during one, the other ranks
+would wait for ever in the process group of training. With NCCL, the first rank keeps a copy on the host and moves it to
+its device tensor by tensor. With CUDA IPC, each rank keeps a copy on its own device and gives handles to the first.
 """
 
 from __future__ import annotations
@@ -39,59 +39,60 @@ if TYPE_CHECKING:
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Name in a checkpoint -> (dtype name, shape), in the order of sending."""
+"""Checkpoint name -> (dtype name, shape), in the order of sending."""
 
 Offer = list[dict[str, tuple[Any, ...]]]
-"""Chunk by chunk: UUID of a device -> what opens the chunk's copy there in another process."""
+"""For each chunk: device UUID -> arguments with which another process opens this rank's copy on that device."""
 
 CHUNK_BYTES = 64 * 2**20
-"""Size of the memory that smaller tensors of a pushed copy share. Larger ones have memory of their own size: with much
-larger chunks, two matrices of a large model would not fit into one, and half of it would be empty."""
+"""Size of the chunks of memory that small tensors of a pushed copy share. A larger tensor gets a chunk of its own size.
+Much larger chunks would waste memory: often one matrix would fill over half of a chunk, and the next would not fit."""
 Handle = tuple[str, tuple[Any, ...]]
-"""UUID of a device, and what opens memory there in another process."""
+"""Device UUID, and the arguments with which another process opens memory on that device."""
 
 WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
-"""Transports that vLLM itself implements -> vLLM's names for them."""
+"""Transports that vLLM implements -> vLLM's names for them."""
 
 
 @dataclass
 class Publication:
-    """One version of the weights on its way to the engines."""
+    """A weight update that is ready for the engines: one version of the weights."""
 
     version: int
     handles: list[Any]
-    """Handles that the transport's receiver needs, bucket by bucket."""
+    """One handle per bucket, for the transport's receiver."""
     parameter_count: int
     checksums: dict[str, int]
     total_bytes: int
     layout: Layout | None = None
-    """Layout of pushed weights; None if engines fetch by the handles."""
+    """Layout of pushed weights; None if engines fetch the weights by their handles."""
     base: Mapping[str, int] | None = None
-    """Checksums of the base model, which each engine has already; None if all weights travel."""
+    """For an update of adapters: checksums of the base model, which each engine must have. None if all weights are
+    sent."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of ``gather`` and ``send``."""
+    """Duration of ``gather`` and of ``send``."""
 
 
 @dataclass(frozen=True)
 class PushTarget:
-    """An engine process that weights are pushed to."""
+    """An engine to push weights to."""
 
     name: str
     actor: Any
     """The engine's Ray actor."""
     devices: int
-    """Number of devices that the engine computes on."""
+    """Number of devices of the engine."""
 
 
 def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPublisher:
-    """Return the publisher of a rank for the configured transport."""
+    """Return the `WeightPublisher` of a trainer rank for the configured transport."""
     if spec.name not in WEIGHT_BACKENDS:
         return BucketPublisher(spec, rank)
     return PushPublisher(spec, rank, host)
 
 
 class WeightPublisher:
-    """The trainer rank's interface for handing out weights."""
+    """Interface with which a trainer rank sends its weights."""
 
     def gather(
         self,
@@ -102,34 +103,36 @@ class WeightPublisher:
         bucket_bytes: int,
         uncast: Collection[str] = (),
     ) -> None:
-        """Copy the weights, casting floating-point ones to ``dtype``, but for those named in ``uncast``. Every rank
-        must consume all of ``weights``."""
+        """Copy the weights; cast floating-point ones to ``dtype``, except for those named in ``uncast``.
+
+        Every rank must call this, and must consume all of ``weights``, because their iterator makes collective calls.
+        """
         raise NotImplementedError
 
     def send(self, version: int) -> Publication:
-        """Take the checksums of a gathered version, hand it over, and return the `Publication` for the engines.
+        """Compute the checksums of a gathered version, hand it over, and return the `Publication` for the engines.
 
-        First rank only; runs while training continues.
+        Call it on the first rank only. It runs while training continues.
         """
         raise NotImplementedError
 
     def offer(self, version: int) -> Offer:
-        """Return handles of this rank's copy of a version, for the engines on its device. Every rank."""
+        """Return handles of this rank's copy of a version, for the engines on its device. Call it on every rank."""
         return []
 
     def push(self, version: int, target: PushTarget, offers: Sequence[Offer]) -> None:
-        """Push a version into one paused engine, given what each rank offers. First rank only."""
+        """Push a version into one paused engine. ``offers`` has the `offer` of each rank. First rank only."""
         raise RuntimeError(f"version {version} travels in buckets, which {target.name} fetches")
 
     def disconnect(self, name: str) -> None:
         """Close the connection to an engine, if there is one. This also ends a push that waits for a dead engine."""
 
     def release(self, version: int) -> None:
-        """Release a version that no engine will ask for again."""
+        """Release the memory or files of a version that no engine needs any more."""
 
 
 class BucketPublisher(WeightPublisher):
-    """A publisher that writes to memory or files that engines read; only the first rank keeps anything."""
+    """A publisher that writes memory or files, from which engines fetch the weights. Only the first rank has a copy."""
 
     def __init__(self, spec: TransportSpec, rank: int) -> None:
         self._sender = TRANSPORTS[spec.name].sender(spec)
@@ -177,7 +180,7 @@ class BucketPublisher(WeightPublisher):
 
 
 class PushPublisher(WeightPublisher):
-    """A publisher that uses the engine library's own transfer, from device to device. See the module."""
+    """A publisher that uses the engine library's own transfer from device to device; see the module docstring."""
 
     def __init__(
         self,
@@ -192,9 +195,9 @@ class PushPublisher(WeightPublisher):
         ``connect(init_info, client=, source=)`` defaults to vLLM's own factory, ``export`` to `device_handle`.
         """
         self.copies: dict[int, dict[str, torch.Tensor]] = {}
-        """Buffer -> copies of the weights."""
+        """Buffer -> copies of the weights by checkpoint name."""
         self._chunks: dict[int, list[Chunk]] = {}
-        """Buffer -> their memory, which is allocated once: on the host (``nccl``), or on the trainer's device."""
+        """Buffer -> memory of these copies. It is allocated once, on the host (``nccl``) or on the trainer's device."""
         self._spec = spec
         self._rank = rank
         self._host = host
@@ -216,7 +219,7 @@ class PushPublisher(WeightPublisher):
         bucket_bytes: int,
         uncast: Collection[str] = (),
     ) -> None:
-        """Copy the weights; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
+        """Copy the weights. ``bucket_bytes`` is unused, because vLLM's transfer has its own buckets."""
         started = time.perf_counter()
         self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
         if self._rank == 0 or self._spec.name == "cuda_ipc":
@@ -231,7 +234,7 @@ class PushPublisher(WeightPublisher):
         self._seconds[version] = time.perf_counter() - started
 
     def _allocate(self, size: int, device: torch.device) -> tuple[torch.Tensor, Handle | None]:
-        """Return memory (uint8 ``[size]``) for copies of tensors of a device, and its handle if it is on the device."""
+        """Return memory (uint8 ``[size]``) for copies of tensors on ``device``, and its handle if it is on a device."""
         self._device = device
         if self._spec.name == "nccl":
             return host_memory(size, pinned=device.type == "cuda"), None
@@ -239,7 +242,7 @@ class PushPublisher(WeightPublisher):
         return memory, self._export(memory)
 
     def send(self, version: int) -> Publication:
-        """Take the checksums, and return the `Publication`. The bytes are pushed once each engine is paused."""
+        """Compute the checksums, and return the `Publication`. `push` sends the weights when an engine is paused."""
         started = time.perf_counter()
         tensors = self.copies[self._buffers[version]]
         checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
@@ -258,10 +261,7 @@ class PushPublisher(WeightPublisher):
         return [dict([chunk.handle]) for chunk in chunks if chunk.handle is not None]
 
     def push(self, version: int, target: PushTarget, offers: Sequence[Offer]) -> None:
-        """Push a version into a paused engine.
-
-        Passes on what the library or the engine raises, after closing the connection.
-        """
+        """Push a version into a paused engine. After an error of the library or the engine, close the connection."""
         with self._turn:
             try:
                 engine = self._connected(target)
@@ -280,7 +280,7 @@ class PushPublisher(WeightPublisher):
             engine.shutdown()
 
     def _connected(self, target: PushTarget) -> TrainerWeightTransferEngine | IpcConnection:
-        """Return the connection to this engine process, with a new one for a process that replaced another."""
+        """Return the connection to this engine; a new one if its process was replaced."""
         actor, engine = self._engines.get(target.name, (None, None))
         if engine is not None and actor == target.actor:
             return engine
@@ -309,15 +309,15 @@ class PushPublisher(WeightPublisher):
 
 
 def _draw(weights: NamedTensors) -> None:
-    """Consume ``weights`` to take part in its collectives."""
+    """Consume ``weights``, to take part in its collective calls."""
     for _ in weights:
         pass
 
 
 def cast(weights: NamedTensors, float_dtype: torch.dtype, uncast: Collection[str] = ()) -> NamedTensors:
-    """Yield the weights in the engine's precision, but for those named in ``uncast``.
+    """Yield the weights, floating-point ones cast to ``float_dtype`` except for those named in ``uncast``.
 
-    Raises ``ValueError`` for a name that occurs twice.
+    Raises ``ValueError`` for a duplicate name.
     """
     names = set()
     for name, tensor in weights:
@@ -330,12 +330,12 @@ def cast(weights: NamedTensors, float_dtype: torch.dtype, uncast: Collection[str
 
 @dataclass(frozen=True)
 class Chunk:
-    """Memory that several tensors of one dtype fill from its start, without gaps."""
+    """A block of memory with several tensors of one dtype, one after the other without gaps."""
 
     memory: torch.Tensor
     """uint8 ``[bytes]``."""
     handle: Handle | None
-    """What opens it in another process; None on the host."""
+    """Handle with which another process opens the memory; None for host memory."""
     tensors: dict[str, torch.Tensor]
 
 
@@ -345,10 +345,10 @@ def packed(
     earlier: Sequence[Chunk],
     allocate: Callable[[int, torch.device], tuple[torch.Tensor, Handle | None]],
 ) -> list[Chunk]:
-    """Copy weights into chunks of ``chunk_bytes``, or of one larger tensor.
+    """Copy weights into chunks of ``chunk_bytes`` each; a larger tensor gets a chunk of its own.
 
-    The memory of ``earlier`` chunks is used again, under its handle, where it is large enough; with the same tensors
-    that is all of it. The order of chunks is that of their first tensors, the same on all ranks.
+    Memory of ``earlier`` chunks is reused, with its handle, where it is large enough; if the tensors are the same, no
+    new memory is needed. Chunks are in the order of their first tensors, which is the same on all ranks.
     """
     spare = list(earlier)
     chunks: list[Chunk] = []
@@ -365,15 +365,16 @@ def packed(
             chunks.append(chunk)
         view = chunk.memory[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         chunk.tensors[name] = view.copy_(tensor, non_blocking=True)
-        if tensor.nbytes <= chunk_bytes:  # what stands beside a larger one goes on to be filled
+        if tensor.nbytes <= chunk_bytes:  # after a larger tensor, the chunk that was open before stays open
             open_chunks[tensor.dtype] = chunk, filled + tensor.nbytes
     return chunks
 
 
 def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
-    """Return memory of the host (uint8 ``[size]``), ``pinned`` for copies that run while the device computes.
+    """Return host memory (uint8 ``[size]``). Copies to or from ``pinned`` memory can run while the device computes.
 
-    torch's own pinned memory is rounded up to a power of two, which for a large model is nearly twice its size.
+    torch rounds the size of pinned memory up to a power of two, which nearly doubles it for some models. So the memory
+    is allocated first and then pinned.
     """
     memory = torch.empty(size, dtype=torch.uint8)
     if pinned:
@@ -388,9 +389,9 @@ def device_handle(memory: torch.Tensor) -> Handle:
 
 
 class IpcConnection:
-    """The trainer's end of vLLM's transfer by CUDA IPC: tells an engine's processes where to open which memory.
+    """The trainer's end of vLLM's transfer by CUDA IPC: it sends an engine the handles of the memory to copy from.
 
-    vLLM's own end lets all ranks exchange handles by collectives, on the group that training uses.
+    It replaces vLLM's own trainer end, which exchanges handles by collective calls in the process group of training.
     """
 
     def __init__(self, client: RayEngineCalls) -> None:
@@ -398,9 +399,9 @@ class IpcConnection:
         client.init_weight_transfer_engine({"packed": True})
 
     def send(self, chunks: Sequence[Chunk], offers: Sequence[Offer]) -> None:
-        """Have the engine copy the chunks, one after the other. ``offers``: each rank's handles of them.
+        """Let the engine copy the chunks, one after the other. ``offers``: the handles of each rank.
 
-        Raises ``ValueError`` if a rank does not offer as many chunks.
+        Raises ``ValueError`` if a rank offers another number of chunks.
         """
         for rank, offer in enumerate(offers):
             if len(offer) != len(chunks):
@@ -420,14 +421,14 @@ class IpcConnection:
         self._client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Do nothing: an engine that has died opens no memory."""
+        """Do nothing: this end holds no connection that would have to be closed."""
 
 
 def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]], device: torch.device) -> Any:
-    """Return copies by buffer as vLLM's ``WeightSource``; its attribute ``buffer`` selects those that are sent next.
+    """Return a vLLM ``WeightSource`` of the copies in the buffer that its attribute ``buffer`` selects.
 
-    They come to ``device`` one by one. The class is made here because its base class is vLLM's, which a trainer imports
-    only if it pushes.
+    Tensors are moved to ``device`` one by one. The class is defined in this function so that only trainers that push
+    import vLLM.
     """
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
@@ -446,13 +447,13 @@ def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]], device: torc
 
 
 class EngineCallFailed(RuntimeError):
-    """A transfer stopped because its engine refused a call. The engine is at fault, not the trainer."""
+    """A call to the engine failed during a push. The fault is in the engine, not in the trainer."""
 
 
 class RayEngineCalls:
-    """The four engine calls that vLLM's transfer makes (its ``VLLMWeightSyncClient``), on an engine worker.
+    """The four engine calls of vLLM's transfer (its ``VLLMWeightSyncClient``), sent to a Ray engine worker.
 
-    They block, because the transfer runs in its own thread.
+    The calls block, because the transfer runs in a thread of its own.
     """
 
     def __init__(self, actor: Any, timeout_seconds: float) -> None:
@@ -487,15 +488,17 @@ class WeightsDiffer(RuntimeError):
 
 
 def check_base(engine: str, publication: Publication, held: Mapping[str, int]) -> None:
-    """Compare the base model that an engine has with the one that published adapters belong to; nothing to do if all
-    weights travel. Raises `WeightsDiffer` naming the difference."""
+    """Compare the base model of an engine with the one that the sent adapters belong to.
+
+    Does nothing if all weights are sent. Raises `WeightsDiffer` naming the difference.
+    """
     if publication.base is not None:
         wanted = Publication(publication.version, [], 0, dict(publication.base), 0)
         check_weights(f"the base model of {engine}", wanted, HeldWeights(publication.version, 0, held))
 
 
 def check_weights(engine: str, publication: Publication, held: HeldWeights) -> None:
-    """Compare an engine's weights with the published ones. Raises `WeightsDiffer` naming the difference."""
+    """Compare an engine's weights with those that were sent. Raises `WeightsDiffer` naming the difference."""
     if held.version != publication.version:
         raise WeightsDiffer(f"{engine} holds version {held.version} after version {publication.version} was sent")
     about = f"{engine}, version {publication.version}"

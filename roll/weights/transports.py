@@ -1,20 +1,21 @@
-"""Transports of weight updates: shared memory, Ray's object store, checkpoints on disk. A new one is one line below.
+"""Transports of weight updates: shared memory, Ray's object store, checkpoints on disk. `TRANSPORTS` lists them.
 
-A transport has two ends: memory that the trainer gathers into, and buckets that the engine loads from. A sender lives
-as long as its trainer and keeps one set of memory per buffer of the double buffer. First touching memory costs several
-times as much as copying into it, so it is allocated once and reused. `roll.weights.buffers` decides which buffer is
-free; a sender writes where it is told to.
+A transport has two ends: a sender, with memory that the trainer gathers into, and a receiver, with buckets that the
+engine loads. A sender lives as long as its trainer and has separate memory for each weight buffer. The memory is
+allocated once and reused, because writing to new pages costs several times as much as the copy itself.
+`roll.weights.buffers` decides which buffer is free.
 
 `shared_memory`: anonymous memory of one host (`memfd_create`), read in place. The kernel frees it when the last process
-that has it open ends, however it ends. A buffer is one file that only grows. Its first page holds the version of the
-data behind it, so an outdated handle is detected instead of read. `object_store` works everywhere, at the price of two
-more copies; each further host gets one copy from the first. `checkpoint`: one folder of safetensors files per version,
-for hosts that share only a file system. A folder appears complete, by one rename, and is deleted when its version is
-released; an engine can keep reading a file after it was deleted.
+that has it open ends for any reason. A buffer is one file that only grows. Its first page has the version of the data,
+so that an outdated handle raises an error. `object_store` works everywhere, but needs two more copies; each further
+host gets one copy from the first. `checkpoint`: one folder of safetensors files per version, for hosts that share only
+a file system. A folder appears complete, by one rename, and is deleted when its version is released. An engine that has
+a file open can still read it after that.
 
-Each process of a run writes checkpoints into a folder of its own. It never meets the files of a process that was killed
-before it, or that is still dying on another host. The next process of the run deletes those first: everything in the
-run's own folder, and under `weight_update.checkpoint_dir` the folder that a note in the run's folder names.
+Each trainer process writes checkpoints into a folder of its own. So it never mixes with the files of an earlier process
+that was killed, or that is still ending on another host. The next process of the run deletes those files first:
+everything in the run's own folder, and with `weight_update.checkpoint_dir` the folder named in a note in the run's
+folder.
 """
 
 from __future__ import annotations
@@ -53,32 +54,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Everything a trainer needs to build its sender."""
+    """Settings with which a trainer builds its sender."""
 
     name: str
     buffers: int
     directory: Path
     """Folder for the transport's files, if it writes any."""
     bucket_bytes: int = 256 * 1024**2
-    """Bytes in transit at a time if the engine's library sends the weights."""
+    """Size of the transfer buffer for a push, in bytes."""
     timeout_seconds: float = 600.0
     """Longest wait for one call to an engine during a push."""
     content: WeightContent = "full"
     corrupted_versions: frozenset[int] = frozenset()
-    """Versions of which one byte is corrupted on the way (`chaos`)."""
+    """Versions in which one byte is corrupted on purpose (`chaos`)."""
 
 
 class WeightSender:
-    """The trainer's end of a transport. Buckets stay in the trainer's own memory, unless the transport has its own."""
+    """The trainer's end of a transport. Buckets are in ordinary memory of its process unless a subclass has its own."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[int, int], np.ndarray] = {}
 
     def begin(self, buffer: int) -> None:
-        """Invalidate the version in this buffer, which is about to be overwritten."""
+        """Invalidate the version in this buffer, before it is overwritten."""
 
     def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """Return memory for bucket ``index``: uint8, at least ``size`` bytes, the same memory at each update."""
+        """Return memory for bucket ``index``: uint8, at least ``size`` bytes; the same memory at each update."""
         memory = self._memory.get((buffer, index))
         if memory is None or len(memory) < size:
             memory = self._memory[buffer, index] = fresh_memory(index, size)
@@ -89,14 +90,14 @@ class WeightSender:
         raise NotImplementedError
 
     def release(self, version: int) -> None:
-        """Release a version that no receiver will read again."""
+        """Release a version that no receiver needs any more."""
 
 
 class WeightReceiver(Protocol):
-    """The engine's end of a transport, which lives as long as the engine's process."""
+    """The engine's end of a transport. It lives as long as the engine's process."""
 
     def receive(self, handles: Sequence[Any], version: int) -> Iterator[WeightBucket]:
-        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another version."""
+        """Yield the buckets of a version. Raises `WeightMismatch` if the handles lead to another version."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +107,22 @@ class WeightTransport:
     sender: Callable[[TransportSpec], WeightSender]
     receiver: Callable[[], WeightReceiver]
     one_copy_per_host: bool = False
-    """True if all engines of a host map the same bytes, so that one of them can verify these for all."""
+    """True if all engines on a host map the same memory, so that one of them can verify it for all."""
 
 
 _NAMES = {code: dtype_name(dtype) for dtype, code in SAFETENSORS_CODES.items()}
-"""Dtype name by its code in safetensors files."""
+"""Dtype code in safetensors files -> dtype name."""
 
 
 class CheckpointSender(WeightSender):
-    """A sender that writes each version into its own folder. Its handles are the paths of the files."""
+    """A sender that writes each version into a folder of its own. Its handles are the paths of the files."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[str]:
-        """Write the version's files; a folder under its final name is complete."""
+        """Write the version's files. The folder gets its final name when it is complete."""
         folder = self._folder(version)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -135,7 +136,7 @@ class CheckpointSender(WeightSender):
         return [str(folder / name) for name in names]
 
     def release(self, version: int) -> None:
-        """Delete the version's files, or log those that cannot be deleted."""
+        """Delete the version's folder; log a warning if that fails."""
         folder = self._folder(version)
         try:
             shutil.rmtree(folder)
@@ -169,14 +170,15 @@ class CheckpointReceiver(WeightReceiver):
 
 
 _WRITTEN = ("version-*", ".version-*.unfinished")
-"""Patterns of what `transports.checkpoint` writes. Nothing else is deleted in a folder that others may write into."""
+"""Patterns of the folders that `CheckpointSender` writes. Nothing else is deleted, because a user may have other files
+beside them."""
 
 
 def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Path:
-    """Return a folder for this process alone, which is not made yet, and delete what earlier processes left behind.
+    """Return the path of a new folder for this process alone, and delete what earlier processes of the run left.
 
-    The folder lies under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's folder. The caller
-    must hold the run.
+    The folder is not created yet. It is under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's
+    folder. The caller must hold the lock of the run.
     """
     clear_weight_folder(run)
     own = uuid.uuid4().hex[:8]
@@ -188,7 +190,7 @@ def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Pa
 
 
 def clear_weight_folder(run: RunDirectory) -> None:
-    """Delete all published weights of the run."""
+    """Delete all weights that the run has written for its engines."""
     shutil.rmtree(run.weights, ignore_errors=True)
     folder = _noted_folder(run)
     if folder is not None:
@@ -208,7 +210,7 @@ def clear_weight_folder(run: RunDirectory) -> None:
 
 
 def _noted_folder(run: RunDirectory) -> Path | None:
-    """Return the noted folder; None for a note that was copied from another run, which may be alive."""
+    """Return the folder named in the run's note; None without a readable note, or if it is the note of another run."""
     try:
         note = json.loads(run.weights_note.read_text())
         return Path(note["folder"]) if note["run"] == str(run.root.absolute()) else None
@@ -228,14 +230,14 @@ class StoredBucket:
 
 
 class ObjectStoreSender(WeightSender):
-    """A sender that puts each bucket into the store of the trainer's host."""
+    """A sender that puts each bucket into the object store of the trainer's host."""
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
         return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
 
 
 class ObjectStoreReceiver(WeightReceiver):
-    """A receiver that reads buckets from the store in its host's memory."""
+    """A receiver that reads buckets from the object store of its own host."""
 
     def receive(self, handles: Sequence[StoredBucket], version: int) -> Iterator[WeightBucket]:
         for handle in handles:
@@ -246,7 +248,7 @@ class ObjectStoreReceiver(WeightReceiver):
 
 _MAGIC = 0x726F6C6C77656967
 _NOTHING = -1
-"""The version stamp of memory that is being written."""
+"""Version stamp of memory that is being written."""
 _REMEDY = "engines and trainer must run on one host as one user; set `weight_update.transport: object_store`"
 
 
@@ -268,9 +270,9 @@ class MemoryHandle:
 
 
 class Segment:
-    """One buffer in the trainer's process: a file in memory that holds the version stamp and then the buckets.
+    """One weight buffer in the trainer's process: a file in memory with the version stamp, then the buckets.
 
-    It grows by doubling, because each mapping costs a file number; pages that are never written take no memory.
+    It grows by doubling, because each mapping takes a file descriptor; pages that are never written take no memory.
     """
 
     def __init__(self, name: str) -> None:
@@ -284,7 +286,7 @@ class Segment:
     def extent(self, index: int, size: int) -> np.ndarray:
         """Return the memory of bucket ``index``, at least ``size`` bytes.
 
-        Raises ``RuntimeError`` if the bucket was smaller before (the model has another layout) or is out of order.
+        Raises ``RuntimeError`` if this bucket was smaller in an earlier update, or if an earlier bucket is missing.
         """
         if index == len(self._extents):
             self._extents.append(self._reserve(size))
@@ -315,7 +317,7 @@ class Segment:
 
 
 class SharedMemorySender(WeightSender):
-    """A sender that gathers directly into shared memory; so `send` copies no data."""
+    """A sender that gathers directly into shared memory, so `send` copies nothing."""
 
     def __init__(self, lasting: bool) -> None:
         super().__init__()
@@ -331,7 +333,7 @@ class SharedMemorySender(WeightSender):
         return self._segments[buffer].extent(index, size)
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
-        """Write the version stamp, and return where the buckets are."""
+        """Write the version stamp, and return the handles of the buckets."""
         segment = self._segments[buffer]
         segment.stamp(version)
         inode = os.fstat(segment.fd).st_ino
@@ -351,7 +353,7 @@ class SharedMemorySender(WeightSender):
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """A receiver that maps a buffer once and keeps the mapping for later versions."""
+    """A receiver that maps each buffer once and keeps the mapping for later versions."""
 
     def __init__(self) -> None:
         self._mappings: dict[int, np.ndarray] = {}
@@ -370,9 +372,9 @@ class SharedMemoryReceiver(WeightReceiver):
             yield WeightBucket(handle.tensors, data, BucketLocation(handle.path, handle.offset), handle.lasting)
 
     def _memory(self, handle: MemoryHandle) -> np.ndarray:
-        """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
+        """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or has been replaced."""
         owner = os.path.dirname(handle.path)
-        if owner != self._owner:  # the memory of a trainer that has ended
+        if owner != self._owner:  # the earlier mappings belong to a trainer that has ended
             self._mappings.clear()
             self._owner = owner
         memory = self._mappings.get(handle.inode)
@@ -395,4 +397,4 @@ TRANSPORTS: dict[str, WeightTransport] = {
         lambda spec: CheckpointSender(spec.directory), CheckpointReceiver, one_copy_per_host=True
     ),
 }
-"""Transports by their name in `weight_update.transport`."""
+"""Name in `weight_update.transport` -> transport."""

@@ -1,12 +1,12 @@
 """Log-probability parity check: the trainer and each engine score the same sequences at the same weight version.
 
-Checksums prove that the bytes arrived. This check proves that the engine computes with them what the trainer computes.
-It finds a tensor put in the wrong place, a stale copy used instead, or a different scaling or position encoding. A mean
+Checksums prove that the bytes arrived. This check shows that the engine also computes the same as the trainer with
+them. It detects a tensor in the wrong place, a stale copy in use, or a different scaling or position encoding. A mean
 difference that is above the tolerance or not finite stops the run.
 
-The sequences are prompts followed by pseudo-random tokens. Prompts alone would only cover what the model expects to
-see; the tokens after them also reach parts of the distribution to which a good model gives little weight. Equal prompts
-and seed give equal sequences on any machine.
+The sequences are prompts followed by pseudo-random tokens. Prompts alone would only test likely tokens; the random ones
+also test parts of the distribution with low probability. The same prompts and seed give the same sequences on any
+machine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from roll.data.records import derive_seed
 from roll.weights.publisher import WeightsDiffer
 
 VOCABULARY_PROMPTS = 1024
-"""Number of prompts whose tokens the random part is drawn from."""
+"""Number of prompts from whose tokens the random part is drawn."""
 
 
 def canary_sequences(prompts: Sequence[np.ndarray], *, count: int, length: int, seed: int) -> list[np.ndarray]:
     """Return ``count`` sequences of ``length`` tokens, int32 ``[length]`` each.
 
-    A sequence begins with the beginning of one of ``prompts`` (int32 ``[prompt]`` each), at most half of its length
-    (rounded up). Tokens drawn from those of the prompts follow. The prompts are a random choice by ``seed``, without
-    repetition as long as there are enough.
+    Each sequence begins with the first tokens of one of ``prompts`` (int32 ``[prompt]`` each), up to half of its length
+    (rounded up). Random tokens that occur in the prompts follow. Prompts are chosen at random by ``seed``, and none is
+    used twice if there are enough.
     """
     rng = np.random.default_rng(derive_seed(seed, "canaries"))
     order = rng.permutation(len(prompts))
@@ -53,13 +53,13 @@ class CanaryScores:
     token_ids: list[np.ndarray]
     """int32 ``[length]`` each."""
     logprobs: list[np.ndarray]
-    """float32 ``[length]`` each, at temperature 1; the first entry is meaningless."""
+    """float32 ``[length]`` each, at temperature 1; the first entry has no meaning."""
     tolerance: float
     """Largest allowed mean absolute difference, in nats per token."""
 
 
 def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the ``mismatch/canary_...`` metrics of the differences that `compare_canaries` found in the engines."""
+    """Return the ``mismatch/canary_...`` metrics for the results of `compare_canaries`, one array per engine."""
     everything = np.concatenate(differences)
     sizes, tokens = np.abs(everything), len(everything)
     return {
@@ -90,7 +90,7 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
     everything = np.concatenate(differences)
     sizes = np.abs(everything)
     absolute_mean = float(sizes.sum()) / max(len(sizes), 1)
-    # "not <=" also catches NaN; an infinite difference makes the mean infinite.
+    # `not <=` is also true for NaN; an infinite difference makes the mean infinite.
     if not absolute_mean <= canaries.tolerance:
         means = [float(np.abs(values).mean()) if len(values) else 0.0 for values in differences]
         worst = int(np.argmax(np.nan_to_num(means, nan=np.inf)))

@@ -1,12 +1,12 @@
-"""The HTTP server at which agents reach the policy, in a thread and an event loop of its own.
+"""The HTTP server through which agents call the policy, in a separate thread with its own event loop.
 
-Each episode has a path and a key; either names it, and both must agree. An answer is recorded before its last byte is
-sent. It is one answer for each request, however often a client repeats it: a repeated request joins the call that is
-running, or gets its answer again. A client that goes away stops nothing; it may come back for the answer. What nobody
-came for is left out of training.
+Each episode has a path and a key. A request needs the key and may use the path, too; both must belong to the same
+episode. An answer is recorded before its last byte is sent. Each request gets one answer, even if a client repeats it:
+a repeated request joins the running call, or gets the same answer again. Sampling continues if a client disconnects,
+because it may come back for the answer. Answers that no client received are excluded from training.
 
-A finished model may stand in the place of episodes (`serve`). It needs neither path nor record, and an answer ends when
-its client goes away.
+The server can also serve a trained model instead of episodes (`Endpoint.serve`). Requests then need no path, nothing is
+recorded, and sampling stops if the client disconnects.
 """
 
 from __future__ import annotations
@@ -40,69 +40,69 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST_BODY = 64 * 2**20
-"""Bytes."""
+"""Largest request body in bytes."""
 LONG_BODY = 2**18
-"""Bytes. What is longer is read in a thread, since others wait meanwhile."""
+"""Size in bytes above which a request body is parsed in a thread, so that other requests do not wait."""
 THREADS = min(4, 1 + (os.cpu_count() or 1) // 8)
-"""Threads in which long conversations are read. Each takes processors and turns of the interpreter from the loop."""
+"""Number of threads for long requests. They compete with the event loop for processors and the interpreter lock."""
 KEEP_ALIVE_SECONDS = 10.0
-"""Time between two signs of life in a stream whose answer is sampled."""
+"""Interval of keep-alive comments in a stream while its answer is sampled."""
 ANSWERS_KEPT = 32
-"""Answers of an episode that are kept for clients that ask again."""
+"""Number of answers per episode that are kept for clients that repeat a request."""
 ENDED_KEPT = 4096
-"""Episodes that are over and still known as such."""
+"""Number of ended episodes whose keys are remembered, to tell clients that the episode is over."""
 START_SECONDS = STOP_SECONDS = 30.0
 RETRY_HEADER = "x-stainless-retry-count"
-"""By which clients of OpenAI and Anthropic say how often they have asked before."""
+"""Header in which the OpenAI and Anthropic client libraries send the number of earlier attempts."""
 MODELS, COUNT_TOKENS = "models", "messages/count_tokens"
 
 
 @dataclass(eq=False)
 class _Call:
-    """One request of an agent, which may reach the server several times."""
+    """One request of an agent and its answer. A client may send the request several times."""
 
     asked: str
-    """Digest of what was asked."""
+    """Digest of the request."""
     task: asyncio.Task[_Answered]
     stream: _Stream
     attempt: int = 0
-    """The client's count of its repetitions, of the last one that joined."""
+    """Highest value of `RETRY_HEADER` among the requests that belong to this call."""
     readers: int = 0
-    """Connections that wait for the answer, or are being sent it."""
+    """Number of connections that wait for the answer or are receiving it."""
     delivered: bool = False
-    """True if a whole answer was sent."""
+    """True if the whole answer was sent to a client."""
 
     @property
     def failed(self) -> bool:
-        """True if there is no answer and there will be none."""
+        """True if the task ended without an answer."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class _Stream:
-    """The part of a stream that is written before its answer has ended."""
+    """The event stream of one answer, which grows while the answer is sampled."""
 
     def __init__(self, dialect: Dialect, asked: ModelRequest) -> None:
         self._dialect, self._asked = dialect, asked
         self.body = b""
         self._told: ModelAnswer | None = None
         self.more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Is done when there is more, and then another one."""
+        """Future that is done when there is more to send; it is then replaced by a new one."""
 
     def tell(self, answer: ModelAnswer) -> None:
-        """Write what is new of an answer that goes on."""
+        """Append the new part of an unfinished answer."""
         self._write(answer, ended=False)
         self.more.set_result(None)
         self.more = asyncio.get_running_loop().create_future()
 
     def whole(self, answer: ModelAnswer) -> bytes:
-        """Return the whole stream."""
+        """Append the rest of a finished answer, and return the whole stream."""
         self._write(answer, ended=True)
         return self.body
 
     def _write(self, answer: ModelAnswer, *, ended: bool) -> None:
         told = self._told
         if told is not None and told.text and not told.reasoning and answer.reasoning:
-            # What was told as text had been a thought without a beginning: it stays text.
+            # The end of the reasoning was found only now, and its text was already sent as text: keep it as text.
             answer = replace(answer, reasoning=None, text=f"{answer.reasoning}{THOUGHT_END}{answer.text}")
         self.body += "".join(self._dialect.events(self._asked, answer, told, ended=ended)).encode()
         self._told = answer
@@ -116,19 +116,20 @@ class _Answered:
 
 @dataclass(eq=False)
 class _Episode:
-    """An episode that may ask, or a model that is served."""
+    """An episode, or a served model, with its calls."""
 
     session: EpisodeSession | ServedModel
     key: str
-    """Empty: none is needed."""
+    """API key; empty if no key is needed."""
     calls: list[_Call] = field(default_factory=list)
-    """In the order in which they came; of a model that is served, those that run."""
+    """Calls in the order of arrival; for a served model, only running ones."""
 
     def joined(self, asked: str, attempt: int, is_named: bool) -> _Call | None:
-        """Return the call that a request repeats; None: it is a new one.
+        """Return the call that a request repeats; None if the request is a new one.
 
-        ``attempt``: the client's count of repetitions; ``is_named``: true if the client gave the request a name. A
-        request that says nothing of the kind repeats a call whose client went away without the answer.
+        ``attempt``: value of `RETRY_HEADER`. ``is_named``: True if the request has an idempotency key. Any request can
+        repeat an equal call whose clients disconnected without the answer; only one that is named or has an attempt can
+        repeat an equal call otherwise.
         """
         calls = [call for call in self.calls if call.asked == asked and not call.failed]
         abandoned = next((call for call in calls if not call.delivered and not call.readers), None)
@@ -137,7 +138,7 @@ class _Episode:
         return next((call for call in reversed(calls) if is_named or call.attempt < attempt), None)
 
     def keep(self, call: _Call) -> None:
-        """Keep a new call, and forget failures and the oldest answers beyond `ANSWERS_KEPT`."""
+        """Add a new call. Forget failed calls, and the oldest answers if there are more than `ANSWERS_KEPT`."""
         ended = [each for each in self.calls if each.task.done() and not each.readers]
         answers = [each for each in ended if not each.failed]
         forgotten = set(ended) - set(answers[-ANSWERS_KEPT:])
@@ -146,13 +147,13 @@ class _Episode:
         self.calls = [*(each for each in self.calls if each not in forgotten), call]
 
     def settle(self, call: _Call) -> None:
-        """Leave the answer of a call out of training if nobody got it."""
+        """Exclude the answer of a call from training if no client received it."""
         if not call.delivered and call.task.done() and not call.failed:
             self.session.leave_out(call.task.result().answer_id, "unread")
 
 
 class Endpoint:
-    """A server of episodes. It has a thread from `start` to `stop`."""
+    """The HTTP server. Its thread runs from `start` to `stop`."""
 
     def __init__(
         self,
@@ -164,8 +165,11 @@ class Endpoint:
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
         on_refusal: Callable[[RequestRefused], None] = lambda refused: None,
     ) -> None:
-        """``model``: the name in the list of models; requests may use any. ``port`` 0: any that is free.
-        ``on_refusal`` is called in the endpoint's thread with each request that is refused before it is answered."""
+        """Prepare the server without starting it.
+
+        ``model``: name in the list of models; requests may use any name. ``port`` 0: choose a free port. ``on_refusal``
+        is called in the server's thread with each request that is refused before it reaches the policy.
+        """
         self._dialects: Mapping[str, Dialect] = {dialect.path: dialect for dialect in dialects}
         self._model, self._host, self._port = model, host, port
         self._keep_alive_seconds = keep_alive_seconds
@@ -175,13 +179,14 @@ class Endpoint:
         self._names: dict[str, str] = {}
         """Key -> name of its episode."""
         self._ended: OrderedDict[str, str] = OrderedDict()
-        """Names of episodes that are over -> key."""
+        """Name of an ended episode -> its key, oldest first."""
         self._closing: set[concurrent.futures.Future[None]] = set()
-        """Ends of episodes that other threads wait for."""
+        """Calls of `_close` that other threads wait for."""
         self._told: set[str] = set()
+        """Names of ineffective fields that were logged."""
         self._stopping = False
         self._over = threading.Event()
-        """Set once the loop has ended."""
+        """Set when the event loop has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._turn = asyncio.Lock()
@@ -189,16 +194,16 @@ class Endpoint:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
         self.address = ""
-        """`http://host:port`, once it has started."""
+        """`http://host:port`; empty before the start."""
 
     def start(self) -> None:
-        """Listen. Raises `RuntimeError` if it cannot."""
+        """Start the thread and listen. Raises `RuntimeError` if the address cannot be used."""
         self._thread.start()
         if not self._ready.wait(START_SECONDS) or self._failure is not None:
             raise RuntimeError(f"the endpoint cannot listen at {self._host}:{self._port}: {self._failure}")
 
     def stop(self) -> None:
-        """Answer 503 to whoever waits, and end the thread. Raises `RuntimeError` if it does not end."""
+        """Answer waiting clients with status 503, and end the thread. Raises `RuntimeError` if it does not end."""
         self._stopping = True
         loop, stopped = self._loop, self._stopped
         if loop is not None and stopped is not None and self._thread.is_alive():
@@ -209,7 +214,10 @@ class Endpoint:
             raise RuntimeError(f"the endpoint did not end within {STOP_SECONDS:.0f} s")
 
     def open(self, session: EpisodeSession) -> tuple[str, str]:
-        """Give an episode its address, which ends with `/v1`, and its key. Raises `RuntimeError` if it does not run."""
+        """Add an episode. Return its address, which ends with `/v1`, and its key.
+
+        Raises `RuntimeError` if the server is not running.
+        """
         if self._stopping or not self._thread.is_alive():
             raise RuntimeError(f"the endpoint does not run: {self._failure or 'it was stopped'}")
         name, key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
@@ -218,21 +226,25 @@ class Endpoint:
         return f"{self.address}/e/{name}/v1", key
 
     def serve(self, model: ServedModel, key: str = "") -> str:
-        """Let a model answer all requests that name no episode, and return its address, which ends with `/v1`. With a
-        ``key`` they must send it."""
+        """Serve a model to all requests that name no episode. Return its address, which ends with `/v1`.
+
+        If ``key`` is not empty, requests must send it.
+        """
         self._episodes[""] = _Episode(model, key)
         return f"{self.address}/v1"
 
     async def close(self, session: EpisodeSession) -> None:
-        """End an episode: later requests get 409, and calls that are running are cancelled. The session does not change
-        any more. Calling it twice is harmless."""
+        """End an episode: cancel running calls, and answer later requests with status 409.
+
+        After this the session does not change any more. Calling it twice is harmless.
+        """
         if self._loop is None or self._over.is_set():
             session.close()
             return
         closing = self._close(session)
         try:
             ended = asyncio.run_coroutine_threadsafe(closing, self._loop)
-        except RuntimeError:  # the loop has ended since, and its calls with it
+        except RuntimeError:  # the event loop has ended meanwhile, and all calls with it
             closing.close()
             session.close()
             return
@@ -251,7 +263,7 @@ class Endpoint:
 
     async def _close(self, session: EpisodeSession) -> None:
         session.close()
-        # A copy, since other threads open episodes meanwhile, even while a list is made of the items.
+        # A copy, because other threads may add episodes during the iteration.
         for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
             episode = self._episodes.pop(name)
             self._names.pop(episode.key)
@@ -268,7 +280,7 @@ class Endpoint:
             logger.exception("the endpoint failed")
         finally:
             self._over.set()
-            for ended in list(self._closing):  # what came too late for the loop
+            for ended in list(self._closing):  # those that came too late for the event loop
                 ended.cancel()
             self._ready.set()
 
@@ -293,7 +305,7 @@ class Endpoint:
         finally:
             await runner.cleanup()
 
-    # Requests.
+    # Requests
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         name, path = _split(request.path)
@@ -324,25 +336,27 @@ class Endpoint:
         call.readers += 1
         try:
             response = await self._deliver(request, call, dialect, asked)
-        except ConnectionError:  # the client has gone away, which is no error of a handler
+        except ConnectionError:  # the client has disconnected, which is no error of the handler
             raise asyncio.CancelledError from None
         finally:
             call.readers -= 1
             if isinstance(episode.session, ServedModel):
                 episode.calls.remove(call)
-                call.task.cancel()  # if its client has gone away; of no effect on an answer that has ended
+                call.task.cancel()  # stops sampling if the client has disconnected; else the task is done already
         return response
 
     def _call(
         self, episode: _Episode, dialect: Dialect, asked: ModelRequest, request: web.Request, digest: str
     ) -> _Call:
-        """Return the call that answers a request, which is begun unless the request repeats one. ``digest``: of path
-        and body."""
+        """Return the call that answers a request: a new one, unless the request repeats an earlier one.
+
+        ``digest``: digest of path and body.
+        """
         count = request.headers.get(RETRY_HEADER, "0")
         attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         given = request.headers.get("idempotency-key", "")
         key = f"{digest}\n{given}"
-        # A model that is served keeps no answers: clients that ask the same are each answered.
+        # A served model keeps no answers: equal requests are answered separately.
         is_served = isinstance(episode.session, ServedModel)
         call = None if is_served else episode.joined(key, attempt, bool(given))
         if call is None:
@@ -357,7 +371,7 @@ class Endpoint:
     async def _deliver(
         self, request: web.Request, call: _Call, dialect: Dialect, asked: ModelRequest
     ) -> web.StreamResponse:
-        """Wait for the answer and send it. A stream gets what there is of it, and now and then a sign of life."""
+        """Wait for the answer and send it. A stream gets its parts as they come, with keep-alive comments between."""
         from aiohttp import web
 
         response: web.StreamResponse | None = None
@@ -406,7 +420,7 @@ class Endpoint:
         return _over()
 
     def _episode(self, name: str | None, request: web.Request) -> _Episode:
-        """Return the episode that path and keys name. Raises `RequestRefused`."""
+        """Return the episode for the name in the path and the key of a request. Raises `RequestRefused`."""
         authorization = request.headers.get("authorization", "")
         bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
         keys = [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
@@ -427,7 +441,7 @@ class Endpoint:
         return episode
 
     async def _pause(self) -> None:
-        """Return to one caller in each turn of the loop, so that hundreds who come at once do not block it."""
+        """Let one caller continue per iteration of the event loop, so that many at once do not block it."""
         async with self._turn:
             await asyncio.sleep(0)
 
@@ -445,7 +459,7 @@ class Endpoint:
         return f"there is no {request.method} {request.path[:200]} here; there is GET /v1/{MODELS}, {posts}"
 
     def _tell(self, asked: ModelRequest) -> None:
-        """Log once the name of each field that has no effect."""
+        """Log the name of each field without effect, once per name."""
         for name in asked.without_effect:
             if name not in self._told and len(self._told) < 200:
                 self._told.add(name)
@@ -455,7 +469,7 @@ class Endpoint:
 async def _answered(
     session: EpisodeSession | ServedModel, dialect: Dialect, asked: ModelRequest, stream: _Stream, pause: Pause
 ) -> _Answered:
-    """Have a request answered and write the answer. It is recorded when this ends."""
+    """Get the answer to a request from the session, which records it, and encode it for the client."""
     try:
         if isinstance(session, ServedModel):
             answer = await session.respond(asked, stream.tell if asked.stream else None)
@@ -471,7 +485,7 @@ async def _answered(
 
 
 async def _ended(episode: _Episode) -> None:
-    """Cancel the calls of an episode, and leave answers out of training that nobody got."""
+    """Cancel the running calls of an episode, and exclude answers from training that no client received."""
     running = [call.task for call in episode.calls if not call.task.done()]
     for task in running:
         task.cancel()
@@ -482,13 +496,13 @@ async def _ended(episode: _Episode) -> None:
 
 
 def _seen(task: asyncio.Task[_Answered]) -> None:
-    """Mark a refusal as retrieved: nobody may wait for it any more."""
+    """Retrieve the error of a call, so that asyncio does not warn if no client waits for it any more."""
     if not task.cancelled():
         task.exception()
 
 
 def _split(path: str) -> tuple[str | None, str]:
-    """Return the name of an episode in a path (None: there is none) and what is asked of it, without `v1`."""
+    """Split a path into the name of an episode (None if there is none) and the rest without `v1`."""
     parts = [part for part in path.split("/") if part]
     name = None
     if len(parts) > 1 and parts[0] == "e":
@@ -499,7 +513,7 @@ def _split(path: str) -> tuple[str | None, str]:
 
 
 def _asked(dialect: Dialect, body: bytes) -> tuple[ModelRequest, str]:
-    """Return the request that a body makes, and a digest of the body."""
+    """Parse a body. Return the request and a digest of the body. Raises `RequestRefused`."""
     try:
         value = loaded(body.decode())
     except ValueError as error:

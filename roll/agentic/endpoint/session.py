@@ -1,12 +1,13 @@
 """One episode of an agent: its requests become a tree of turns, and the tree becomes training samples.
 
-A request that goes on from an earlier answer reads that turn's own tokens, and behind them only the new messages: what
-the policy sampled is never encoded again. Histories are compared in a normal form, since clients write back what they
-were answered in other words. What cannot be continued is rendered whole and begins a new sample, with a cause. Each
-sampled token is trained on at most once: a later branch repeats the turns that it shares as context.
+If a request continues an earlier answer, its prompt consists of the tokens up to that answer plus the encoded new
+messages; tokens that the policy sampled are never encoded again. Histories are compared in a normal form, because
+clients send answers back in slightly different form. A request that cannot be continued in this way is rendered from
+scratch and begins a new sample, and the cause is counted. Each sampled token is trained on at most once: a later branch
+has the turns that it shares with an earlier one as context only.
 
-Requests may overlap. Everything here runs in the loop in which the requests are answered, but that long conversations
-are made into tokens in a thread; the policy is called in the loop in which the session was made.
+Requests may overlap. All code here runs in the event loop that answers the requests, with two exceptions: long
+conversations are tokenized in a thread, and the policy is called in the event loop that created the session.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ COUNTS = (
     "untrained/too_late",
     "untrained/unread",
 )
-"""What each episode reports, so that means over episodes count those in which it did not happen."""
+"""Counts that every episode reports, even if they are 0, so that means over episodes are right."""
 LONG_PROMPT = 2**12
-"""Characters, or token ids. What is longer is made into tokens in a thread, since others wait meanwhile."""
+"""Length in characters or token ids above which a prompt is tokenized in a thread, so that other requests do not wait.
+"""
 EarlierReasoning = Literal["keep", "template"]
 Pause = Callable[[], Awaitable[None]]
-"""Lets the loop take a turn."""
+"""Function to await so that the event loop can serve other tasks."""
 THOUGHT = "KeptThought{number}Qz"
-"""A stand-in for a thought, to see if the chat template keeps it."""
+"""Placeholder for reasoning text, to test if the chat template keeps it."""
 
 
 async def no_pause() -> None:
-    """Go on at once."""
+    """Return at once."""
 
 
 @dataclass(frozen=True)
@@ -63,53 +65,55 @@ class SessionSettings:
     """Settings of the sessions of one environment."""
 
     limits: ManagerSettings
-    """`max_steps` is the largest number of answers; `prompt_length` the longest prompt that begins a conversation."""
+    """Limits of lengths. `max_steps` limits the number of answers, `prompt_length` the first prompt of a conversation.
+    """
     parser: Parser
-    """How tool calls are read, from `tool_calls.py`."""
+    """Function that parses tool calls, from `tool_calls.py`."""
     earlier_reasoning: EarlierReasoning = "keep"
-    """`keep`: what the policy thought in earlier turns stays in its context; `template`: as the template has it, which
-    may begin a new sample with each turn of the user."""
+    """`keep`: the policy's reasoning from earlier turns stays in its context. `template`: the chat template decides. If
+    it removes the reasoning, each message of the user may begin a new sample."""
     untrained_models: frozenset[str] = frozenset()
-    """Names of models under which the policy answers without being trained on it."""
+    """Model names for which the policy answers, but is not trained on the answers."""
     ignore_response_format: bool = False
-    """True if requests for an answer of a given form are answered, in whatever form the policy likes."""
+    """True to answer requests for structured output without enforcing the structure; False to refuse them."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """A sampled answer, and the way to it from the answer before."""
+    """A node of the tree: a sampled answer, and the prompt tokens between its parent's answer and itself."""
 
     number: int
     """Number of the turn in the episode, from 0, in the order in which sampling began."""
     parent: _Turn | None
+    """Turn whose answer this one continues; None for a root."""
     tools: str
     """Digest of the tools of its conversation."""
     asked: tuple[str, ...]
-    """Normal forms of the messages since the parent's answer; of a root, of all its messages."""
+    """Normal forms of the messages after the parent's answer; for a root, of all messages before the answer."""
     read: np.ndarray
-    """int32: the tokens between those of the parent and the sampled ones; of a root, its whole prompt."""
+    """int32: prompt tokens after the parent's answer; for a root, its whole prompt."""
     sampled: SampledTurn
     answers: frozenset[str]
-    """Normal forms under which a client may write the answer back."""
+    """Normal forms in which a client may send the answer back."""
     message: Message
-    """The answer as a chat template takes it, its thought too."""
+    """The answer as a message for the chat template, including its reasoning."""
     conversation: Conversation | None
-    """The conversation up to the answer; None if the prompt was a text."""
+    """Conversation up to the answer; None if the prompt was a text or token ids."""
     answer_id: str
     text: str
     prompt: str | None = None
-    """The text of a prompt that was no conversation."""
+    """Prompt, if it was a text; None if it was a conversation or token ids."""
     untrained: str | None = None
-    """Cause for which the turn is not trained on."""
+    """Reason why the turn is not trained on; None if it is."""
     begun_for: str | None = None
-    """Cause for which it begins a sample, though an answer came before it in its messages."""
+    """Reason why it begins a new sample although its messages have an earlier answer; None if they have none."""
     out_of_room: bool = False
-    """True if it was cut, or could not be continued, for the length of its context."""
+    """True if the answer was cut off, or could not be continued, because the context was full."""
     children: list[_Turn] = field(default_factory=list)
 
     @property
     def path(self) -> list[_Turn]:
-        """The turns from the root to this one."""
+        """Turns from the root to this one."""
         turns: list[_Turn] = []
         turn: _Turn | None = self
         while turn is not None:
@@ -119,13 +123,13 @@ class _Turn:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Everything read and sampled up to the end of this turn, int32."""
+        """All tokens up to the end of this turn, int32."""
         return np.concatenate([piece for turn in self.path for piece in (turn.read, turn.sampled.token_ids)])
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place where a request goes on."""
+    """The place of a request in the tree. Fields are those of the `_Turn` that will answer it."""
 
     parent: _Turn | None
     tools: str
@@ -133,7 +137,7 @@ class _Place:
     read: np.ndarray
     conversation: Conversation | None
     cause: str | None
-    """Cause for which an earlier answer in its messages could not be continued; None if there is none."""
+    """See `_Turn.begun_for`."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -142,7 +146,7 @@ class _Place:
 
 
 class EpisodeSession:
-    """The answers of the policy to the requests of one episode."""
+    """An episode: answers requests with the policy, and turns the answers into training samples."""
 
     def __init__(
         self,
@@ -153,7 +157,7 @@ class EpisodeSession:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin an episode. ``policy`` is called in the loop that is running now."""
+        """Begin an episode. ``policy`` will be called in the event loop that is running now."""
         self._template = template
         self._decoder = decoder
         self._policy = policy
@@ -167,21 +171,23 @@ class EpisodeSession:
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.closed = False
         self.failure: BaseException | None = None
-        """What the policy raised. The episode has no end then."""
+        """Error raised by the policy or the endpoint; the episode has then failed."""
 
     @property
     def room(self) -> int:
-        """Tokens of the longest prompt together with its answer."""
+        """Largest number of tokens in a prompt with its answer."""
         return self._settings.limits.sequence_length
 
     @property
     def tokens(self) -> int:
-        """Tokens of all turns, read and sampled."""
+        """Number of tokens of all turns, prompts and answers."""
         return sum(len(turn.read) + len(turn.sampled.token_ids) for turn in self._turns)
 
     async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
-        """Sample the answer to a request and record it. ``pause`` is awaited between sampling and what is made of it.
-        Raises `RequestRefused`."""
+        """Sample the answer to a request and record it. Raises `RequestRefused`.
+
+        ``pause`` is awaited after sampling, before the answer is parsed and recorded.
+        """
         limits = self._settings.limits
         self._require_open()
         if request.form is not None and not self._settings.ignore_response_format:
@@ -205,7 +211,7 @@ class EpisodeSession:
             sampled,
             answer_id=uuid.uuid4().hex,
             created=int(self._clock()),
-            calls_id=str(number),  # a template may write the ids: they are the same whenever the episode is played
+            calls_id=str(number),  # a template may write the ids, so they must be the same in each run of the episode
         )
         message = message_of(answer)
         turn = _Turn(
@@ -235,20 +241,20 @@ class EpisodeSession:
         return len((await self._found(request)).token_ids)
 
     def leave_out(self, answer_id: str, cause: str) -> None:
-        """Leave an answer out of training that did not reach the agent; one that was continued did."""
+        """Exclude an answer from training because it did not reach the agent, unless a later request continues it."""
         for turn in self._turns:
             if turn.answer_id == answer_id and not turn.children and turn.untrained is None:
                 turn.untrained = cause
 
     def close(self) -> None:
-        """Refuse further requests. Answers that are still sampled are not recorded."""
+        """Refuse further requests. Answers that are being sampled will not be recorded."""
         self.closed = True
 
     def samples(self, score: float, reward: float) -> list[Sample]:
-        """Return the training samples of the episode: one for each branch that has something new.
+        """Return the training samples of the episode: one for each branch that has turns to train on.
 
-        ``score``: what the environment said; ``reward``: with penalties. It is credited to the last token of the last
-        turn. Empty if there is nothing to train on. Raises what the policy raised.
+        ``score``: the environment's score; ``reward``: the score with penalties, which is credited to the last token of
+        the last turn. The list is empty if there is nothing to train on. Raises the error in `failure`, if any.
         """
         if self.failure is not None:
             raise self.failure
@@ -264,11 +270,11 @@ class EpisodeSession:
             if path:
                 made.append((path[-1].number, self._sample_of(path, left, last, score, reward)))
                 left.difference_update(path)
-        # In the order of their last turns, so that the episode's last token is the last one of its samples.
+        # Sorted by their last turns, so that the last sample ends with the last token of the episode.
         return [sample for _, sample in sorted(made, key=lambda each: each[0])]
 
     def turns(self, reward: float) -> list[TurnRecord]:
-        """Return the turns in readable form; the ``reward`` is that of the last one."""
+        """Return the turns in readable form. The last turn gets ``reward``, all others get 0."""
         numbered = sorted(self._turns, key=lambda turn: turn.number)
         return [
             TurnRecord(
@@ -282,8 +288,7 @@ class EpisodeSession:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return counts of turns and tokens, of new samples by cause, of tokens left out by cause, and of calls that
-        the end of the episode cancelled, whose tokens nobody has seen."""
+        """Return counts: turns, tokens, new samples by cause, untrained tokens by cause, and cancelled calls."""
         counts = self._counts.copy()
         for turn in self._turns:
             if turn.untrained is not None:
@@ -296,7 +301,7 @@ class EpisodeSession:
             "tokens": float(sum(len(turn.sampled.token_ids) for turn in self._turns)),
         }
 
-    # Where a request goes on.
+    # The place of a request in the tree
 
     def _require_open(self) -> None:
         if self.closed:
@@ -307,7 +312,7 @@ class EpisodeSession:
             raise RequestRefused(used_up, code="max_steps_exceeded")
 
     async def _found(self, request: ModelRequest) -> _Place:
-        """Return the place of a request, found in a thread if that takes long. It changes nothing."""
+        """Return the place of a request, without changing the tree. Long requests are processed in a thread."""
         length = len(request.prompt or ()) + sum(len(message["content"]) for message in request.messages)
         return await asyncio.to_thread(self._place, request) if length > LONG_PROMPT else self._place(request)
 
@@ -318,7 +323,7 @@ class EpisodeSession:
         tools = _digest(_canonical(list(request.tools)))
         found = self._deepest(request, forms, tools)
         if found is None:
-            # Examples in a first request are no history.
+            # Assistant messages in the first request of an episode are examples, not history.
             is_told = bool(self._turns) and any(message["role"] == "assistant" for message in request.messages)
             others = is_told and self._deepest(request, forms, None) is not None
             cause = ("tools" if others else "history") if is_told else None
@@ -327,7 +332,7 @@ class EpisodeSession:
         following = request.messages[place:]
         if not self._keeps_thoughts(turn, request):
             return self._begin(_recorded(turn, request.messages), request, tools, forms, "template")
-        assert turn.conversation is not None  # it is found by messages
+        assert turn.conversation is not None  # `_deepest` returns only turns with a conversation
         conversation, calls = turn.conversation.branch(), turn.message.get("tool_calls", ())
         try:
             read = with_system_folded(
@@ -344,9 +349,10 @@ class EpisodeSession:
         return _Place(None, tools, forms, conversation.prompt_token_ids, conversation, cause)
 
     def _deepest(self, request: ModelRequest, forms: tuple[str, ...], tools: str | None) -> tuple[_Turn, int] | None:
-        """Return the turn that the messages go on from, and the number of messages up to its answer.
+        """Return the deepest turn that the messages continue, and the number of messages up to and with its answer.
 
-        Of equal answers it is the one whose calls have the same ids, else the latest.
+        If several turns have equal answers, prefer the one whose tool calls have the same ids, then the latest.
+        ``tools``: digest of the tools that the turn must have; None: any.
         """
         left = [(turn, 0) for turn in self._roots if turn.conversation is not None and tools in (turn.tools, None)]
         found: list[tuple[int, bool, int, _Turn]] = []
@@ -363,7 +369,7 @@ class EpisodeSession:
         return turn, place
 
     def _keeps_thoughts(self, turn: _Turn, request: ModelRequest) -> bool:
-        """Return False if the template leaves out an earlier thought that the policy's context has."""
+        """Return False if the chat template leaves out earlier reasoning that is in the policy's context."""
         template = self._template
         if self._settings.earlier_reasoning == "keep" or not isinstance(template, ChatTurns):
             return True
@@ -386,7 +392,7 @@ class EpisodeSession:
         return all(word in text for word in words)
 
     def _place_of_prompt(self, prompt: str | tuple[int, ...]) -> _Place:
-        """Return the place of a prompt that is no conversation: behind the longest answer that it begins with."""
+        """Return the place of a prompt that is no conversation: after the longest earlier turn that it begins with."""
         found: tuple[int, _Turn] | None = None
         for turn in self._turns:
             if turn.conversation is not None or (turn.prompt is None) is isinstance(prompt, str):
@@ -404,7 +410,7 @@ class EpisodeSession:
         read = tokenise([rest], self._decoder)[0] if isinstance(rest, str) else np.array(rest, dtype=np.int32)
         sampled = turn.sampled.token_ids
         if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
-            read = read[1:] if read[0] == sampled[-1] else read  # the text of an answer is without its end
+            read = read[1:] if read[0] == sampled[-1] else read  # the text of an answer has no end token
         return _Place(turn, "", (), read, None, None)
 
     def _require_room(self, request: ModelRequest, place: _Place, tokens: int) -> None:
@@ -425,7 +431,7 @@ class EpisodeSession:
             code="context_length_exceeded",
         )
 
-    # What the policy says.
+    # Sampling
 
     async def _sample(
         self, prompt: np.ndarray, number: int, max_new_tokens: int, stop: tuple[str, ...], pause: Pause
@@ -457,10 +463,10 @@ class EpisodeSession:
             raise RequestRefused("the answer was stopped before its end; ask again", status=status, code=cause)
         return sampled
 
-    # Samples.
+    # Samples
 
     def _sample_of(self, path: Sequence[_Turn], new: set[_Turn], last: _Turn, score: float, reward: float) -> Sample:
-        """Return the sample of a path, in which the turns that are ``new`` are trained on."""
+        """Return the sample of a path of turns. Only the turns in ``new`` are trained on."""
         token_ids = path[-1].token_ids
         length = len(token_ids)
         turns, rewards = np.full(length, -1, dtype=np.int32), np.zeros(length, dtype=np.float32)
@@ -493,10 +499,10 @@ class EpisodeSession:
 
 
 def normal_forms(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return a digest of each message that stays when a client writes the message back in other words.
+    """Return a digest of each message that ignores differences in form when a client sends the message back.
 
-    It is of the role, the text (null and nothing are the same; a list of parts is their text), the names and arguments
-    of the calls as JSON values, and which call a tool answers.
+    The digest covers the role, the text (null equals empty; a list of parts equals the joined text), the names and
+    arguments of tool calls as JSON values, and, for a tool's message, the position of the call that it answers.
     """
     forms, calls = list[str](), dict[str, int]()
     for message in messages:
@@ -519,7 +525,7 @@ def _form(message: Message, call: int = -1) -> str:
 
 
 def _value(arguments: Any) -> Any:
-    """Return the arguments of a call as a JSON value; a text that is none stays a text."""
+    """Return the arguments of a tool call as a JSON value; a text that is no JSON is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -529,7 +535,7 @@ def _value(arguments: Any) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    """Return a JSON value as one line, the same for equal values."""
+    """Return a JSON value as one line of text that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -542,13 +548,13 @@ def _ids(message: Message) -> list[str]:
 
 
 def _answer_forms(message: Message, stop: Sequence[str]) -> frozenset[str]:
-    """Return the normal forms of an answer; a client may have put a stop string back."""
+    """Return the normal forms of an answer: without a stop string, and with each one, because clients may append it."""
     text = message["content"]
     return frozenset(_form({**message, "content": text + end}) for end in ("", *stop))
 
 
 def _recorded(turn: _Turn, messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the answers up to this turn as they were given, with thoughts that clients leave out."""
+    """Return the messages with the answers up to ``turn`` as recorded, including reasoning that clients leave out."""
     restored, place = list(messages), -1
     for each in turn.path:
         place += len(each.asked) + 1

@@ -1,1 +1,1 @@
-"""Plug-in trackers: libraries or services of others (wandb, swanlab, trackio, the user's own), each in a process."""
+"""Plug-in trackers: external libraries or services (wandb, swanlab, trackio, a user's own), each in its own process."""

@@ -1,7 +1,7 @@
-"""wandb, swanlab and trackio as plug-in trackers; each library is imported in its own process only.
+"""wandb, swanlab and trackio as plug-in trackers. Each library is imported only in its own process.
 
-The libraries' own recording of the machine, the sources and the console is turned off, so only metrics and the
-configuration are reported.
+The libraries' own recording of the machine, the source code and the console is turned off, so that only metrics and the
+configuration are sent.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class WandbOptions:
 
 
 class WandbPlugIn(TrackerPlugIn):
-    """Weights & Biases, online or into a folder that `wandb sync` uploads.
+    """Weights & Biases, online or in a folder that `wandb sync` uploads.
 
-    Metrics are drawn over a value called ``step``, not over wandb's own counter. That counter only grows, and would
-    refuse the steps that a resumed run repeats.
+    The x axis is a metric named ``step`` instead of wandb's own step counter, which never decreases and would reject
+    the steps that a resumed run repeats.
     """
 
     Options: ClassVar[type] = WandbOptions
@@ -48,7 +48,7 @@ class WandbPlugIn(TrackerPlugIn):
     install: ClassVar[str] = install_command("wandb")
 
     def __init__(self, run: TrackerRun, options: WandbOptions) -> None:
-        os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would report its own failures to its makers, offline too
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # otherwise wandb reports its own errors, even offline
         import wandb
 
         Path(run.folder).mkdir(parents=True, exist_ok=True)
@@ -113,9 +113,9 @@ class SwanlabOptions:
 
 
 class SwanlabPlugIn(TrackerPlugIn):
-    """SwanLab, in its cloud or in a folder, for `swanlab sync` or SwanLab's own viewer.
+    """SwanLab, in its cloud, or in a folder for `swanlab sync` or SwanLab's own viewer.
 
-    SwanLab has no summary, so the summary at the end of a run is added to the run's configuration.
+    SwanLab has no summary, so the summary at the end of a run is added to the configuration shown there.
     """
 
     Options: ClassVar[type] = SwanlabOptions
@@ -177,10 +177,10 @@ class TrackioOptions:
 
 
 class TrackioPlugIn(TrackerPlugIn):
-    """Trackio: a database on this machine that `trackio show` opens, or a Hugging Face Space if one is named.
+    """Trackio: a database on this machine that `trackio show` opens, or a Hugging Face Space if one is configured.
 
-    Trackio finds runs by name. The name therefore carries the first letters of the run's id, and a resumed run finds
-    its own record. Trackio has neither summary nor exit code, so the end of the run is an alert.
+    Trackio identifies runs by name. The name therefore contains the first letters of the run's id, so that a resumed
+    run finds its own record. Trackio has neither a summary nor an exit code, so the end of the run is sent as an alert.
     """
 
     Options: ClassVar[type] = TrackioOptions
@@ -192,7 +192,7 @@ class TrackioPlugIn(TrackerPlugIn):
             Path(options.dir).mkdir(parents=True, exist_ok=True)
             os.environ["TRACKIO_DIR"] = options.dir
         if options.space_id is None:
-            # Otherwise it would ask the hub for the user, or send metrics to the address in a leftover variable.
+            # Otherwise trackio would ask the hub for the user, or send metrics to an address in these variables.
             os.environ["HF_HUB_OFFLINE"] = "1"
             for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_BUCKET_ID"):
                 os.environ.pop(variable, None)

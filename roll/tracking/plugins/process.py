@@ -1,11 +1,12 @@
-"""Plug-in trackers: their contract, their process, and the driver's end of it.
+"""Plug-in trackers: their interface, their processes, and the driver's connection to them.
 
-The process reads one JSON object per line and writes one for each report to the driver. Everything that the library
-prints goes to the tracker's log. The process ends with the run: with the status that the driver reports, or as failed
-if the driver disappears. A library that hangs then is killed, so no process stays behind. Ids stay after a resume.
+A tracker's process reads one JSON object per line from the driver, and writes one for each report to it. Everything
+that the library prints goes to the tracker's log. At the end of the run the tracker records the status that the driver
+sends, or a failure if the driver disappears. A library that hangs then is killed, so that no process is left. A resumed
+run keeps its ids.
 
-Logging never waits: a bounded queue, a thread that feeds the process, and a deadline. Records that do not fit into the
-queue are left out and counted; `metrics.jsonl` has everything. The run continues whatever becomes of the process.
+Logging never waits: records go through a bounded queue to a thread that feeds the process. Records that do not fit into
+the queue are left out and counted; `metrics.jsonl` has everything. The run continues even if the process dies.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from roll.tracking.summary import describe_error
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """The run's identity for trackers."""
+    """Identity of a run, for one tracker."""
 
     name: str
     id: str
-    """21 lower-case letters and digits (as swanlab requires), drawn once for each tracker of a run."""
+    """Random id of 21 lower-case letters and digits (as swanlab requires), chosen once for each tracker of a run."""
     folder: str
-    """Folder for the files of this tracker alone. A tracker that needs it makes it."""
+    """Folder for the files of this tracker alone. A tracker that needs the folder creates it."""
     resumed: bool
     """True if the tracker has seen this run before, under this id."""
     config: dict[str, Any]
@@ -64,37 +65,43 @@ class Ending:
 
 
 class TrackerPlugIn(Protocol):
-    """A tracker. All calls come from one thread, in order. An exception is reported once and loses only that record."""
+    """Interface of a plug-in tracker. All calls come from one thread, in order.
+
+    If `log` raises, only that record is lost; the first such error is shown to the user.
+    """
 
     Options: ClassVar[type]
-    """A dataclass: the keys below `tracker_kwargs.<name>`, each field with its ``metadata["help"]``."""
+    """Dataclass with the keys below `tracker_kwargs.<name>`; each field has a ``metadata["help"]``."""
     package: ClassVar[str | None]
-    """Package that must be installed; None: none."""
+    """Package that must be installed; None if no package is needed."""
     install: ClassVar[str]
-    """Command that installs it."""
+    """Command that installs the package."""
     where: str
     """Address or folder where a user finds the metrics."""
 
     def __init__(self, run: TrackerRun, options: Any) -> None:
-        """Begin or resume the run. Libraries are imported here and not before."""
+        """Begin or resume the run. Import libraries here and not before."""
 
     @staticmethod
     def secret(options: Any) -> str | None:
-        """Return the environment variable that must hold a key with these options; None: no key is needed."""
+        """Return the environment variable that must have an API key with these options; None if no key is needed."""
 
     @staticmethod
     def mode(options: Any) -> str:
-        """Return where metrics go with these options, in a word or two: ``online``, ``offline``."""
+        """Return the destination of the metrics with these options, in a word or two: ``online``, ``offline``."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step. Values may be NaN or infinite; a resumed run may report a step again."""
+        """Record the metrics of a step. Values may be NaN or infinite; a resumed run may record a step again."""
 
     def finish(self, ending: Ending) -> None:
-        """Write out everything; the process ends afterwards."""
+        """Write out everything. The process ends afterwards."""
 
 
 def flat_summary(summary: Mapping[str, Any], prefix: str = "summary") -> dict[str, Any]:
-    """Return ``{"val/last": {"math": 0.5}}`` as ``{"summary/val/last/math": 0.5}``; None values are left out."""
+    """Flatten a nested summary: ``{"val/last": {"math": 0.5}}`` becomes ``{"summary/val/last/math": 0.5}``.
+
+    None values are left out.
+    """
     flat: dict[str, Any] = {}
     for key, value in summary.items():
         if isinstance(value, Mapping):
@@ -105,15 +112,15 @@ def flat_summary(summary: Mapping[str, Any], prefix: str = "summary") -> dict[st
 
 
 ORPHAN_SECONDS = 60.0
-"""Time for a tracker to write everything out after the driver has disappeared."""
+"""Time in which a tracker may write out everything after the driver has disappeared."""
 _LOOK_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serve the driver at the other end of standard input and output."""
+    """Run a tracker's process, which the driver controls through standard input and output."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)
-    # The driver handles Ctrl-C and reports how the run ended.
+    # The driver handles Ctrl-C and sends the end of the run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_as_an_orphan, args=(os.getppid(),), daemon=True).start()
 
@@ -127,7 +134,7 @@ def main() -> None:
 
 
 def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
-    """Carry out the lines of the driver; return the exit code."""
+    """Carry out the commands in the driver's lines; return the exit code."""
     incoming = iter(lines)
     beginning = json.loads(next(incoming))
     try:
@@ -173,9 +180,10 @@ def open_plug_ins(
     exp_name: str,
     config: dict[str, Any],
 ) -> list[TrackerProcess]:
-    """Start plug-ins: ``classes`` has their import paths by name, ``options`` their keys, already checked.
+    """Start the processes of plug-in trackers.
 
-    ``config``: the resolved configuration, secrets redacted.
+    ``classes``: name -> import path. ``options``: name -> its options, already checked. ``config``: the resolved
+    configuration, secrets redacted.
     """
     if not classes:
         return []
@@ -196,13 +204,13 @@ def open_plug_ins(
 _logger = logging.getLogger(__name__)
 
 CAPACITY = 1000
-"""Most records that wait. A record is a step, or a validation before the first step."""
+"""Largest number of queued records. A record is a step, or a validation before the first step."""
 _BOOT = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import main; main()"
 _LAST_WORDS_SECONDS = 1.0
 
 
 class TrackerProcess:
-    """A plug-in tracker and its process, which starts in parallel with the run."""
+    """The driver's handle of a plug-in tracker and its process, which starts in parallel with the run."""
 
     def __init__(
         self,
@@ -216,14 +224,14 @@ class TrackerProcess:
         """Start the thread. ``options``: fields of the plug-in's `Options`; ``log``: file of the library's output."""
         self.name = name
         self.dropped = 0
-        """Number of records that did not get through."""
+        """Number of records that were lost."""
         self._log = log
-        self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)  # None: nothing follows
+        self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)  # None: end of the records
         self._beginning = _line({"class_path": class_path, "run": asdict(run), "options": dict(options)})
         self._ending = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._given_up: str | None = None
-        """The reason why nothing is sent any more."""
+        """Reason why nothing is sent any more; None while records are sent."""
         self._finished = False
         self._refusals = 0
         self._thread = threading.Thread(target=self._feed, name=f"tracker {name}", daemon=True)
@@ -231,7 +239,7 @@ class TrackerProcess:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the metrics of a step. Does not wait."""
-        # JSON does not know numpy's numbers.
+        # JSON cannot encode numpy numbers.
         plain = {name: value if type(value) is int else float(value) for name, value in metrics.items()}
         record = _line({"metrics": plain, "step": int(step)})
         if self._given_up is not None:
@@ -245,17 +253,17 @@ class TrackerProcess:
                 self._warn("does not keep up: metrics are left out from here on, and counted")
 
     def end(self, ending: Ending) -> None:
-        """Queue the end of the run behind all queued metrics. Returns at once; `wait` blocks until it is sent."""
+        """Send the end of the run after all queued metrics. Returns at once; `wait` waits for the tracker."""
         self._ending = _line({"ending": asdict(ending)})
         self._stop_feeding()
 
     def wait(self, deadline: float) -> None:
-        """Wait until the tracker has written everything out; kill it at the deadline (of `time.monotonic`)."""
+        """Wait until the tracker has written out everything; kill it at ``deadline`` (a time of `time.monotonic`)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._give_up("was not done in time and is ended")
             if self._process is not None and self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)  # and all that the library has started
+                os.killpg(self._process.pid, signal.SIGKILL)  # including processes that the library has started
             self._thread.join(_LAST_WORDS_SECONDS)
         while not self._queue.empty():
             self._leave_one_out()
@@ -287,12 +295,12 @@ class TrackerProcess:
                     record = self._queue.get()
                 pipe.write(self._ending)
         except OSError:
-            # The process is gone; the listener reports why.
+            # The process is gone; `_listen` reports the reason.
             self.dropped += record not in (None, self._beginning)
         listener.join()
 
     def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
-        """Read the replies until the process ends, which may happen at any time."""
+        """Read the replies until the process ends."""
         with replies:
             for line in replies:
                 self._hear(json.loads(line))
@@ -302,7 +310,7 @@ class TrackerProcess:
         self._stop_feeding()
 
     def _stop_feeding(self) -> None:
-        """Wake the feeding thread, which then stops waiting for metrics. Never waits itself."""
+        """Tell the feeding thread to stop after the queued records, without waiting. Drop records to make room."""
         while True:
             try:
                 self._queue.put_nowait(None)
@@ -326,7 +334,7 @@ class TrackerProcess:
                 self._warn(f"refused the metrics of step {words['step']}: {words['refused']} (said once)")
 
     def _give_up(self, reason: str) -> None:
-        """Stop sending and report the reason, the first time only."""
+        """Stop sending, and log the reason of the first call."""
         if self._given_up is None:
             self._given_up = reason
             self._warn(reason)
@@ -355,7 +363,7 @@ class PlugIns:
             tracker.log(metrics, step)
 
     def end(self, ending: Ending) -> None:
-        """Report the end of the run to all trackers and wait for them together. Safe to call twice."""
+        """Send the end of the run to all trackers, and wait for them together. Safe to call twice."""
         trackers, self._trackers = self._trackers, ()
         deadline = time.monotonic() + self._timeout_seconds
         for tracker in trackers:
@@ -365,5 +373,5 @@ class PlugIns:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """Return the record as a line of JSON. NaN and infinities are written in Python's way, which the host reads."""
+    """Return the record as a line of JSON. NaN and infinities are written as Python does, which `serve` can read."""
     return (json.dumps(record, ensure_ascii=True, default=str) + "\n").encode()
