@@ -52,7 +52,7 @@ class RewardModelConfig:
     """The conversion of a sequence classifier's output into a score."""
 
     label: Natural | None = option(
-        None, "Which label's logit is the score. Needed for classifiers of more than one label."
+        None, "Index of the label whose logit is the score. Required if the classifier has several labels."
     )
     max_length: Count | None = option(
         None, "Longest conversation in the reward model's tokens. Default: what its positions allow."
@@ -64,8 +64,8 @@ class RewardModelConfig:
     )
     batch_wait_seconds: NotNegative | None = option(
         None,
-        "How long a batch waits for responses of other groups. 0: a group's responses are scored by themselves, so "
-        "that rounding does not depend on timing. Default: 0 at `async_generation_ratio: 0`, else 0.005.",
+        "Seconds that a batch waits for responses of other groups. 0: a group's responses are scored by themselves, "
+        "so that rounding does not depend on timing. Default: 0 at `async_generation_ratio: 0`, else 0.005.",
     )
 
 
@@ -104,7 +104,9 @@ class JudgeConfig:
         "Further requests after a refused connection, a timeout or a status 408, 409, 425, 429 or 5xx; each waits "
         "twice as long as the one before (from 0.5 s, at most 30 s), or as long as `Retry-After` says.",
     )
-    verdict_retries: Natural = option(2, "How often the judge is asked again after an answer without a score in range.")
+    verdict_retries: Natural = option(
+        2, "Number of further requests to the judge after an answer without a score in range."
+    )
     fallback_score: Share | None = option(
         None, "Score, between 0 and 1, of a response on which no verdict can be had. Default: its group fails."
     )
@@ -129,7 +131,7 @@ class RewardConfig:
     tag_included: list[str] = option(
         list, "Domain tags of the prompts this reward judges. Default: the reward's own name."
     )
-    num_workers: Count = option(1, "Worker processes. Those of a reward model follow from its devices.")
+    num_workers: Count = option(1, "Number of worker processes. A reward model has one for each group of its devices.")
     timeout_seconds: Positive | None = option(
         None,
         "Longest time to judge one sample (a `reward_model`: one batch; a `judge`: all its attempts); then the worker "
@@ -138,7 +140,7 @@ class RewardConfig:
     max_retries: Natural = option(
         2, "Further attempts after an error or a timeout; then the group is dropped as failed."
     )
-    model_args: ModelArguments = option(ModelArguments, "How the model of a `reward_model` is loaded.")
+    model_args: ModelArguments = option(ModelArguments, "Settings for loading a `reward_model`'s model.")
     strategy_args: ScoreStrategyArguments = option(ScoreStrategyArguments, "Engine of a `reward_model`.")
     device_mapping: DeviceMapping = option(
         None, "Devices of a `reward_model`, one copy of the model on each; other roles may have them too."
@@ -148,7 +150,7 @@ class RewardConfig:
         None, "Import path of a worker class to use in place of the built-in one (`reward_model` only)."
     )
     reward_model: RewardModelConfig = option(
-        RewardModelConfig, "How the classifier of a `reward_model` becomes a score."
+        RewardModelConfig, "Settings for the score of a `reward_model`'s classifier."
     )
     judge: JudgeConfig | None = option(None, "The language model that a `judge` asks.")
 

@@ -44,7 +44,7 @@ class ModelArguments:
     )
     lora_rank: Count = option(8, "Rank of the adapters.")
     lora_alpha: Count | None = option(
-        None, "What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank."
+        None, "The adapters' output is scaled by `lora_alpha / lora_rank`. Default: twice the rank."
     )
 
 
@@ -146,7 +146,7 @@ class RowArguments:
     max_samples: Count | None = option(None, "Use at most this many rows (after shuffling).")
     shuffle: bool = option(True, "Shuffle the rows at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
-        "error", "What to do with prompts longer than `prompt_length` tokens."
+        "error", "Treatment of prompts longer than `prompt_length` tokens."
     )
 
 
@@ -175,7 +175,7 @@ class ExampleArguments(RowArguments):
     )
     overlong_prompts: Literal["error", "drop"] = option(
         "error",
-        "What to do with examples longer than `sequence_length` tokens. Those left out are counted in `data/overlong`.",
+        "Treatment of examples longer than `sequence_length` tokens. `data/overlong` counts the ones left out.",
     )
 
 
@@ -213,7 +213,7 @@ class PictureSampling:
         "Classifier-free guidance: v = v_negative + scale (v_prompt - v_negative), in sampling and in training. 1: "
         "none, and one pass of the model per step in place of two.",
     )
-    negative_prompt: str = option("", "What guidance leads away from.")
+    negative_prompt: str = option("", "Prompt that guidance steers away from.")
     max_sequence_length: Annotated[int, Range(at_least=1, at_most=512)] = option(
         256, "Tokens of a prompt for the T5 encoder; a model without one gets as many zeros. diffusers' default is 256."
     )
@@ -222,7 +222,7 @@ class PictureSampling:
     )
     kind: Literal["flow_sde", "cps", "dance"] = option(
         "flow_sde",
-        "What a step with noise draws from: `flow_sde` (Flow-GRPO), `cps` (coefficients-preserving sampling) or "
+        "Distribution of a step with noise: `flow_sde` (Flow-GRPO), `cps` (coefficients-preserving sampling) or "
         "`dance` (DanceGRPO). See `docs/images.md`.",
     )
     noise_level: Positive = option(0.7, "Strength of that noise; for `cps` below 1.")
@@ -236,8 +236,8 @@ class PictureSampling:
     )
     log_prob: Literal["mean", "sum"] = option(
         "mean",
-        "What a step's log-probability is: the mean over the dimensions of the latent, whose ratio stays near 1 (clip "
-        "ranges of 1e-5 to 1e-3), or the sum (clip ranges near 0.2).",
+        "Log-probability of a step: the mean over the dimensions of the latent, whose ratio stays near 1 (clip ranges "
+        "of 1e-5 to 1e-3), or the sum (clip ranges near 0.2).",
     )
 
     @property
@@ -287,7 +287,7 @@ class InferStrategyArguments(StrategyArguments):
 class WorkerConfig:
     """A role that runs a model on devices."""
 
-    model_args: ModelArguments = option(ModelArguments, "How the model is loaded.")
+    model_args: ModelArguments = option(ModelArguments, "Settings for loading the model.")
     training_args: TrainingArguments = option(TrainingArguments, "Optimizer and batch arithmetic.")
     data_args: RowArguments = option(RowArguments, "Prompts (under `actor_train`: the training prompts).")
     generating_args: GeneratingArguments = option(GeneratingArguments, "Sampling (under `actor_infer`).")
@@ -426,9 +426,9 @@ class TeacherConfig(ReferenceConfig):
 
     prompt: str | None = option(
         None,
-        "What the teacher sees in place of the prompt (`pipeline: rlvr`): a text in which `{prompt}`, `{ground_truth}` "
-        "and fields of the row stand in braces; other braces are doubled. With `template: chat` it takes the place of "
-        "the last user message. Default: the prompt itself.",
+        "Text that the teacher sees in place of the prompt (`pipeline: rlvr`): `{prompt}`, `{ground_truth}` and "
+        "fields of the row stand in braces; other braces are doubled. With `template: chat` it takes the place of the "
+        "last user message. Default: the prompt itself.",
     )
     weights: Literal["frozen", "policy"] = option(
         "frozen",

@@ -67,12 +67,12 @@ class ChaosEvent:
     at_step: Count = option(1, "Once so many training steps are over; of a publication: the version of this number.")
     role: str = option(
         "actor_train",
-        "Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `actor_logp`, "
-        "`reference`, `teacher`, `critic`, or `rewards.<name>` of a reward model.",
+        "Role whose process is hit (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, "
+        "`actor_logp`, `reference`, `teacher`, `critic`, or `rewards.<name>` of a reward model.",
     )
-    rank: Natural = option(0, "Which of its processes.")
+    rank: Natural = option(0, "Rank of the process within its role.")
     seconds: Positive | None = option(
-        None, "How long a publication is held back, or a process stands still. `freeze` without: for good."
+        None, "Seconds that a weight update is held back or a process is frozen. Default of `freeze`: forever."
     )
 
 
@@ -81,7 +81,7 @@ class ChaosConfig:
     """Fault injection, for tests of recovery only. See `docs/faults.md`."""
 
     enabled: bool = option(False, "Has to be `true` for events to be accepted.")
-    events: list[ChaosEvent] = option(list, "What happens, each once, however often the run is resumed.")
+    events: list[ChaosEvent] = option(list, "Faults to inject. Each happens once, also in a run that is resumed.")
 
 
 @dataclass
@@ -147,9 +147,10 @@ class WeightUpdateConfig:
     interval_steps: Count = option(1, "Publish weights every n training steps.")
     content: Literal["full", "adapter"] = option(
         "full",
-        "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
-        "full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the adapters alone, "
-        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded.",
+        "Content of a weight update. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and "
+        "computes at full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the "
+        "adapters alone, about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have "
+        "loaded.",
     )
     mode: Literal["push", "pull"] = option(
         "push",
@@ -167,8 +168,8 @@ class WeightUpdateConfig:
     )
     transport: Literal["auto", "shared_memory", "object_store", "checkpoint", "nccl", "cuda_ipc"] = option(
         "auto",
-        "How the bytes travel: `shared_memory` (one host), Ray's `object_store`, `checkpoint` (files on a disk that "
-        "all hosts see), or by vLLM's own transfer from GPU to GPU: `nccl` (devices apart), `cuda_ipc` (the same "
+        "Transport of the weights: `shared_memory` (one host), Ray's `object_store`, `checkpoint` (files on a disk "
+        "that all hosts see), or by vLLM's own transfer from GPU to GPU: `nccl` (devices apart), `cuda_ipc` (the same "
         "devices). `auto`: shared memory on Linux if trainer and engines are on one node, else the object store.",
     )
     max_unavailable: Nucleus = option(
@@ -224,9 +225,9 @@ class DistillationConfig:
 
     use: Literal["advantages", "rewards", "loss"] = option(
         "advantages",
-        "Where it goes. `advantages`: it is subtracted from the advantage of its token; `rewards`: from the reward of "
-        "its token, so that earlier tokens answer for it, too; `loss`: it is a term of the loss. See "
-        "`docs/algorithms/distillation.md`.",
+        "Place of the KL divergence. `advantages`: it is subtracted from the advantage of its token; `rewards`: from "
+        "the reward of its token, so that it also counts against earlier tokens; `loss`: it is a term of the loss. "
+        "See `docs/algorithms/distillation.md`.",
     )
     coef: Positive = option(1.0, "Weight of the divergence.")
     reward_coef: NotNegative = option(
@@ -252,13 +253,13 @@ class RunConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     pipeline: Literal["rlvr", "agentic", "image", "sft"] = option(
-        "rlvr", "Which pipeline runs: `rlvr`, `agentic`, `image` or `sft`."
+        "rlvr", "Pipeline that runs: `rlvr`, `agentic`, `image` or `sft`."
     )
     exp_name: str = option("run", "Name of the experiment.")
     seed: Seed = option(42, "Every random choice derives from it.")
     on_control_tokens: Literal["plain", "refuse"] = option(
         "plain",
-        "What becomes of texts that spell control tokens, such as `<|im_end|>` in a message of `template: chat`, an "
+        "Treatment of texts that spell control tokens, such as `<|im_end|>` in a message of `template: chat`, an "
         "observation, a tool's answer or an agent's request. `plain`: they are read as text; `refuse`: the row is a "
         "configuration error, the episode ends, the request is refused. See `docs/agentic_tokens.md`.",
     )
@@ -281,13 +282,13 @@ class RunConfig:
     accept_config_changes: bool = option(
         False, "Resume although keys that decide what is learned have changed. The run lists them."
     )
-    restarts: RestartsConfig = option(RestartsConfig, "Whether a failed run begins again by itself.")
+    restarts: RestartsConfig = option(RestartsConfig, "Automatic restarts of a failed run.")
     eval_steps: Natural = option(0, "Validate every n steps (and before the first and after the last); 0: never.")
     logging_steps: Count = option(1, "Print a console line every n steps. `metrics.jsonl` always has each step.")
     console_output: Literal["warnings", "all"] = option(
         "warnings",
-        "What the console shows of the processes of roles, with the role's name: warnings and errors, or `all` that "
-        "they and their libraries write. It is in files in the run's `logs/` in either case.",
+        "Output of the roles' processes on the console, with the role's name: warnings and errors, or `all` that they "
+        "and their libraries write. The files in the run's `logs/` have all of it in either case.",
     )
     track_with: list[str] | str = option(
         lambda: ["tensorboard"],
@@ -303,7 +304,7 @@ class RunConfig:
     stall_timeout_seconds: Positive = option(
         900.0, "A run in which no stage makes progress for this long fails with a report of who waits for whom."
     )
-    loss_agg_mode: LossAggregation = option("token-mean", "How per-token losses become one number.")
+    loss_agg_mode: LossAggregation = option("token-mean", "Aggregation of the per-token losses to one number.")
     actor_train: WorkerConfig = option(WorkerConfig, "The trained model.")
 
 
@@ -311,7 +312,7 @@ class RunConfig:
 class PipelineConfig(RunConfig):
     """Keys of every pipeline of reinforcement learning."""
 
-    pipeline: Literal["rlvr", "agentic", "image"] = option("rlvr", "Which pipeline runs: `rlvr`, `agentic` or `image`.")
+    pipeline: Literal["rlvr", "agentic", "image"] = option("rlvr", "Pipeline that runs: `rlvr`, `agentic` or `image`.")
     reward_pretrain: str | None = option(None, "Model of learned rewards.")
     num_logged_samples: Natural = option(4, "Readable rollouts written to `samples.jsonl` per step and per validation.")
 
@@ -357,8 +358,9 @@ class PipelineConfig(RunConfig):
     )
     reference: ReferenceConfig | None = option(
         None,
-        "The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of the "
-        "same model, and this section names its devices or none, the reference is actor_train without them.",
+        "The frozen reference policy. Needed for a KL term only. If `actor_train` trains adapters (LoRA) of the same "
+        "model, and this section names the same devices or none, the reference is actor_train with its adapters "
+        "switched off.",
     )
     teacher: TeacherConfig | None = option(
         None,
@@ -373,14 +375,15 @@ class PipelineConfig(RunConfig):
     )
     value_clip: Positive | None = option(
         None,
-        "How far a value may move from the one before the first update on a batch and still learn; none: any far.",
+        "Largest distance that a value may move from the one before the first update on a batch; beyond it, it no "
+        "longer learns. Default: unlimited.",
         needs="critic",
     )
 
     old_logprobs: Literal["behaviour", "recompute"] = option(
         "behaviour",
-        "What the ratio in the loss is taken against: the log-probabilities recorded when the tokens were sampled, or "
-        "those the trainer recomputes before its first update on a batch. The latter see no staleness: correct it by "
+        "Denominator of the ratio in the loss: the log-probabilities recorded when the tokens were sampled, or those "
+        "the trainer recomputes before its first update on a batch. The latter see no staleness: correct it by "
         "`train_infer_correction` or `pg_variant: decoupled_ppo`.",
     )
     train_infer_correction: dict[str, Any] = option(
@@ -399,18 +402,18 @@ class PipelineConfig(RunConfig):
     )
     mismatch_action: Literal["warn", "stop"] = option(
         "warn",
-        "What a step does whose mismatch is above `mismatch_alarm`: say so, or end the run.",
+        "Reaction to a mismatch above `mismatch_alarm`: a warning, or the end of the run.",
         needs="mismatch_alarm",
     )
 
     reward_clip: Positive | None = option(None, "Scores are clipped to plus and minus this before anything else.")
     norm_mean_type: Literal["none", "group", "tag", "batch", "running"] = option(
         "none",
-        "Whose mean is subtracted from the rewards, before the advantage estimator sees them. `tag`: of all samples in "
-        "the batch with the same domain tag.",
+        "Samples whose mean is subtracted from the rewards, before the advantage estimator sees them. `tag`: all "
+        "samples in the batch with the same domain tag.",
     )
     norm_std_type: Literal["none", "group", "tag", "batch", "running"] = option(
-        "none", "By whose standard deviation the rewards are divided."
+        "none", "Samples by whose standard deviation the rewards are divided."
     )
     length_penalty: LengthPenaltyConfig | None = option(None, "A penalty on long responses.")
     repetition_penalty: RepetitionPenaltyConfig | None = option(None, "A penalty on responses that repeat themselves.")
@@ -445,7 +448,7 @@ class PipelineConfig(RunConfig):
     )
     kl_controller: Literal["fixed", "adaptive"] = option(
         "fixed",
-        "Whether that weight stays, or is steered so that the KL divergence meets `target_kl`.",
+        "`fixed`: `init_kl_coef` stays; `adaptive`: it is adjusted so that the KL divergence meets `target_kl`.",
         needs="add_token_level_kl: true",
     )
     target_kl: Positive = option(
@@ -465,7 +468,7 @@ class PipelineConfig(RunConfig):
 class PromptConfig(PipelineConfig):
     """Keys of the pipelines whose groups are samples of a prompt, each judged by a reward."""
 
-    pipeline: Literal["rlvr", "image"] = option("rlvr", "Which pipeline runs: `rlvr` or `image`.")
+    pipeline: Literal["rlvr", "image"] = option("rlvr", "Pipeline that runs: `rlvr` or `image`.")
     val_batch_size: Count = option(256, "Validation requests in flight at a time.", needs="validation")
     num_return_sequences_in_group: Count = option(8, "Samples per prompt in training.")
     is_num_return_sequences_expand: bool = option(
@@ -479,16 +482,16 @@ class PromptConfig(PipelineConfig):
 class RLVRConfig(PromptConfig):
     """Prompts with verifiable rewards."""
 
-    pipeline: Literal["rlvr"] = option("rlvr", "Which pipeline runs.")
+    pipeline: Literal["rlvr"] = option("rlvr", "Pipeline that runs.")
 
 
 @dataclass
 class ImageConfig(PromptConfig):
     """Pictures drawn by a flow-matching model. It has the keys of `rlvr`, and these. See `docs/images.md`."""
 
-    pipeline: Literal["image"] = option("image", "Which pipeline runs.")
+    pipeline: Literal["image"] = option("image", "Pipeline that runs.")
     prompt_length: Count = option(77, "Longest prompt in tokens of the model's first tokenizer.")
-    sampling: PictureSampling = option(PictureSampling, "How pictures are drawn.")
+    sampling: PictureSampling = option(PictureSampling, "Settings of the sampler.")
     actor_train: PictureTrainConfig = option(PictureTrainConfig, "The model that is trained.")
     actor_infer: PictureInferConfig = option(PictureInferConfig, "The engine that draws.")
 
@@ -511,8 +514,7 @@ class EnvManagerConfig:
     tags: list[str] = option(list, "Tags of `custom_envs` used. Default: all, in their order.")
     num_groups_partition: list[int] = option(
         list,
-        "Share of each tag: of as many successive groups as these numbers add up to, each tag gets its number. "
-        "Default: 1 each.",
+        "Groups of each tag in one cycle of groups, whose length is the sum of these numbers. Default: 1 each.",
     )
     max_traj_per_env: Count | None = option(
         None,
@@ -544,7 +546,9 @@ class CustomEnvConfig:
         "Tools that the policy may call in the environment, whatever it is: names, import paths, or mappings of `tool` "
         "and its options. See `docs/tools.md`.",
     )
-    tool_settings: dict[str, Any] = option(dict, "How the `tools` are offered and called. See `docs/tools.md`.")
+    tool_settings: dict[str, Any] = option(
+        dict, "Format in which the `tools` are offered and called. See `docs/tools.md`."
+    )
     max_steps: Count = option(10, "Longest episode in turns; an agent's requests beyond them are refused.")
     max_tokens_per_step: Count | None = option(
         None,
@@ -598,7 +602,7 @@ class EnvWorkersConfig:
 class AgenticConfig(PipelineConfig):
     """Multi-turn episodes in environments."""
 
-    pipeline: Literal["agentic"] = option("agentic", "Which pipeline runs.")
+    pipeline: Literal["agentic"] = option("agentic", "Pipeline that runs.")
     template: Literal["chat", "raw"] = option(
         "chat",
         "`chat`: the tokenizer's chat template writes what stands between turns; `raw`: observations follow responses "
@@ -628,7 +632,7 @@ class AgenticConfig(PipelineConfig):
 class SFTConfig(RunConfig):
     """Supervised fine-tuning: the responses of examples are learned token by token. See `docs/sft.md`."""
 
-    pipeline: Literal["sft"] = option("sft", "Which pipeline runs.")
+    pipeline: Literal["sft"] = option("sft", "Pipeline that runs.")
     epochs: Count | None = option(
         None, "Passes over the examples, in place of `max_steps`; a last batch is filled up from the next pass."
     )

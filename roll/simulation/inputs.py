@@ -125,7 +125,7 @@ class LatencyInputs:
 
     seconds: NotNegative = option(0.05, "Median time.")
     sigma: NotNegative = option(0.5, "Standard deviation of its logarithm.")
-    workers: Count | None = option(None, "How many at a time. Default: any number.")
+    workers: Count | None = option(None, "Number at a time. Default: unlimited.")
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Inputs:
         0.3, "Share of the groups that `group_filter` drops."
     )
     origins: dict[str, Origin] = option(
-        dict, "Where numbers of this file come from; `roll simulate --calibrate` writes it. Default: given."
+        dict, "Source of the numbers in this file; `roll simulate --calibrate` writes it. Default: given."
     )
 
     def hardware(self, kind: str) -> Hardware:
