@@ -145,7 +145,7 @@ def adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
         message = f"{arguments.lora_rank}: {name} takes adapters of rank {engine.largest_adapter:g} or less"
         yield ConfigProblem("actor_train.model_args.lora_rank", message, "lower it, or write `content: full`")
     if config.weight_update.transport in ("nccl", "cuda_ipc"):
-        message = f"'adapter', but {config.weight_update.transport} is vLLM's way for all weights"
+        message = f"'adapter', but {config.weight_update.transport} transfers all weights, never a part"
         yield ConfigProblem(path, message, f"{remedy}, or `transport: auto`")
     if derived.needs_whole_models(config):
         message = "'adapter', but actor_logp takes whole models"

@@ -347,5 +347,5 @@ def _devices(config: RunConfig, estimate: MemoryEstimate) -> Iterator[Need]:
     if cluster.num_nodes > 1:
         slots += " on each node"
     sees = cluster.address is None and sees_gpus(os.environ, Path("/dev"))
-    state = "a driver is here; how many and how large they are was not looked at" if sees else "none here"
+    state = "a driver is here; their number and memory were not looked up" if sees else "none here"
     yield Need(slots, state, False)

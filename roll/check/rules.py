@@ -410,7 +410,7 @@ def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
         path = f"chaos.events[{index}]"
         if event in chaos.events[:index]:
             twin = chaos.events.index(event)
-            message = f"the same as chaos.events[{twin}]: a run that goes on could not tell which has happened"
+            message = f"the same as chaos.events[{twin}]: a resumed run could not tell which of them has happened"
             yield ConfigProblem(path, message, "remove it, or give it another step")
         yield from _right_keys(event, path)
         yield from _right_moment(config, event, path)

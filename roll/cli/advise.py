@@ -21,7 +21,7 @@ from roll.tracking.run_directory import RunDirectory
 ANEW = ("output_dir=null", "resume_from_checkpoint=false")
 """Overrides for the configuration of an existing run: a simulated run cannot use its folder."""
 
-NOTHING = "no change that was tried gains more than is uncertain"
+NOTHING = "no change that was tried gains more than the uncertainty"
 
 _EPILOG = """\
 examples:

@@ -49,9 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.url is not None and given:
             unused = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
-            raise problem(
-                "--url", f"{unused} would change nothing of a model that is served", "give it to `roll serve`"
-            )
+            raise problem("--url", f"{unused} has no effect on a model that is served", "give it to `roll serve`")
         with _address(options) as url:
             return _converse(Client(url, options.api_key), options.system)
     except ConfigError as error:

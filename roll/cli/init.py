@@ -115,7 +115,7 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
         print("\ninterrupted; nothing was written", file=sys.stderr)
         return FAILED
     except EOFError:
-        print("nobody answers; give flags and --yes", file=sys.stderr)
+        print("there is no terminal to ask in; give flags and --yes", file=sys.stderr)
         return BAD_ANSWERS
     except ConfigError as error:
         path.unlink(missing_ok=True)

@@ -252,7 +252,7 @@ def attempt_run(
 def _no_command(arguments: Sequence[str]) -> str | None:
     """Return an error message for a command line without a command or an option; None if it has one."""
     if not arguments:
-        return f"what is `roll` to do?\n\ncommands:\n{_COMMANDS}\n\nroll --help says more"
+        return f"no command given\n\ncommands:\n{_COMMANDS}\n\nroll --help says more"
     first = arguments[0]
     if first in COMMANDS or first.startswith("-") or "=" in first:
         return None

@@ -119,7 +119,7 @@ def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
 
     def walked(value: Any, path: str, depth: int = 0) -> Any:
         if depth > DEEPEST:
-            problems.append(ConfigProblem(path[:100], "the tree has no end", "let no part of it contain itself"))
+            problems.append(ConfigProblem(path[:100], "the value contains itself", "let no part of it contain itself"))
             return None
         if isinstance(value, Mapping):
             return {
@@ -134,7 +134,7 @@ def with_tokens(tree: Any) -> tuple[Any, dict[str, bytes]]:
         if callable(value):
             return token_of(value, path)
         if value is not None and not isinstance(value, str | int | float | date):
-            message = f"{type(value).__name__} is nothing that a configuration can hold"
+            message = f"{type(value).__name__} is not a type that a configuration can hold"
             problems.append(ConfigProblem(path, message, "write text, a number, a boolean, a list or a mapping"))
         return value
 

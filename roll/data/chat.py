@@ -428,8 +428,8 @@ def _split_at(text: str, word: str) -> tuple[str, str]:
     pieces = text.split(word)
     if len(pieces) != 2:
         raise TemplateRefused(
-            f"the chat template writes the assistant's content {len(pieces) - 1} times instead of once, so what the "
-            "policy sampled has no one place in it; take the step-wise manager (`env_manager_cls: step`), which "
+            f"the chat template writes the assistant's content {len(pieces) - 1} times instead of once, so there is no "
+            "single place for what the policy sampled; take the step-wise manager (`env_manager_cls: step`), which "
             "renders each turn anew"
         )
     return pieces[0], pieces[1]

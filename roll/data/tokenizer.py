@@ -70,6 +70,6 @@ def _require_on_hub(name: str, config_path: str) -> None:
         first_line = str(cause).strip().split("\n")[0]
         raise problem(
             config_path,
-            f"`{name}` is no folder, and cannot be had from the hub ({type(cause).__name__}: {first_line})",
+            f"`{name}` is no folder, and could not be fetched from the hub ({type(cause).__name__}: {first_line})",
             "give an existing folder, or the name of a model on the hub that this machine can reach",
         ) from cause

@@ -193,8 +193,8 @@ def _of_a_dead_run(evidence: Evidence) -> Diagnosis:
     driver = evidence.status.driver if evidence.status is not None else None
     who = "its driver" if driver is None else f"its driver (process {driver.pid} on {driver.host})"
     culprit = (
-        f"{who} is gone without a word: killed (SIGKILL, as the kernel does when memory runs out: see `dmesg`), or its "
-        "host went down"
+        f"{who} disappeared without an error message: killed (SIGKILL, as the kernel does when memory runs out: see "
+        "`dmesg`), or its host went down"
     )
     return Diagnosis("killed", f"the run is dead {steps}", culprit, advice, findings)
 
@@ -245,7 +245,7 @@ def _driver_trouble(evidence: Evidence, status: RunStatus) -> Diagnosis | None:
         return Diagnosis(
             "driver in trouble",
             f"process {driver.pid} is there, but `status.json` has not been written for {age:.0f} s",
-            "the disk is full or does not answer, or the process does not get to run",
+            "the disk is full or does not answer, or the process gets no CPU time",
             f"look at the disk of {evidence.run} and at {driver.host}",
         )
     if status.loop_place is not None:
@@ -357,7 +357,7 @@ def _end_of_chain(status: RunStatus, graph: WaitGraph) -> Diagnosis:
     if chain:
         last = chain[-1]
         place = next((worker.place for worker in status.workers if f"{waits.WORKER}{worker.name}" == last.on), None)
-        culprit = f"all wait in the end for {_spoken(last.on)} ({last.what}), since {_ago(status, last.since)}"
+        culprit = f"in the end all wait for {_spoken(last.on)} ({last.what}), since {_ago(status, last.since)}"
         culprit += f", which is at {place}" if place else ""
     else:
         working = [
@@ -365,7 +365,7 @@ def _end_of_chain(status: RunStatus, graph: WaitGraph) -> Diagnosis:
             for stage in status.stages
             if stage.state == "running"
         ]
-        culprit = "; ".join(working) or "nobody waits for anything that is known"
+        culprit = "; ".join(working) or "no process waits for anything that is known"
     quiet = status.loop_beat - status.moved_at
     left = max(status.stall_timeout_seconds - quiet, 0)
     advice = f"if that may take so long, wait; the run ends itself in {left:.0f} s (stall_timeout_seconds)"

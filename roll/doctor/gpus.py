@@ -238,7 +238,7 @@ def introduction(machine: Machine) -> Iterator[str]:
     if machine.gpus:
         yield f"{len(machine.gpus)} GPUs: {', '.join(dict.fromkeys(str(gpu['name']) for gpu in machine.gpus))}"
     else:
-        yield "no GPU here: of each check the part that CPUs can do runs"
+        yield "no GPU here: only the part of each check that runs on CPUs is done"
 
 
 def row(verdict: Verdict, *, on_gpus: bool) -> Iterator[str]:

@@ -131,7 +131,7 @@ def check_machine(verifier: Verifier, path: str) -> None:
     try:
         verifier.prepared.check_machine()
     except VerifierUnavailable as cause:
-        raise problem(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
+        raise problem(f"{path}.verifier", str(cause), "correct it, or choose another verifier") from cause
 
 
 def _is_required(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:

@@ -239,7 +239,7 @@ class GroupBuffer(Generic[Item, Result]):
             unconsumed = len(self._in_flight) + self.ready + 1
             raise ValueError(
                 f"group {group_id} started too early: it is due in batch {deadline}, the next batch is "
-                f"{self.batches_taken}, and {unconsumed} groups want to be in these batches of {self._batch_size}"
+                f"{self.batches_taken}, and {unconsumed} groups need a place in these batches of {self._batch_size}"
             )
         self._in_flight.add(group_id, deadline)
 

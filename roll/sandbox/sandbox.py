@@ -180,7 +180,7 @@ class Sandbox:
             result = _from_outside(_run(self._interpreter, level, "print(6 * 7)", "", Limits()))
         except (SandboxFailed, OSError) as error:
             return str(error)
-        return None if result.stdout == "42\n" else f"a first program ended so: {result}"
+        return None if result.stdout == "42\n" else f"a test program failed: {result}"
 
 
 @functools.cache

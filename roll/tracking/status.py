@@ -387,5 +387,5 @@ class StatusFile:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                logger.warning("`roll doctor` will not know how the run stands: %s", error)
+                logger.warning("`roll doctor` will not know the state of the run: %s", error)
             self._failing = True

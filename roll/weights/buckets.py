@@ -141,7 +141,7 @@ def pack_buckets(
     bucket: WeightBucket | None = None
     for name, tensor in named_tensors:
         if name in seen:
-            raise ValueError(f"tensor {name!r} comes twice in one publication")
+            raise ValueError(f"tensor {name!r} occurs twice in one weight update")
         seen.add(name)
         casts = float_dtype is not None and tensor.is_floating_point() and name not in uncast
         dtype = float_dtype if casts else tensor.dtype

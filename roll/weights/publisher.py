@@ -322,7 +322,7 @@ def cast(weights: NamedTensors, float_dtype: torch.dtype, uncast: Collection[str
     names = set()
     for name, tensor in weights:
         if name in names:
-            raise ValueError(f"tensor {name!r} comes twice in one publication")
+            raise ValueError(f"tensor {name!r} occurs twice in one weight update")
         names.add(name)
         is_cast = tensor.is_floating_point() and name not in uncast
         yield name, tensor.detach().to(float_dtype) if is_cast else tensor.detach()

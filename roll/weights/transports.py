@@ -165,7 +165,7 @@ class CheckpointReceiver(WeightReceiver):
             except (OSError, ValueError, KeyError, IndexError) as error:
                 raise WeightMismatch(f"cannot read {path}, weights of version {version}: {error!r}") from error
             if found != str(version):
-                raise WeightMismatch(f"{path} holds version {found}, expected {version}: the publication is stale")
+                raise WeightMismatch(f"{path} holds version {found}, expected {version}: the weights are stale")
             yield WeightBucket(tensors, memory[start:], BucketLocation(path, start))
 
 
@@ -206,7 +206,7 @@ def clear_weight_folder(run: RunDirectory) -> None:
     try:
         run.weights_note.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("%s stays, though nothing is there any more: %s", run.weights_note, error)
+        logger.warning("%s could not be removed, though its folder is gone: %s", run.weights_note, error)
 
 
 def _noted_folder(run: RunDirectory) -> Path | None:
@@ -291,7 +291,7 @@ class Segment:
         if index == len(self._extents):
             self._extents.append(self._reserve(size))
         if index not in range(len(self._extents)) or len(self._extents[index][1]) < size:
-            raise RuntimeError(f"bucket {index} of {size} bytes does not fit the memory of earlier publications")
+            raise RuntimeError(f"bucket {index} of {size} bytes does not fit the memory of earlier weight updates")
         return self._extents[index][1]
 
     def offset(self, index: int) -> int:
@@ -366,7 +366,7 @@ class SharedMemoryReceiver(WeightReceiver):
             if magic != _MAGIC or found != version or handle.version != version:
                 holds = "no finished version" if found == _NOTHING else f"version {found}"
                 raise WeightMismatch(
-                    f"the shared memory {handle.path} holds {holds}, expected {version}: the publication is stale"
+                    f"the shared memory {handle.path} holds {holds}, expected {version}: the weights are stale"
                 )
             data = memory[handle.offset : handle.offset + handle.length]
             yield WeightBucket(handle.tensors, data, BucketLocation(handle.path, handle.offset), handle.lasting)

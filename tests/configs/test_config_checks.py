@@ -809,7 +809,7 @@ ADAPTERS = {"actor_train.model_args.lora_target": "all-linear", "weight_update.c
             "actor_train.model_args.lora_rank",
             "rank 512 or less",
         ),
-        ({"weight_update.transport": "nccl"}, "weight_update.content", "way for all weights"),
+        ({"weight_update.transport": "nccl"}, "weight_update.content", "transfers all weights"),
         ({"actor_logp": {"device_mapping": [2]}}, "weight_update.content", "takes whole models"),
         ({"actor_train.model_args.dtype": "bfloat16"}, "actor_train.model_args.dtype", "to a base in float32"),
         (

@@ -112,7 +112,7 @@ def test_a_half_is_written_over_in_place_where_the_weights_have_the_same_form(tr
 
 
 def test_a_name_that_comes_twice_is_refused():
-    with pytest.raises(ValueError, match="'steps' comes twice"):
+    with pytest.raises(ValueError, match="'steps' occurs twice"):
         list(cast([*weights(1.0), weights(1.0)[1]], torch.float32))
 
 
