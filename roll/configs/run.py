@@ -37,6 +37,8 @@ from roll.configs.roles import (
 
 PUBLICATION_CHAOS = ("delay_publication", "corrupt_bucket")
 """Kinds of faults that affect a weight update, not a process."""
+LARGEST_DELTA = 0.5
+"""Largest share of the bytes of all weights that is sent as a delta; above it they are sent whole."""
 
 TENSORBOARD = "tensorboard"
 """The tracker that the driver writes itself."""
@@ -145,11 +147,16 @@ class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
     interval_steps: Count = option(1, "Publish weights every n training steps.")
-    content: Literal["full", "adapter"] = option(
+    content: Literal["full", "adapter", "delta"] = option(
         "full",
         "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
         "full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the adapters alone, "
-        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded.",
+        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded. `delta`: what "
+        "changed in all weights since the publication before, which each replica keeps on its host; bfloat16 or float16 "
+        "engines on other hosts and a small learning rate are where it pays.",
+    )
+    full_every: Natural = option(
+        100, "One of n publications is sent whole; 0: only the first one of a process.", needs="content: delta"
     )
     mode: Literal["push", "pull"] = option(
         "push",

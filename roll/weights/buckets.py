@@ -290,8 +290,9 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 TransferStep = Literal["init", "start", "update", "finish"]
-WeightContent = Literal["full", "adapter"]
-"""What a publication has: all weights, or the adapters (LoRA) alone; see `roll.weights.adapters`."""
+WeightContent = Literal["full", "adapter", "delta"]
+"""What a publication has: all weights, the adapters (LoRA) alone (`roll.weights.adapters`), or all weights and what changed
+in them (`roll.weights.delta`)."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +335,8 @@ class HeldWeights:
     """Tensor name -> xxh3_64 of its bytes as the engine holds it; None if they cannot be read back."""
     in_place: bool = False
     """True if the engine computes with the weight update's own memory, which must then stay unchanged."""
+    healed: Sequence[str] = ()
+    """Tensors whose delta did not fit, and which were fetched whole."""
 
 
 class WeightMismatch(ValueError):
