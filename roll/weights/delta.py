@@ -159,7 +159,7 @@ class DeltaSource:
             self._since_whole = 0
             return Delta()
         if corrupted:
-            made.data[-1] ^= 0xFF
+            made.data[0] ^= 0xFF
         return Delta(last[2], self._sender.send(_memory_of_deltas(buffer), version, [made]), made.data.nbytes)
 
     def _made(self, last: list[WeightBucket], buckets: list[WeightBucket], buffer: int) -> WeightBucket | None:

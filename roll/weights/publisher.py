@@ -179,7 +179,9 @@ class BucketPublisher(WeightPublisher):
             handles=self._sender.send(buffer, version, buckets),
             parameter_count=parameter_count,
             checksums=checksums,
-            total_bytes=sum(bucket.data.nbytes for bucket in buckets) if delta is None or is_whole else delta.total_bytes,
+            total_bytes=sum(bucket.data.nbytes for bucket in buckets)
+            if delta is None or is_whole
+            else delta.total_bytes,
             delta=delta,
             seconds={"gather": gather_seconds, "send": time.perf_counter() - started},
         )
