@@ -68,7 +68,7 @@ def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float
     if name == "sglang":
         how = "files in memory, which SGLang reads while an update lasts"
     copy = Part("new weights", shape.parameters * ELEMENT_BYTES[role.model_args.dtype], how)
-    host = (copy,) if name == "sglang" or not on_gpu else ()
+    host: tuple[Part, ...] = (copy,) if name == "sglang" or not on_gpu else ()
     if config.weight_update.content == "delta":
         host += (replace(copy, name="base of deltas", how="the last version, from which the next one is made"),)
     return replace(

@@ -291,8 +291,8 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 TransferStep = Literal["init", "start", "update", "finish"]
 WeightContent = Literal["full", "adapter", "delta"]
-"""What a publication has: all weights, the adapters (LoRA) alone (`roll.weights.adapters`), or all weights and what changed
-in them (`roll.weights.delta`)."""
+"""What a publication has: all weights, the adapters (LoRA) alone (`roll.weights.adapters`), or all weights and what
+changed in them (`roll.weights.delta`)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole runs whose weights travel as deltas: the very run with whole weights, whatever happens to a delta or a process."""
+"""Whole runs whose weights travel as deltas: those with whole weights, whatever happens to deltas or processes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.clock import run_virtual
-from roll.weights.buckets import WeightBucket, WeightMismatch, pack_buckets, tensor_checksum, views
+from roll.weights.buckets import WeightBucket, WeightMismatch, tensor_checksum, views
 from roll.weights.delta import BLOCK, DeltaReceiver, apply, encode
 from roll.weights.publisher import BucketPublisher, Publication
 from roll.weights.transports import TRANSPORTS, TransportSpec
