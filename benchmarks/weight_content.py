@@ -1,11 +1,12 @@
-"""Compare weight updates of all weights with those of adapters alone, in two short runs of the same training.
+"""Compare weight updates of all weights with those of adapters alone or of deltas, in short runs of the same training.
 
-The quick start's task with a wider random model and adapters (LoRA), one engine, processes as in any run. Prints JSON:
-of each side the medians over steps of the bytes of a publication, its seconds (gather + send + fetch + load), the time
-for which the engine stands still, and the rate of sampling; and the ratios of the sides. Before that, what a merge in
-bfloat16 leaves of adapters that have learned little.
+The quick start's task with a wider random model, one engine, processes as in any run; the model learns adapters (LoRA),
+or for deltas all weights in float32. Prints JSON: of each side the medians over steps of the bytes of a publication,
+its seconds (gather + send + fetch + load), the time for which the engine stands still, and the rate of sampling; and
+the ratios of the sides. With adapters, what a merge in bfloat16 leaves of those that have learned little, before that.
 
     python benchmarks/weight_content.py [--engine vllm] [--dtype bfloat16] [--transport object_store]
+    python benchmarks/weight_content.py --content delta --dtype bfloat16 --transport object_store --learning-rate 1e-6
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def figures(run: PipelineRun) -> dict[str, float]:
 
 
 def settings(arguments: argparse.Namespace, content: str) -> dict[str, Any]:
+    adapters = {
+        "actor_train.model_args.lora_target": "all-linear",
+        "actor_train.model_args.lora_rank": arguments.rank,
+        "actor_train.model_args.dtype": arguments.dtype,
+    }
     return {
         "max_steps": arguments.steps,
         "save_steps": 0,
@@ -93,9 +99,7 @@ def settings(arguments: argparse.Namespace, content: str) -> dict[str, Any]:
         "weight_update.content": content,
         "weight_update.transport": arguments.transport,
         "weight_update.canary_interval": 0,
-        "actor_train.model_args.lora_target": "all-linear",
-        "actor_train.model_args.lora_rank": arguments.rank,
-        "actor_train.model_args.dtype": arguments.dtype,
+        **(adapters if arguments.content == "adapter" else {}),
         "actor_train.training_args.learning_rate": arguments.learning_rate,
         "actor_infer.model_args.dtype": arguments.dtype,
         "actor_infer.strategy_args.strategy_name": arguments.engine,
@@ -104,11 +108,12 @@ def settings(arguments: argparse.Namespace, content: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--content", default="adapter", choices=("adapter", "delta"), help="compared with full")
     parser.add_argument("--engine", default="hf_infer", choices=("hf_infer", "vllm"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=512, help="0: the quick start's model as it is")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=100, help="supervised steps of the quick start's model")
     parser.add_argument("--rank", type=int, default=8)
@@ -118,20 +123,21 @@ def main() -> None:
         task = Path(folder)
         made = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", folder]
         run_command([*made, "--steps", str(arguments.warm_up)], {})
-        merges = {f"{moved:g}": rounding(task / "model", 16, moved) for moved in MOVED}
-        parameters = widen(task / "model", arguments.hidden, arguments.layers)
+        moved = MOVED if arguments.content == "adapter" else ()
+        merges = {f"{each:g}": rounding(task / "model", 16, each) for each in moved}
+        parameters = widen(task / "model", arguments.hidden, arguments.layers) if arguments.hidden else None
         sides = {
             content: figures(run_pipeline(task, task / content, settings(arguments, content)))
-            for content in ("full", "adapter")
+            for content in ("full", arguments.content)
         }
-    ratios = {name: sides["adapter"][name] / value for name, value in sides["full"].items() if value}
+    ratios = {name: sides[arguments.content][name] / value for name, value in sides["full"].items() if value}
     report = {
         "merged in bfloat16": merges,
         "parameters": parameters,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
     }
-    print(json.dumps({**vars(arguments), **report, "sides": sides, "adapter / full": ratios}, indent=1))
+    print(json.dumps({**vars(arguments), **report, "sides": sides, f"{arguments.content} / full": ratios}, indent=1))
 
 
 if __name__ == "__main__":

@@ -157,6 +157,23 @@ def adapters_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, message, f"{remedy}, or use `hf_infer`")
 
 
+def _deltas_cannot_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Yield why deltas cannot be published."""
+    path, remedy = "weight_update.content", "write `full`"
+    update = config.weight_update
+    if update.transport in ("nccl", "cuda_ipc"):
+        message = f"'delta', but {update.transport} goes from GPU to GPU, past the host on which engines keep a base"
+        yield ConfigProblem(path, message, f"{remedy}, or `transport: object_store`")
+    if update.transport == "checkpoint":
+        message = "'delta', but checkpoint writes whole weights to the disk each time, which takes longer than reading"
+        yield ConfigProblem(path, message, f"{remedy}, or `transport: object_store`")
+    if not update.dual_buffer:
+        message = "'delta', but a single buffer is written over, and the weights before are not there to compare with"
+        yield ConfigProblem(path, message, f"{remedy}, or `dual_buffer: true`")
+    if sys.platform != "linux":
+        yield ConfigProblem(path, "'delta' needs Linux (memfd_create)", remedy)
+
+
 def _bases_differ(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Yield the reasons why the engine's base model would differ from the trainer's."""
     trainer, role = config.actor_train, config.actor_infer
@@ -187,6 +204,8 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield from _cannot_be_pulled(config, mappings)
     if config.weight_update.content == "adapter":
         yield from adapters_cannot_travel(config)
+    if config.weight_update.content == "delta":
+        yield from _deltas_cannot_travel(config)
     if transport == "shared_memory" and derived.present_roles(config).keys() <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:

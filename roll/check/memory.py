@@ -33,7 +33,7 @@ from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import TRAINED_ROLES, WorkerConfig
-from roll.configs.run import PipelineConfig, RunConfig
+from roll.configs.run import LARGEST_DELTA, PipelineConfig, RunConfig
 from roll.configs.strategies import Options, strategy_of
 
 MOVED_STATES = ("weights", "adapters", "optimizer")
@@ -149,6 +149,9 @@ def _rank(config: RunConfig, name: str, section: WorkerConfig, shape: ModelShape
             stays = publication.size
         else:
             host_of_first.append(publication)
+        if config.weight_update.content == "delta":
+            how = f"at most {LARGEST_DELTA:g} of each buffer"
+            host_of_first.append(Part("deltas", LARGEST_DELTA * publication.size, how))
         if transport == "nccl":
             bucket = derived.load_bucket_bytes(config) + element * shape.largest_matrix
             how = "two buckets and their tensors, of the first rank"

@@ -68,11 +68,14 @@ def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float
     if name == "sglang":
         how = "files in memory, which SGLang reads while an update lasts"
     copy = Part("new weights", shape.parameters * ELEMENT_BYTES[role.model_args.dtype], how)
+    host: tuple[Part, ...] = (copy,) if name == "sglang" or not on_gpu else ()
+    if config.weight_update.content == "delta":
+        host += (replace(copy, name="base of deltas", how="the last version, from which the next one is made"),)
     return replace(
         memory,
         always=(*memory.always, overhead(on_gpu, role.num_gpus_per_engine)),
         processes=derived.engine_replicas(config),
-        host=(copy,) if name == "sglang" or not on_gpu else (),
+        host=host,
     )
 
 

@@ -210,7 +210,8 @@ def _weights(config: PipelineConfig) -> str:
     transport = derived.weight_transport(config).replace("_", " ")
     rhythm = _steps(config.weight_update.interval_steps)
     pulled = ", pulled by each replica" if config.weight_update.mode == "pull" else ""
-    alone = ", adapters alone" if config.weight_update.content == "adapter" else ""
+    contents = {"full": "", "adapter": ", adapters alone", "delta": ", as deltas"}
+    alone = contents[config.weight_update.content]
     return f"published every {rhythm} ({transport}{alone}{pulled}); running requests: {config.weight_update.in_flight}"
 
 

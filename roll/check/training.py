@@ -287,7 +287,7 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
             "is not reported"
         )
     infer = config.actor_infer
-    is_rounded = config.weight_update.content == "full" and infer.model_args.dtype != "float32"
+    is_rounded = config.weight_update.content != "adapter" and infer.model_args.dtype != "float32"
     if is_rounded and not list(adapters_cannot_travel(config)):
         yield (
             f"adapters are added to weights in {infer.model_args.dtype}, whose rounding drops most of a small one: "

@@ -37,6 +37,8 @@ from roll.configs.roles import (
 
 PUBLICATION_CHAOS = ("delay_publication", "corrupt_bucket")
 """Kinds of faults that affect a weight update, not a process."""
+LARGEST_DELTA = 0.5
+"""Largest share of the bytes of all weights that is sent as a delta; above it they are sent whole."""
 
 TENSORBOARD = "tensorboard"
 """The tracker that the driver writes itself."""
@@ -145,12 +147,18 @@ class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
     interval_steps: Count = option(1, "Publish weights every n training steps.")
-    content: Literal["full", "adapter"] = option(
+    content: Literal["full", "adapter", "delta"] = option(
         "full",
-        "Content of a weight update. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and "
-        "computes at full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the "
-        "adapters alone, about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have "
-        "loaded.",
+        "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
+        "full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the adapters alone, "
+        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded. `delta`: "
+        "what changed in all weights since the last publication, which each replica keeps on its host. It pays for "
+        "engines in bfloat16 or float16 on other hosts, at a small learning rate.",
+    )
+    full_every: Natural = option(
+        100,
+        "One of n publications is sent whole; 0: the first one of a trainer's process only.",
+        needs="content: delta",
     )
     mode: Literal["push", "pull"] = option(
         "push",

@@ -406,7 +406,8 @@ class InferencePool:
     async def _verify(self, publication: Publication) -> None:
         """Let one replica per node verify the bytes that several replicas of the node will map."""
         nodes: dict[str | None, list[Replica]] = {}
-        if publication.layout is None and TRANSPORTS[self._spec.transport].one_copy_per_host:
+        is_mapped = publication.layout is None and publication.delta is None
+        if is_mapped and TRANSPORTS[self._spec.transport].one_copy_per_host:
             for replica in self._replicas.values():
                 known = (replica.handle.node, publication.version) in self._verified
                 is_behind = self._wanted(replica)[0] is publication and replica.version < publication.version
@@ -490,6 +491,11 @@ class InferencePool:
         if canaries is not None:
             held = await self._change(replica, "score", canaries.token_ids)
             loaded.canaries.append(compare_canaries(replica.name, canaries, held))
+        if receipt.healed:
+            loaded.healed += 1
+            others = f" and of {len(receipt.healed) - 1} more tensors" if len(receipt.healed) > 1 else ""
+            message = f"{replica.name}, version {publication.version}: the delta of {receipt.healed[0]!r}{others}"
+            self._on_event(f"{message} did not give what was published; fetched whole")
         for name in ("fetch", "load"):
             loaded.seconds[name] += seconds[name]
         loaded.seconds["stall"] = max(loaded.seconds["stall"], seconds["stall"])

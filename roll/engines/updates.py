@@ -37,6 +37,8 @@ class Loaded:
     """``fetch`` and ``load``: sums over the replicas; ``stall``: the longest pause of a replica."""
     canaries: list[np.ndarray] = field(default_factory=list)
     """Log-probability differences between trainer and engine (`compare_canaries`), one array per compared replica."""
+    healed: int = 0
+    """Number of times that a replica could not use a delta, and fetched whole tensors."""
 
     def add(self, other: Loaded) -> None:
         """Add the result of another update."""
@@ -44,6 +46,7 @@ class Loaded:
             self.seconds[name] += other.seconds[name]
         self.seconds["stall"] = max(self.seconds["stall"], other.seconds["stall"])
         self.canaries += other.canaries
+        self.healed += other.healed
 
 
 class WeightSource(Protocol):

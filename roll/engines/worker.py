@@ -30,6 +30,7 @@ from roll.engines.base import (
 )
 from roll.runtime.workers import Worker
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, manifest, split_bucket
+from roll.weights.delta import DeltaReceiver
 from roll.weights.publisher import Publication, check_base, check_weights
 from roll.weights.transports import TRANSPORTS, WeightReceiver
 
@@ -284,6 +285,8 @@ class InferWorker(Worker):
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()
+        if publication.delta is not None:
+            receipt = replace(receipt, healed=self._delta_receiver.healed)
         return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - paused}
 
     async def begin_push(self, mode: PauseMode) -> None:
@@ -310,8 +313,16 @@ class InferWorker(Worker):
     def _receiver(self) -> WeightReceiver:
         return TRANSPORTS[self._spec.transport].receiver()
 
+    @cached_property
+    def _delta_receiver(self) -> DeltaReceiver:
+        return DeltaReceiver(self._receiver)
+
     def _received(self, publication: Publication, bucket_bytes: int, verified: bool) -> Iterator[WeightBucket]:
         """Yield the update's buckets in parts of ``bucket_bytes``, fetched lazily as the engine consumes them."""
+        if publication.delta is not None:
+            for bucket in self._delta_receiver.receive(publication):
+                yield from split_bucket(bucket, bucket_bytes)
+            return
         checksums = publication.checksums if verified else None
         for bucket in self._receiver.receive(publication.handles, publication.version):
             yield from split_bucket(replace(bucket, verified=checksums), bucket_bytes)

@@ -96,7 +96,7 @@ HARMLESS = (
     # weight transfer
     "weight_update.content", "weight_update.transport", "weight_update.dual_buffer", "weight_update.*bucket_size_mb",
     "weight_update.checkpoint_dir", "weight_update.timeout_seconds", "weight_update.canary*",
-    "weight_update.max_unavailable",
+    "weight_update.max_unavailable", "weight_update.full_every",
 )  # fmt: skip
 """Patterns of keys that affect how a run is executed, but not what it learns."""
 

@@ -145,7 +145,8 @@ class Roles:
             directory=claim_weight_folder(self._run, update.checkpoint_dir, self._config.exp_name),
             bucket_bytes=derived.load_bucket_bytes(self._config),
             timeout_seconds=update.timeout_seconds,
-            content=self._config.weight_update.content,
+            content=update.content,
+            full_every=update.full_every,
             corrupted_versions=corrupted_versions,
         )
 

@@ -351,6 +351,8 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
     seconds = {**publication.seconds, **loaded.seconds}
     metrics = {f"weights/{name}_seconds": value for name, value in seconds.items()}
     metrics["weights/bytes"] = float(publication.total_bytes)
+    if publication.delta is not None:
+        metrics["weights/healed"] = float(loaded.healed)
     if not loaded.canaries:
         return metrics
     warning = run.parity_check.judge(version, loaded.canaries)

@@ -291,8 +291,9 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 TransferStep = Literal["init", "start", "update", "finish"]
-WeightContent = Literal["full", "adapter"]
-"""Content of a weight update: all weights, or only the LoRA adapters; see `roll.weights.adapters`."""
+WeightContent = Literal["full", "adapter", "delta"]
+"""What a publication has: all weights, the adapters (LoRA) alone (`roll.weights.adapters`), or all weights and what
+changed in them (`roll.weights.delta`)."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +335,9 @@ class HeldWeights:
     checksums: Mapping[str, int | None] = field(default_factory=dict)
     """Tensor name -> xxh3_64 of its bytes in the engine; None for a tensor that cannot be read back."""
     in_place: bool = False
-    """True if the engine computes directly with the memory of the weight update, which must then stay unchanged."""
+    """True if the engine computes with the weight update's own memory, which must then stay unchanged."""
+    healed: Sequence[str] = ()
+    """Tensors whose delta did not fit, and which were fetched whole."""
 
 
 class WeightMismatch(ValueError):

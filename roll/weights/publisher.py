@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from roll.runtime.placement import free_port
 from roll.weights.buckets import HeldWeights, WeightBucket, dtype_name, manifest, pack_buckets, tensor_checksum
+from roll.weights.delta import Delta, DeltaSource
 from roll.weights.transports import TRANSPORTS, TransportSpec
 
 if TYPE_CHECKING:
@@ -64,11 +65,13 @@ class Publication:
     parameter_count: int
     checksums: dict[str, int]
     total_bytes: int
+    """Bytes that an engine fetches, if it has the publication before."""
     layout: Layout | None = None
     """Layout of pushed weights; None if engines fetch the weights by their handles."""
     base: Mapping[str, int] | None = None
-    """For an update of adapters: checksums of the base model, which each engine must have. None if all weights are
-    sent."""
+    """Checksums of the base model, which each engine has already; None if all weights travel."""
+    delta: Delta | None = None
+    """What changed since the publication before; None if engines do not keep that one."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of ``gather`` and of ``send``."""
 
@@ -137,6 +140,7 @@ class BucketPublisher(WeightPublisher):
     def __init__(self, spec: TransportSpec, rank: int) -> None:
         self._sender = TRANSPORTS[spec.name].sender(spec)
         self._corrupted_versions = spec.corrupted_versions
+        self._deltas = DeltaSource(self._sender, spec.full_every) if spec.content == "delta" else None
         self._rank = rank
         self._gathered: dict[int, tuple[int, list[WeightBucket], float]] = {}
         """Version -> its buffer, its buckets, and the seconds that gathering them took."""
@@ -155,6 +159,8 @@ class BucketPublisher(WeightPublisher):
             _draw(weights)
             return
         self._sender.begin(buffer)
+        if self._deltas is not None:
+            self._deltas.overwritten(buffer)
         allocate = partial(self._sender.allocate, buffer)
         buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, uncast=uncast, allocate=allocate))
         self._gathered[version] = buffer, buckets, time.perf_counter() - started
@@ -163,7 +169,11 @@ class BucketPublisher(WeightPublisher):
         started = time.perf_counter()
         buffer, buckets, gather_seconds = self._gathered.pop(version)
         parameter_count, checksums = manifest(buckets)
-        if version in self._corrupted_versions:
+        corrupted, delta = version in self._corrupted_versions, None
+        if self._deltas is not None:
+            delta = self._deltas.delta(version, buffer, buckets, checksums, corrupted)
+        is_whole = delta is None or delta.since is None
+        if corrupted and is_whole:
             _, _, _, offset = buckets[0].tensors[0]
             buckets[0].data[offset] ^= 0xFF
         return Publication(
@@ -171,7 +181,10 @@ class BucketPublisher(WeightPublisher):
             handles=self._sender.send(buffer, version, buckets),
             parameter_count=parameter_count,
             checksums=checksums,
-            total_bytes=sum(bucket.data.nbytes for bucket in buckets),
+            total_bytes=sum(bucket.data.nbytes for bucket in buckets)
+            if delta is None or is_whole
+            else delta.total_bytes,
+            delta=delta,
             seconds={"gather": gather_seconds, "send": time.perf_counter() - started},
         )
 

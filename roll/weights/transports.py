@@ -65,6 +65,8 @@ class TransportSpec:
     timeout_seconds: float = 600.0
     """Longest wait for one call to an engine during a push."""
     content: WeightContent = "full"
+    full_every: int = 0
+    """Number of deltas and whole publications of which one is whole; 0: only the first one."""
     corrupted_versions: frozenset[int] = frozenset()
     """Versions in which one byte is corrupted on purpose (`chaos`)."""
 

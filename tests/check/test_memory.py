@@ -545,6 +545,12 @@ def test_the_host_is_that_of_the_node_that_needs_most():
     assert host(4, 2, **deepspeed) == {"models while they load": 8, **both}
 
 
+def test_deltas_take_a_base_for_each_replica_and_at_most_half_of_the_buffers():
+    engines = {"actor_infer__device_mapping": [4, 5, 6, 7], "actor_infer__num_gpus_per_engine": 2}
+    more = {"deltas": 2, "base of deltas": 2 * 2}
+    assert host(1, 8, weight_update__content="delta", **engines) == host(1, 8, **engines) | more
+
+
 def test_ranks_that_map_the_files_of_a_model_need_no_memory_of_the_host_to_load_it():
     def loading(dtype):
         reference = {"device_mapping": [0], "model_args": {"dtype": dtype}}

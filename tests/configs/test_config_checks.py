@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +450,8 @@ WRONG = [
         "validation.replicas", "shares its devices", "remove",
     ),
     # Weights.
+    ({"weight_update.full_every": 5}, "weight_update.full_every", "content` is full", "content: delta"),
+    ({"weight_update.full_every": -1, "weight_update.content": "delta"}, "weight_update.full_every", ">= 0", "100"),
     ({"weight_update.pull_after_seconds": 5.0}, "weight_update.pull_after_seconds", "mode` is push", "mode: pull"),
     (
         {"weight_update": {"mode": "pull", "pull_after_seconds": -1.0}},
@@ -835,6 +838,32 @@ def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, 
     assert "adapters alone" in plan(config)
     problem = problems_of(merged(tree, ADAPTERS | changes))[path]
     assert words in problem.message and "full" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weight_update.transport": "nccl"}, "past the host on which engines keep a base"),
+        ({"weight_update.transport": "cuda_ipc"}, "past the host on which engines keep a base"),
+        ({"weight_update.transport": "checkpoint"}, "writes whole weights to the disk"),
+        ({"weight_update.dual_buffer": False}, "a single buffer is written over"),
+    ],
+)
+def test_deltas_travel_only_where_the_weights_before_are_kept_and_whole_ones_cost_more(tree, changes, words):
+    deltas = {"weight_update.content": "delta", "weight_update.full_every": 7}
+    for transport in ("auto", "object_store", "shared_memory"):
+        config = config_from_tree(merged(tree, deltas | {"weight_update.transport": transport}))
+        check_config(config)
+    assert "as deltas" in plan(config) and adapter_rank(config) is None
+    problem = problems_of(merged(tree, deltas | changes))["weight_update.content"]
+    assert words in problem.message and "full" in problem.remedy
+
+
+def test_deltas_need_memory_that_other_processes_can_map(tree, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert (
+        "needs Linux" in problems_of(merged(tree, {"weight_update.content": "delta"}))["weight_update.content"].message
+    )
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])

@@ -53,7 +53,7 @@ class MappedPool(LocalPool):
         checksum = weight_buckets.checksum
 
         def counted(data):
-            self.hashed[data.tobytes().decode()] += 1
+            self.hashed[data.tobytes().decode("latin-1")] += 1
             return checksum(data)
 
         monkeypatch.setattr(weight_buckets, "checksum", counted)

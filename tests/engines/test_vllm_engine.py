@@ -20,13 +20,16 @@ from roll.data.records import SampleBatch
 from roll.engines.base import EngineFailed
 from roll.trainers.base import build_trainer
 from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
+from roll.weights.delta import DeltaReceiver
 from roll.weights.publisher import PushTarget, WeightsDiffer, check_weights
+from roll.weights.transports import TRANSPORTS
 from tests.engines import vllm_helpers
 from tests.engines.engine_checks import full_scores, logits_of
 from tests.engines.engine_contract import *  # noqa: F403
 from tests.engines.engines import PROMPT, EngineOnTrial, begun
 from tests.engines.vllm_helpers import RunningEngine, assert_close, make_model, request
 from tests.trainers.trainers import trainer_setup
+from tests.weights.test_delta import Trainer as DeltaTrainer
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
 SAMPLES = 24
@@ -192,6 +195,24 @@ def push(engine, publisher, version):
         engine.run(engine.strategy.resume)
         engine.version = max(engine.version, version)
     return receipt
+
+
+def test_deltas_are_rebuilt_in_memory_that_vllm_reads(published):
+    """The same memory at each version: vLLM must keep no view of the one before."""
+    trainer, receiver = DeltaTrainer(), DeltaReceiver(TRANSPORTS["shared_memory"].receiver())
+    model, prompt = make_model(11), np.array(PROMPT, dtype=np.int32)
+    for version in range(4):
+        published.version += 1
+        publication = trainer.publish(published.version, dict(model.named_parameters()), torch.float32)
+        buckets = list(receiver.receive(publication))
+        published.run(take, published, buckets)
+        assert all(bucket.verified for bucket in buckets) == (version > 0)
+        completion = published.run(published.strategy.generate, request(f"delta {version}", 20, seed=version))
+        assert set(completion.versions) == {published.version}
+        assert_close(completion.logprobs, full_scores(model, prompt, completion))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter * (torch.rand(parameter.shape) < 0.05)
 
 
 def test_pushed_weights_are_held_verified_and_sampled_from(published, transfers):
