@@ -12,14 +12,21 @@ from functools import partial
 from pathlib import Path
 
 from roll.cli.main import command_parser, refusal
-from roll.cli.simulate import BAD_CONFIGURATION, DONE, Progress, check_price, simulated_config, split, take_inputs
+from roll.cli.simulate import (
+    ANEW,
+    BAD_CONFIGURATION,
+    DONE,
+    Progress,
+    check_price,
+    require_run,
+    simulated_config,
+    split,
+    take_inputs,
+)
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
 from roll.tracking.files import read_json_lines, say
 from roll.tracking.run_directory import RunDirectory
-
-ANEW = ("output_dir=null", "resume_from_checkpoint=false")
-"""Overrides of a run's configuration: another run cannot have its folder."""
 
 NOTHING = "no change that was tried gains more than is uncertain"
 
@@ -66,8 +73,8 @@ def _advise(options: argparse.Namespace) -> int:
     subject = Path(options.subject)
     runs = [*map(Path, options.calibrate), *([subject] if subject.is_dir() else [])]
     file = str(RunDirectory(subject).config) if subject.is_dir() else options.subject
-    if subject.is_dir() and not RunDirectory(subject).config.is_file():
-        raise problem(str(subject), "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
+    if subject.is_dir():
+        require_run(options.subject)
     keys = [*(ANEW if subject.is_dir() else ()), *keys]
     config = simulated_config(file, keys)
     inputs = read_inputs(options.inputs, numbers)

@@ -1,4 +1,5 @@
 """`roll simulate FILE`: the time of a step, who waits, how stale tokens will be and what the run will cost.
+`roll simulate --replay RUN`: the same of the recorded groups of a run, under another schedule.
 
 Nothing is started, and neither a GPU nor the model is needed: its name or its `config.json` tells the sizes.
 """
@@ -9,7 +10,9 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.cli.main import command_parser, refusal
@@ -17,12 +20,19 @@ from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig
 from roll.tracking.files import say
+from roll.tracking.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from roll.simulation.inputs import Inputs
+    from roll.simulation.replay import Recorded
 
 DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
 PREFIX = "simulation."
 """Before the name of an input on the command line."""
 SHORT = {"ratio": "async_generation_ratio"}
-"""Names in `--sweep` beside those of keys and inputs."""
+"""Names beside those of keys and inputs."""
+ANEW = ("output_dir=null", "resume_from_checkpoint=false")
+"""Overrides of a run's configuration: another run cannot have its folder."""
 PROGRESS_SECONDS = 5.0
 """Time between lines that say how far a long simulation is."""
 
@@ -33,6 +43,7 @@ examples:
   roll simulate run.yaml --sweep ratio=0,0.5,1,2
   roll simulate run.yaml --calibrate output/run/latest -o numbers.yaml
   roll simulate run.yaml --inputs numbers.yaml --price 2.5
+  roll simulate --replay output/run/latest ratio=2
 
 Inputs are lengths, speeds and latencies; docs/simulation.md has them all, and says how far to trust the numbers.
 
@@ -48,8 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         "Predict what a run takes: the real scheduler in virtual time, with models of what computes.",
         _EPILOG,
     )
-    parser.add_argument("config", metavar="FILE", help="YAML file of a run; keys: docs/configuration.md")
+    file_help = "YAML file of a run; keys: docs/configuration.md. With --replay, the run's own"
+    parser.add_argument("config", metavar="FILE", nargs="?", help=file_help)
     take_inputs(parser)
+    replay_help = "folder of a run, whose recorded groups are simulated with its configuration and your changes"
+    parser.add_argument("--replay", metavar="RUN", help=replay_help)
     parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
     parser.add_argument(
         "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
@@ -61,6 +75,11 @@ def main(arguments: Sequence[str]) -> int:
         help="simulations for the interval (default 16; of a large run fewer; below 4: no interval)",
     )
     options = parser.parse_intermixed_args(arguments)
+    if options.replay is not None:
+        options.overrides[:0] = [] if options.config is None else [options.config]
+        options.config = str(RunDirectory(Path(options.replay)).config)
+    elif options.config is None:
+        parser.error("give FILE, or --replay RUN")
     try:
         return _simulate(options)
     except ConfigError as error:
@@ -69,19 +88,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from roll.simulation.calibration import calibrated
-    from roll.simulation.inputs import dump_inputs, overridden, read_inputs
+    from roll.simulation.inputs import dump_inputs, overridden
     from roll.simulation.prediction import origins, predict, report, table
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
     check_price(options.price)
     keys, numbers = split(options.overrides)
-    config = simulated_config(options.config, keys)
-    inputs = read_inputs(options.inputs, numbers)
-    if options.calibrate:
-        inputs, notes = calibrated(config, inputs, [Path(each) for each in options.calibrate])
-        say("\n".join(notes))
+    keys = [*(ANEW if options.replay is not None else ()), *keys]
+    config, inputs, replay = _prepared(options, keys, numbers)
     if options.out is not None:
         try:
             with Path(options.out).open("x", encoding="utf-8") as file:
@@ -90,9 +105,10 @@ def _simulate(options: argparse.Namespace) -> int:
             say(f"cannot write {options.out}: {error.strerror or error}", error=True)
             return FAILED
     progress = Progress()
+    replayed = () if replay is None else replay.groups
+    simulated = partial(predict, draws=options.draws, seed=options.seed, progress=progress, replayed=replayed)
     if options.sweep is None:
-        prediction = predict(config, inputs, draws=options.draws, seed=options.seed, progress=progress)
-        say(report(config, inputs, prediction, options.price))
+        say(report(config, inputs, simulated(config, inputs), options.price))
         return DONE
     key, values = _sweep(options.sweep)
     rows = []
@@ -101,17 +117,51 @@ def _simulate(options: argparse.Namespace) -> int:
         swept = simulated_config(options.config, [*keys, *change])
         given = overridden(inputs, number)
         progress.of = f"{key}={value}, "
-        rows.append((value, predict(swept, given, draws=options.draws, seed=options.seed, progress=progress)))
+        rows.append((value, simulated(swept, given)))
     say(table(key, rows, options.price))
     say("\n".join(origins(inputs)))
     return DONE
+
+
+def _prepared(
+    options: argparse.Namespace, keys: Sequence[str], numbers: Sequence[str]
+) -> tuple[PipelineConfig, Inputs, Recorded | None]:
+    """Return the configuration, the inputs and the recorded groups, and say how the replay of the run as it was meets
+    the run."""
+    from roll.simulation.calibration import calibrated
+    from roll.simulation.inputs import read_inputs
+    from roll.simulation.replay import recorded
+    from roll.simulation.run import simulate
+
+    inputs = read_inputs(options.inputs, numbers)
+    runs = [Path(each) for each in options.calibrate]
+    if options.replay is None:
+        config = simulated_config(options.config, keys)
+        inputs, notes = calibrated(config, inputs, runs) if runs else (inputs, [])
+        if notes:
+            say("\n".join(notes))
+        return config, inputs, None
+    require_run(options.replay)
+    replay = recorded(Path(options.replay), inputs)
+    as_it_was = simulated_config(options.config, ANEW)
+    inputs, notes = calibrated(as_it_was, inputs, [*runs, Path(options.replay)])
+    outcome = simulate(as_it_was, inputs, seed=options.seed, replayed=replay.groups)
+    say("\n".join([replay.compared(outcome), *notes]))
+    return simulated_config(options.config, keys), inputs, replay
+
+
+def require_run(folder: str) -> None:
+    """Raise `ConfigError` for a folder that holds no run."""
+    if not RunDirectory(Path(folder)).config.is_file():
+        raise problem(folder, "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
 
 
 def take_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that simulates: overrides, inputs, the seed and a price."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value",
-        help=f"dotted keys that replace values of the configuration; those that begin with `{PREFIX}` are inputs",
+        help=f"dotted keys that replace values of the configuration (`ratio`: {SHORT['ratio']}); those that begin with "
+        f"`{PREFIX}` are inputs",
     )  # fmt: skip
     parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
     calibrate_help = "folder of a run of this model, to take inputs from; several times: of several runs"
@@ -144,7 +194,8 @@ class Progress:
 def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the overrides of the configuration, and those of inputs without their prefix."""
     numbers = [each.removeprefix(PREFIX) for each in overrides if each.startswith(PREFIX)]
-    return [each for each in overrides if not each.startswith(PREFIX)], numbers
+    keys = [each.partition("=") for each in overrides if not each.startswith(PREFIX)]
+    return ["".join((SHORT.get(key, key), *rest)) for key, *rest in keys], numbers
 
 
 def simulated_config(file: str, overrides: Sequence[str]) -> PipelineConfig:

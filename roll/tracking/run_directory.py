@@ -40,6 +40,8 @@ class RunDirectory:
         """States of stages and workers over time; opens in Perfetto."""
         self.samples = root / "samples.jsonl"
         """Readable rollouts."""
+        self.groups = root / "groups.jsonl"
+        """Lengths and times of all groups."""
         self.pictures = root / "samples"
         """Pictures of the readable rollouts."""
         self.summary = root / "summary.json"
