@@ -1,16 +1,16 @@
 """Calibration: simulation inputs measured from the files of real runs, or fitted until a simulation matches them.
 
 Reads `config.yaml`, `metrics.jsonl` and `groups.jsonl` (of earlier versions: `samples.jsonl`), which every run writes.
-Times of weight updates and lengths are used as measured. Speeds of engine and trainer are fitted to the seconds in which they were busy. Busy time depends
-on how many requests ran at once and, on a CPU, on what else used the cores, so the run is simulated repeatedly until
-the simulated busy times match.
+Times of weight updates and lengths are used as measured. Speeds of engine and trainer are fitted to the seconds in
+which they were busy. Busy time depends on how many requests ran at once and, on a CPU, on what else used the cores, so
+the run is simulated repeatedly until the simulated busy times match.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -25,7 +25,7 @@ from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
 from roll.simulation.costs import Tokens, micro_batches, shape_of
 from roll.simulation.inputs import LARGEST, Inputs, Origin, ValidationInputs, is_number
-from roll.simulation.replay import lines_of, recorded_groups
+from roll.simulation.replay import all_numbers, lines_of, recorded_groups, validation_seconds
 from roll.simulation.run import LEAST_STEPS, WARM_UP_STEPS, Outcome, simulate
 from roll.simulation.workload import GroupWork
 from roll.tracking.run_directory import RunDirectory
@@ -187,10 +187,10 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
         works = []
     if works:
         whole = [each for each in whole if each["step"] > records[-1]["step"] - FITTED_STEPS + WARM_UP_STEPS]
-    calm = [each for each in whole if not _validation_seconds(each)]
+    calm = [each for each in whole if not validation_seconds(each)]
     usual = calm if len(calm) >= LEAST_STEPS else whole
     # If nearly all steps have a validation, its time is taken out of them.
-    beside = [_validation_seconds(each) for each in usual]
+    beside = [validation_seconds(each) for each in usual]
     steps = [each["time/step"] - seconds for each, seconds in zip(usual, beside, strict=True)]
     generating = [
         max(0.0, (1 - each["idle/actor_infer"]) * each["time/step"] - seconds)
@@ -202,18 +202,10 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     return Observed(config, middle(steps), busy, works), records
 
 
-def _validation_seconds(record: Mapping[str, Any]) -> float:
-    """Return the seconds for which a step's publication waited for a validation; 0 if there was none, or beside it."""
-    if not any(name.startswith("val/") for name in record) or not is_number(record.get("time/param_update")):
-        return 0.0
-    update = sum(sum(_all([record], f"weights/{name}_seconds")) for name in ("send", "fetch", "load"))
-    return max(0.0, float(record["time/param_update"]) - update)
-
-
 def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
     """Return the inputs with the values that a run's files contain directly."""
     samples = derived.samples_per_step(config)
-    response = fmean(_all(records, "response/tokens")) / samples
+    response = fmean(all_numbers(records, "response/tokens")) / samples
     # The trainer's metric counts every token of its batches, once per epoch.
     trained = [each["tokens_per_second/actor_train"] * each["time/step"] / config.ppo_epochs for each in records]
     prompt = max(0.0, fmean(trained) / samples - response)
@@ -228,9 +220,9 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         inputs = _with(inputs, "filtered_share", min(dropped, LARGEST["filtered_share"]), "measured")
     replicas = derived.engine_replicas(config)
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
-        if seconds := _all(records, f"weights/{name}_seconds"):
+        if seconds := all_numbers(records, f"weights/{name}_seconds"):
             inputs = _with(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
-    if seconds := [each for each in map(_validation_seconds, records) if each]:
+    if seconds := [each for each in map(validation_seconds, records) if each]:
         inputs = _with(inputs, "validation.seconds", median(seconds), "measured")
     if (slow := slow_replica(records)) is not None:
         inputs = _with(inputs, "engine.slowest", 1 / slow[1], "measured")
@@ -252,7 +244,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
             inputs = _with(inputs, f"trainer.{name}", value, "fitted")
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
     rewards = config.rewards if isinstance(config, PromptConfig) else {}
-    judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and _all(records, name)]
+    judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and all_numbers(records, name)]
     if judged:
         workers = [rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
         working = sum(
@@ -281,12 +273,12 @@ def slow_replica(records: Sequence[Mapping[str, Any]]) -> tuple[int, float] | No
 
     None if there is none, or the run has not recorded it.
     """
-    numbers = [int(number) for number in _all(records, "engine/slowest")]
+    numbers = [int(number) for number in all_numbers(records, "engine/slowest")]
     if not numbers:
         return None
     number, often = Counter(numbers).most_common(1)[0]
     speeds = [each["engine/slowest_speed"] for each in records if each.get("engine/slowest") == number]
-    speed = median(_all([{"speed": each} for each in speeds], "speed") or [1.0])
+    speed = median(all_numbers([{"speed": each} for each in speeds], "speed") or [1.0])
     return (number, speed) if often > len(numbers) / 2 and 0 < speed < SLOW else None
 
 
@@ -308,10 +300,6 @@ def _with(inputs: Inputs, path: str, value: Any, origin: Origin) -> Inputs:
     section, _, name = path.rpartition(".")
     changed = {section: replace(vars(inputs)[section], **{name: value})} if section else {name: value}
     return replace(inputs, **changed, origins={**inputs.origins, path: origin})
-
-
-def _all(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [record[name] for record in records if is_number(record.get(name))]
 
 
 def _logged_lengths(folder: Path) -> list[float]:

@@ -7,7 +7,7 @@ it might have been.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -67,6 +67,19 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         return read_json_lines(path)
     except ValueError as error:
         raise problem(str(path), str(error), "give a run whose files are whole") from error
+
+
+def all_numbers(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Return all values of a metric that are numbers."""
+    return [record[name] for record in records if is_number(record.get(name))]
+
+
+def validation_seconds(record: Mapping[str, Any]) -> float:
+    """Return the seconds for which a step's publication waited for a validation; 0 if there was none, or beside it."""
+    if not any(name.startswith("val/") for name in record) or not is_number(record.get("time/param_update")):
+        return 0.0
+    update = sum(sum(all_numbers([record], f"weights/{name}_seconds")) for name in ("send", "fetch", "load"))
+    return max(0.0, float(record["time/param_update"]) - update)
 
 
 def _work(record: Mapping[str, Any]) -> GroupWork:

@@ -1,4 +1,5 @@
-"""`roll simulate --replay`: the recorded groups of a run as it was meet it, and under another schedule its truth."""
+"""`roll simulate --replay`: the recorded groups of a run as it was meet it, and under another schedule its truth; and
+`roll advise --after`, which compares a prediction with its outcome."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from roll.cli.main import main
 from roll.configs.loader import dump_config
+from roll.simulation.aftermath import inputs_after
 from roll.simulation.calibration import calibrated
 from roll.simulation.inputs import Inputs, read_inputs
 from roll.simulation.replay import recorded_groups
@@ -17,9 +19,10 @@ from roll.simulation.workload import groups
 from tests.simulation.test_simulate import gpus
 
 TRUTH = (
-    "engine.scale=1.7", "trainer.scale=0.6", "trainer.step_seconds=0", "trainer.optimizer_seconds=0", "lengths.median=300",
-    "lengths.prompt=200", "lengths.correlation=0.7", "weight_update.gather_seconds=1", "weight_update.send_seconds=2",
-    "weight_update.load_seconds=1", "rewards.seconds=0.5", "rewards.sigma=0", "filtered_share=0.2", "host.cores=4",
+    "engine.scale=1.7", "trainer.scale=0.6", "trainer.step_seconds=0", "trainer.optimizer_seconds=0",
+    "lengths.median=300", "lengths.prompt=200", "lengths.correlation=0.7", "weight_update.gather_seconds=1",
+    "weight_update.send_seconds=2", "weight_update.load_seconds=1", "rewards.seconds=0.5", "rewards.sigma=0",
+    "filtered_share=0.2", "host.cores=4",
 )  # fmt: skip
 STEPS, BATCH = 12, 8
 
@@ -31,11 +34,12 @@ def line(number, work, batch):
             "consumed": 9.0 if work.kept else None}  # fmt: skip
 
 
-def recorded_run(folder):
-    """Write the files of a run that took what a simulation of its groups says. Returns its configuration, its inputs
-    and its groups."""
+def recorded_run(folder, name="run", slower=1.0, **changes):
+    """Write the files of a run that took what a simulation of its groups says (or longer). Returns its configuration,
+    its inputs and its groups."""
     truth = read_inputs(None, list(TRUTH))
-    config = gpus(folder, async_generation_ratio=0, group_filter="zero_variance", max_steps=STEPS, eval_steps=0)
+    usual = {"async_generation_ratio": 0, "group_filter": "zero_variance", "max_steps": STEPS, "eval_steps": 0}
+    config = gpus(folder, **{**usual, **changes})
     works, kept = [], 0
     for work in islice(groups(config, truth, 0), 1000):
         works.append(work)
@@ -43,13 +47,14 @@ def recorded_run(folder):
         if kept == STEPS * BATCH:
             break
     outcome = simulate(config, truth, replayed=works)
-    run = folder / "run"
+    run = folder / name
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config))
     step, tokens = outcome.step_seconds, outcome.tokens * outcome.step_seconds
     record = {
         **{f"idle/{role}": share for role, share in outcome.idle.items()},
-        "time/step": step, "response/tokens": tokens,
+        "time/step": slower * step, "response/tokens": tokens,
+        "lag/mean": sum(lag * share for lag, share in outcome.lags.items()),
         "tokens_per_second/actor_train": (tokens + outcome.samples * 200) / step,
         "weights/gather_seconds": 1, "weights/send_seconds": 2, "weights/load_seconds": 2,
     }  # fmt: skip
@@ -125,3 +130,35 @@ def test_a_run_without_its_groups_is_refused(tmp_path, capsys, content, told):
     assert told in capsys.readouterr().err
     assert main(["simulate", "--replay", str(tmp_path)]) == 2
     assert "there is no run in this folder" in capsys.readouterr().err
+
+
+def test_a_run_that_followed_is_compared_with_what_was_predicted_of_its_changes(tmp_path, capsys):
+    recorded_run(tmp_path)
+    recorded_run(tmp_path, "ahead", async_generation_ratio=1)
+    recorded_run(tmp_path, "slow", slower=3.0, async_generation_ratio=1)
+
+    def told(other, *words):
+        code = main(["advise", str(tmp_path / "run"), "--after", str(tmp_path / other), "--draws", "4", *words])
+        output = capsys.readouterr()
+        return code, output.out + output.err
+
+    code, text = told("ahead")
+    assert code == 0 and "changed    async_generation_ratio 0.0 -> 1.0" in text and "measured " in text
+    assert "the step is inside the interval" in text, text
+    step = next(line.split() for line in text.splitlines() if line.strip().startswith("step s"))
+    assert float(step[2]) == pytest.approx(float(step[4]), rel=0.1)
+    for name in ("lag mean", "idle actor_infer", "idle actor_train", "tokens of a response", "gain"):
+        assert any(line.strip().startswith(name) for line in text.splitlines()), text
+    code, text = told("slow")
+    assert code == 0 and "the step LEFT the interval" in text and "slower than its end" in text
+    code, text = told("ahead", "async_generation_ratio=2")
+    assert code == 2 and "would change a run that is over" in text
+    code, text = told("nowhere")
+    assert code == 2 and "there is no run in this folder" in text
+
+
+def test_reward_workers_follow_the_configuration(tmp_path):
+    inputs = read_inputs(None, ["rewards.workers=3"])
+    before, after = (gpus(tmp_path, rewards__addition__num_workers=number) for number in (2, 6))
+    assert inputs_after(inputs, before, after).rewards.workers == 7
+    assert inputs_after(Inputs(), before, after).rewards.workers is None
