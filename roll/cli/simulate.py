@@ -12,19 +12,22 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.cli.main import command_parser, refusal
 from roll.configs.errors import ConfigError
+from roll.configs.loader import dump_config
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig
-from roll.tracking.files import say
+from roll.tracking.files import say, write_atomically
 from roll.tracking.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from roll.simulation.inputs import Inputs
     from roll.simulation.replay import Recorded
+    from roll.simulation.workload import GroupWork
 
 DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
 PREFIX = "simulation."
@@ -44,11 +47,12 @@ examples:
   roll simulate run.yaml --calibrate output/run/latest -o numbers.yaml
   roll simulate run.yaml --inputs numbers.yaml --price 2.5
   roll simulate --replay output/run/latest ratio=2
+  roll simulate run.yaml --html simulated.html
 
 Inputs are lengths, speeds and latencies; docs/simulation.md has them all, and says how far to trust the numbers.
 
-exit codes: 0 simulated; 2 the configuration or an input is wrong, every problem named with a remedy; 1 OUT cannot be
-written.
+exit codes: 0 simulated; 2 the configuration or an input is wrong, every problem named with a remedy; 1 OUT or PAGE
+cannot be written.
 """
 
 
@@ -65,6 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     replay_help = "folder of a run, whose recorded groups are simulated with its configuration and your changes"
     parser.add_argument("--replay", metavar="RUN", help=replay_help)
     parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
+    html_help = "write the page of `roll report` about the simulated run: lanes of who works and who waits"
+    parser.add_argument("--html", metavar="PAGE", help=html_help)
     parser.add_argument(
         "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
     )
@@ -94,6 +100,8 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
     check_price(options.price)
+    if options.html is not None and options.sweep is not None:
+        raise problem("--html", "a page shows one simulation, and `--sweep` makes several", "leave one of them out")
     keys, numbers = split(options.overrides)
     keys = [*(ANEW if options.replay is not None else ()), *keys]
     config, inputs, replay = _prepared(options, keys, numbers)
@@ -108,8 +116,9 @@ def _simulate(options: argparse.Namespace) -> int:
     replayed = () if replay is None else replay.groups
     simulated = partial(predict, draws=options.draws, seed=options.seed, progress=progress, replayed=replayed)
     if options.sweep is None:
-        say(report(config, inputs, simulated(config, inputs), options.price))
-        return DONE
+        told = report(config, inputs, simulated(config, inputs), options.price)
+        say(told)
+        return DONE if options.html is None else _draw(options, config, inputs, replayed, told)
     key, values = _sweep(options.sweep)
     rows = []
     for value in values:
@@ -120,6 +129,29 @@ def _simulate(options: argparse.Namespace) -> int:
         rows.append((value, simulated(swept, given)))
     say(table(key, rows, options.price))
     say("\n".join(origins(inputs)))
+    return DONE
+
+
+def _draw(
+    options: argparse.Namespace, config: PipelineConfig, inputs: Inputs, replayed: Sequence[GroupWork], told: str
+) -> int:
+    """Write the page of a simulated run; return the exit code. ``told``: its report."""
+    from roll.report.page import render_page
+    from roll.report.simulated import simulated_run
+    from roll.simulation.run import simulate
+
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "timeline.json"
+        outcome = simulate(config, inputs, seed=options.seed, replayed=replayed, trace=trace)
+        run = simulated_run(
+            Path(options.config), dump_config(config), trace, outcome.step_ends, outcome.lags, outcome.ledger, told
+        )
+    try:
+        write_atomically(Path(options.html), render_page(run))
+    except OSError as error:
+        say(f"cannot write {options.html}: {error.strerror or error}", error=True)
+        return FAILED
+    say(f"page       {options.html}")
     return DONE
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapreplace
 from itertools import cycle
+from pathlib import Path
 from typing import Any, cast
 
 from roll.configs import derived
@@ -37,6 +38,7 @@ from roll.simulation.costs import Costs, Tokens, costs_of
 from roll.simulation.engines import Engines, Host, Request
 from roll.simulation.inputs import Inputs
 from roll.simulation.workload import GroupWork, groups
+from roll.tracking.timeline import Timeline
 
 MEASURED_STEPS = 8
 """Steps that are averaged by default."""
@@ -108,11 +110,14 @@ class Unchecked(AssertionError):
     """A simulated batch contained a token older than the staleness bound."""
 
 
-class _NoTimeline:
+class _NoTimeline(Timeline):
     """A timeline that records nothing."""
 
-    def transition(self, lane: str, state: str, **details: Any) -> None:
+    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
         """Ignore a change of state."""
+
+    def busy(self, role: str, start: float, end: float, worker: str | int = 0) -> None:
+        """Ignore an interval."""
 
 
 class _Workers:
@@ -158,6 +163,8 @@ class _Run:
     step_done: Callable[[int, int], None]
     validation_seconds: float
     """Of a validation on all replicas; 0: there is none."""
+    trace: Path | None = None
+    """File for the timeline."""
     steps: StepCounter = field(default_factory=StepCounter)
     published: StepCounter = field(default_factory=StepCounter)
     spans: dict[int, float] = field(default_factory=dict)
@@ -177,6 +184,9 @@ class _Run:
         config, self._loop = self.config, cast(VirtualTimeLoop, asyncio.get_running_loop())
         self.host = Host(self.inputs.cores(config.cluster.device), self._loop)
         self.pool = Engines(config, self.costs, self.host)
+        self.timeline = Timeline(self.trace, self._loop.time) if self.trace is not None else _NoTimeline()
+        for replica in self.pool.replicas.values():
+            replica.computed = partial(self.timeline.busy, "actor_infer", worker=replica.name.rpartition("/")[2])
         self._judges = _Workers(self.workers)
         self._driver = asyncio.Lock()
         self.locks = role_locks(config)
@@ -205,6 +215,7 @@ class _Run:
         self.scheduler.ledger.check()
         if self._beside is not None:
             await self._beside
+        self.timeline.close()
         return self.outcome()
 
     def _kept(self, made: RolledOut) -> bool:
@@ -284,7 +295,7 @@ class _Run:
                 before = partial(waits, cast(Any, self))
             finish = self._record if last else None
             stages.append(
-                Stage(name, work, source, cast(Any, _NoTimeline()), outbox, before=before, hold=hold,
+                Stage(name, work, source, self.timeline, outbox, before=before, hold=hold,
                       finish=finish, passes_parts=passes_parts)
             )  # fmt: skip
             if outbox is not None:
@@ -374,12 +385,17 @@ class _Run:
             self._beside = asyncio.create_task(self.pool.keep(kept, self.validation_seconds))
         elif settings.mode == "pause":
             self.scheduler.pause_admission()
-            await asyncio.sleep(self.validation_seconds)
+            await self._validation()
             self.scheduler.weights_published(version)
             self.scheduler.resume_admission()
         else:
             self.scheduler.weights_published(version)
-            await asyncio.sleep(self.validation_seconds)
+            await self._validation()
+
+    async def _validation(self) -> None:
+        self.timeline.transition("validation", "running")
+        await asyncio.sleep(self.validation_seconds)
+        self.timeline.transition("validation", "idle")
 
     async def _record(self, batch: Batch) -> None:
         replicas = self.pool.replicas.values()
@@ -399,6 +415,7 @@ class _Run:
         began = self._loop.time()
         yield
         self.busy.setdefault(role, []).append((began, self._loop.time()))
+        self.timeline.busy(role, began, self._loop.time())
 
     def outcome(self) -> Outcome:
         """Summarise the measured steps."""
@@ -498,6 +515,7 @@ def simulate(
     algorithms: Any = None,
     step_done: Callable[[int, int], None] = lambda step, last: None,
     replayed: Sequence[GroupWork] = (),
+    trace: Path | None = None,
 ) -> Outcome:
     """Simulate a run until ``steps`` steps beyond the start have ended. Checkpoints are left out, and validations
     unless their time is known; then the steps are as many as a whole number of periods from one to the next has.
@@ -505,7 +523,7 @@ def simulate(
     ``algorithms``: the result of `build_algorithms` for the configuration, to save computing it again. ``step_done`` is
     called with the number of finished steps and the total. ``replayed``: recorded groups in place of random ones, for
     as many steps as they last. A schedule that needs more of them, because it drops some as stale, begins again with
-    the first. Raises `ConfigError`.
+    the first. ``trace``: a file for the timeline, like that of a real run. Raises `ConfigError`.
     """
     check_simulated(config)
     algorithms = algorithms or build_algorithms(config)
@@ -523,7 +541,7 @@ def simulate(
     config = replace(config, max_steps=whole, eval_steps=every)
     needs_proximal = algorithms.correction is not None or "proximal_logprobs" in algorithms.objective.token_fields
     costs = costs_of(config, inputs)
-    run = _Run(config, inputs, costs, algorithms.streams, needs_proximal, source, workers, step_done, validation)
+    run = _Run(config, inputs, costs, algorithms.streams, needs_proximal, source, workers, step_done, validation, trace)
     collects = gc.isenabled()
     gc.disable()  # collections would repeatedly scan all imported modules
     try:
