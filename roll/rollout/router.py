@@ -68,7 +68,7 @@ class ReplicaState:
 class Router:
     """Least-loaded routing with sticky episodes. Ties go to the replica named first.
 
-    A choice takes amortised logarithmic time for each version that replicas hold.
+    A choice, and the oldest version, take amortised logarithmic time for each version that replicas hold.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Router:
 
     def oldest(self) -> int | None:
         """Return the smallest version over the live replicas that are not reserved; None if there is none."""
-        live = (name for name, state in self._replicas.items() if state.live and name not in self._reserved)
-        return min((self._replicas[name].version for name in live), default=None)
+        free = (shelf for shelf in list(self._ranks) if not shelf.reserved)
+        return min((shelf.version for shelf in free if self._first(shelf) is not None), default=None)
 
     def reserve(self, replica_ids: Iterable[str]) -> None:
         """Reserve these replicas, and their successors, in place of those that were reserved before."""
