@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -293,7 +292,7 @@ class EpisodeRollout:
         """Generate one episode. If it is lost, possibly through no fault of its own, restart it with the same random
         numbers."""
         name = f"{self.purpose}-{group_id}-{index}"
-        sampled, generating = 0, 0.0
+        sampled, generating, loop = 0, 0.0, asyncio.get_running_loop()
 
         async def policy(
             prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
@@ -304,9 +303,9 @@ class EpisodeRollout:
             sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
             request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
             # All turns on one replica, for its prefix cache.
-            began = time.monotonic()
+            began = loop.time()
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
-            generating += time.monotonic() - began
+            generating += loop.time() - began
             sampled += len(done.token_ids)
             # Copies, because the arrays share memory with the results of other requests.
             token_ids, logprobs, versions = map(np.array, (done.token_ids, done.logprobs, done.versions))
@@ -316,13 +315,13 @@ class EpisodeRollout:
         try:
             while True:
                 session, sampled = self.environments.session(task.tag, frames=self.frames), 0
-                began, generating = time.monotonic(), 0.0
+                began, generating = loop.time(), 0.0
                 trained: int | None = None
                 try:
                     episode = await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
                     trained = _trained_tokens(episode)
                     # An agent may have several requests at once.
-                    episode.waited = max(0.0, time.monotonic() - began - generating)
+                    episode.waited = max(0.0, loop.time() - began - generating)
                     return episode
                 except SessionFailed as error:
                     losses += 1
