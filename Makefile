@@ -147,7 +147,7 @@ bench-infer: venv
 bench-scheduler: venv
 	$(RUN) benchmarks/scheduler_cost.py
 
-# About half an hour.
+# About 20 minutes.
 bench-scaling: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/scaling.py --how weak
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/scaling.py --how strong
@@ -206,6 +206,7 @@ bench: venv
 	$(MAKE) bench-overlap
 	$(MAKE) bench-infer
 	$(MAKE) bench-scheduler
+	$(MAKE) bench-scaling
 	$(MAKE) bench-driver
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-memory

@@ -121,12 +121,16 @@ def lines(rows: Sequence[Row], how: str) -> list[str]:
         done = [row.samples / row.gpus / row.seconds[key] for key in keys]
         before = [base.samples / base.gpus / base.seconds[key] for key in keys]
         cells = [
-            f"{row.seconds[key]:.1f} s, {now / then:.2f}" for key, now, then in zip(keys, done, before, strict=True)
+            f"{row.seconds[key]:.1f} s, {_share(now / then)}" for key, now, then in zip(keys, done, before, strict=True)
         ]
         table.append(
             [f"{row.gpus:,}", f"{row.samples:,}", *cells, *(f"{seconds:.1f} s" for seconds in row.floors.values())]
         )
     return [f"| {' | '.join(cells)} |" for cells in table]
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.1g}"
 
 
 def main() -> None:

@@ -96,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from roll.simulation.inputs import dump_inputs, overridden
     from roll.simulation.prediction import origins, predict, report, table
+    from roll.simulation.replay import refuse_given
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
@@ -125,6 +126,8 @@ def _simulate(options: argparse.Namespace) -> int:
         change, number = split([f"{key}={value}"])
         swept = simulated_config(options.config, [*keys, *change])
         given = overridden(inputs, number)
+        if replay is not None:
+            refuse_given(given)
         progress.of = f"{key}={value}, "
         rows.append((value, simulated(swept, given)))
     say(table(key, rows, options.price))

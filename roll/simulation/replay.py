@@ -94,17 +94,22 @@ def _work(record: Mapping[str, Any]) -> GroupWork:
     return GroupWork(float(record["prompt"]), responses, waits, record["consumed"] is not None)
 
 
-def recorded(folder: Path, inputs: Inputs) -> Recorded:
-    """Return what a run has recorded for its replay.
-
-    Raises `ConfigError` if that is not enough, and for given ``inputs`` that a replay takes from the run.
-    """
+def refuse_given(inputs: Inputs) -> None:
+    """Raise `ConfigError` for given inputs that a replay takes from the run."""
     given = [path for path, _ in inputs.told() if inputs.origin(path) == "given" and path.startswith(RECORDED)]
     if given:
         remedy = "leave it out, or simulate without --replay"
         raise ConfigError(
             [ConfigProblem(f"simulation.{path}", "a replay takes it from the run", remedy) for path in given]
         )
+
+
+def recorded(folder: Path, inputs: Inputs) -> Recorded:
+    """Return what a run has recorded for its replay.
+
+    Raises `ConfigError` if that is not enough, and for given ``inputs`` that a replay takes from the run.
+    """
+    refuse_given(inputs)
     groups = recorded_groups(folder)
     if not groups:
         remedy = "give a run of this version: earlier ones have not recorded the lengths of all samples"
