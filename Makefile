@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check types style test test-all soak mutants contracts docs bench \
-	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-driver \
+	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-scaling bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
 	bench-engines bench-episodes bench-agents bench-environments clean
 
@@ -151,6 +151,11 @@ bench-infer: venv
 bench-scheduler: venv
 	$(RUN) benchmarks/scheduler_cost.py
 
+# About 20 minutes.
+bench-scaling: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/scaling.py --how weak
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/scaling.py --how strong
+
 # About a minute.
 bench-driver: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/driver.py
@@ -205,6 +210,7 @@ bench: venv
 	$(MAKE) bench-overlap
 	$(MAKE) bench-infer
 	$(MAKE) bench-scheduler
+	$(MAKE) bench-scaling
 	$(MAKE) bench-driver
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-memory

@@ -169,3 +169,5 @@ class Episode:
     last_frame: str | None
     metrics: dict[str, float]
     """``turns``, ``tokens``, shares of ``invalid_actions`` and ``capped_turns``, and the environment's last metrics."""
+    waited: float = 0.0
+    """Seconds in which nothing was generated for it, because its environment worked."""

@@ -12,14 +12,21 @@ from functools import partial
 from pathlib import Path
 
 from roll.cli.main import command_parser, refusal
-from roll.cli.simulate import BAD_CONFIGURATION, DONE, Progress, check_price, simulated_config, split, take_inputs
+from roll.cli.simulate import (
+    ANEW,
+    BAD_CONFIGURATION,
+    DONE,
+    Progress,
+    check_price,
+    require_run,
+    simulated_config,
+    split,
+    take_inputs,
+)
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
 from roll.tracking.files import read_json_lines, say
 from roll.tracking.run_directory import RunDirectory
-
-ANEW = ("output_dir=null", "resume_from_checkpoint=false")
-"""Overrides for the configuration of an existing run: a simulated run cannot use its folder."""
 
 NOTHING = "no change that was tried gains more than the uncertainty"
 
@@ -28,6 +35,7 @@ examples:
   roll advise output/run/latest
   roll advise run.yaml --target gpu_hours --max-lag 1
   roll advise run.yaml --calibrate output/run/latest
+  roll advise output/run/2026-01-01_10-00-00 --after output/run/latest
 
 docs/simulation.md says how far to trust it.
 
@@ -44,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-lag", type=int, metavar="N", help="versions by which a token may be old at most")
     parser.add_argument("--draws", type=int, default=8, help="simulations for each interval (default 8; below 4: none)")
     parser.add_argument("--seconds", type=float, default=120.0, help="stop simulating after this time (default 120)")
+    after_help = "folder of a run that followed RUN with changes: compare it with what would have been predicted"
+    parser.add_argument("--after", metavar="OTHER_RUN", help=after_help)
     options = parser.parse_intermixed_args(arguments)
     try:
         return _advise(options)
@@ -63,11 +73,13 @@ def _advise(options: argparse.Namespace) -> int:
         if value is not None and not least <= value < math.inf:
             raise problem(f"--{name.replace('_', '-')}", f"{value} is too small or too large", "write 0 or more")
     keys, numbers = split(options.overrides)
+    if options.after is not None:
+        return _compare(options, keys, numbers)
     subject = Path(options.subject)
     runs = [*map(Path, options.calibrate), *([subject] if subject.is_dir() else [])]
     file = str(RunDirectory(subject).config) if subject.is_dir() else options.subject
-    if subject.is_dir() and not RunDirectory(subject).config.is_file():
-        raise problem(str(subject), "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
+    if subject.is_dir():
+        require_run(options.subject)
     keys = [*(ANEW if subject.is_dir() else ()), *keys]
     config = simulated_config(file, keys)
     inputs = read_inputs(options.inputs, numbers)
@@ -99,4 +111,38 @@ def _advise(options: argparse.Namespace) -> int:
     advised = [row for row in rows if row.sure]
     say(table(advised) if advised else NOTHING)
     say(advice.ending_text(trials, [row for row in rows if not row.sure], advice.unknown_of(config, inputs, records)))
+    return DONE
+
+
+def _compare(options: argparse.Namespace, keys: Sequence[str], numbers: Sequence[str]) -> int:
+    """Say how the run that followed compares with what the first one predicts for its configuration."""
+    from roll.report.files import read_run
+    from roll.report.page import differences
+    from roll.simulation import aftermath
+    from roll.simulation.calibration import calibrated
+    from roll.simulation.inputs import read_inputs
+    from roll.simulation.prediction import origins, predict
+    from roll.simulation.replay import lines_of
+
+    if keys:
+        message = f"`{keys[0]}` would change a run that is over"
+        raise problem("--after", message, "leave it out: the configuration is that of OTHER_RUN")
+    for folder in (options.subject, options.after):
+        require_run(folder)
+    runs = [RunDirectory(Path(folder)) for folder in (options.subject, options.after)]
+    before, after = (simulated_config(str(run.config), ANEW) for run in runs)
+    inputs, notes = calibrated(
+        after, read_inputs(options.inputs, numbers), [*map(Path, options.calibrate), runs[0].root]
+    )
+    inputs = aftermath.inputs_after(inputs, before, after)
+    predicted = predict(after, inputs, draws=options.draws, seed=options.seed, progress=Progress())
+    first, second = (
+        aftermath.measured(config, lines_of(run.metrics), with_validations=inputs.validation.seconds is not None)
+        for config, run in zip((before, after), runs, strict=True)
+    )
+    changed = [" -> ".join((f"{row['key']} {row['values'][0]}", row["values"][1]))
+               for row in differences([read_run(run.root).config for run in runs])]  # fmt: skip
+    say("\n".join([*notes, f"changed    {', '.join(changed) or 'nothing'}"]))
+    say(aftermath.comparison_text(predicted, first, second))
+    say("\n".join(origins(inputs)))
     return DONE

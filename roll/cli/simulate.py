@@ -1,4 +1,5 @@
-"""`roll simulate FILE`: predicts the time of a step, the waits, the staleness of tokens and the cost of a run.
+"""`roll simulate FILE`: the time of a step, who waits, how stale tokens will be and what the run will cost.
+`roll simulate --replay RUN`: the same of the recorded groups of a run, under another schedule.
 
 Nothing is started. Neither a GPU nor the model is needed: the model's name or its `config.json` gives the sizes.
 """
@@ -9,20 +10,32 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.cli.main import command_parser, refusal
 from roll.configs.errors import ConfigError
+from roll.configs.loader import dump_config
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig
-from roll.tracking.files import say
+from roll.tracking.files import say, write_atomically
+from roll.tracking.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from roll.simulation.inputs import Inputs
+    from roll.simulation.replay import Recorded
+    from roll.simulation.workload import GroupWork
 
 DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
 PREFIX = "simulation."
 """Prefix of the names of inputs on the command line."""
 SHORT = {"ratio": "async_generation_ratio"}
-"""Short names of keys in `--sweep`."""
+"""Names beside those of keys and inputs."""
+ANEW = ("output_dir=null", "resume_from_checkpoint=false")
+"""Overrides of a run's configuration: another run cannot have its folder."""
 PROGRESS_SECONDS = 5.0
 """Seconds between progress messages of a long simulation."""
 
@@ -33,11 +46,13 @@ examples:
   roll simulate run.yaml --sweep ratio=0,0.5,1,2
   roll simulate run.yaml --calibrate output/run/latest -o numbers.yaml
   roll simulate run.yaml --inputs numbers.yaml --price 2.5
+  roll simulate --replay output/run/latest ratio=2
+  roll simulate run.yaml --html simulated.html
 
 Inputs are lengths, speeds and latencies; docs/simulation.md has them all, and says how far to trust the numbers.
 
-exit codes: 0 simulated; 2 the configuration or an input is wrong, every problem named with a remedy; 1 OUT cannot be
-written.
+exit codes: 0 simulated; 2 the configuration or an input is wrong, every problem named with a remedy; 1 OUT or PAGE
+cannot be written.
 """
 
 
@@ -48,9 +63,14 @@ def main(arguments: Sequence[str]) -> int:
         "Predict what a run takes: the real scheduler in virtual time, with models of what computes.",
         _EPILOG,
     )
-    parser.add_argument("config", metavar="FILE", help="YAML file of a run; keys: docs/configuration.md")
+    file_help = "YAML file of a run; keys: docs/configuration.md. With --replay, the run's own"
+    parser.add_argument("config", metavar="FILE", nargs="?", help=file_help)
     take_inputs(parser)
+    replay_help = "folder of a run, whose recorded groups are simulated with its configuration and your changes"
+    parser.add_argument("--replay", metavar="RUN", help=replay_help)
     parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
+    html_help = "write the page of `roll report` about the simulated run: lanes of who works and who waits"
+    parser.add_argument("--html", metavar="PAGE", help=html_help)
     parser.add_argument(
         "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
     )
@@ -61,6 +81,11 @@ def main(arguments: Sequence[str]) -> int:
         help="simulations for the interval (default 16; of a large run fewer; below 4: no interval)",
     )
     options = parser.parse_intermixed_args(arguments)
+    if options.replay is not None:
+        options.overrides[:0] = [] if options.config is None else [options.config]
+        options.config = str(RunDirectory(Path(options.replay)).config)
+    elif options.config is None:
+        parser.error("give FILE, or --replay RUN")
     try:
         return _simulate(options)
     except ConfigError as error:
@@ -69,19 +94,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from roll.simulation.calibration import calibrated
-    from roll.simulation.inputs import dump_inputs, overridden, read_inputs
+    from roll.simulation.inputs import dump_inputs, overridden
     from roll.simulation.prediction import origins, predict, report, table
+    from roll.simulation.replay import refuse_given
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
     check_price(options.price)
+    if options.html is not None and options.sweep is not None:
+        raise problem("--html", "a page shows one simulation, and `--sweep` makes several", "leave one of them out")
     keys, numbers = split(options.overrides)
-    config = simulated_config(options.config, keys)
-    inputs = read_inputs(options.inputs, numbers)
-    if options.calibrate:
-        inputs, notes = calibrated(config, inputs, [Path(each) for each in options.calibrate])
-        say("\n".join(notes))
+    keys = [*(ANEW if options.replay is not None else ()), *keys]
+    config, inputs, replay = _prepared(options, keys, numbers)
     if options.out is not None:
         try:
             with Path(options.out).open("x", encoding="utf-8") as file:
@@ -90,28 +114,89 @@ def _simulate(options: argparse.Namespace) -> int:
             say(f"cannot write {options.out}: {error.strerror or error}", error=True)
             return FAILED
     progress = Progress()
+    replayed = () if replay is None else replay.groups
+    simulated = partial(predict, draws=options.draws, seed=options.seed, progress=progress, replayed=replayed)
     if options.sweep is None:
-        prediction = predict(config, inputs, draws=options.draws, seed=options.seed, progress=progress)
-        say(report(config, inputs, prediction, options.price))
-        return DONE
+        told = report(config, inputs, simulated(config, inputs), options.price)
+        say(told)
+        return DONE if options.html is None else _draw(options, config, inputs, replayed, told)
     key, values = _sweep(options.sweep)
     rows = []
     for value in values:
         change, number = split([f"{key}={value}"])
         swept = simulated_config(options.config, [*keys, *change])
         given = overridden(inputs, number)
+        if replay is not None:
+            refuse_given(given)
         progress.of = f"{key}={value}, "
-        rows.append((value, predict(swept, given, draws=options.draws, seed=options.seed, progress=progress)))
+        rows.append((value, simulated(swept, given)))
     say(table(key, rows, options.price))
     say("\n".join(origins(inputs)))
     return DONE
+
+
+def _draw(
+    options: argparse.Namespace, config: PipelineConfig, inputs: Inputs, replayed: Sequence[GroupWork], told: str
+) -> int:
+    """Write the page of a simulated run; return the exit code. ``told``: its report."""
+    from roll.report.page import render_page
+    from roll.report.simulated import simulated_run
+    from roll.simulation.run import simulate
+
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "timeline.json"
+        outcome = simulate(config, inputs, seed=options.seed, replayed=replayed, trace=trace)
+        run = simulated_run(
+            Path(options.config), dump_config(config), trace, outcome.step_ends, outcome.lags, outcome.ledger, told
+        )
+    try:
+        write_atomically(Path(options.html), render_page(run))
+    except OSError as error:
+        say(f"cannot write {options.html}: {error.strerror or error}", error=True)
+        return FAILED
+    say(f"page       {options.html}")
+    return DONE
+
+
+def _prepared(
+    options: argparse.Namespace, keys: Sequence[str], numbers: Sequence[str]
+) -> tuple[PipelineConfig, Inputs, Recorded | None]:
+    """Return the configuration, the inputs and the recorded groups, and say how the replay of the run as it was meets
+    the run."""
+    from roll.simulation.calibration import calibrated
+    from roll.simulation.inputs import read_inputs
+    from roll.simulation.replay import recorded
+    from roll.simulation.run import simulate
+
+    inputs = read_inputs(options.inputs, numbers)
+    runs = [Path(each) for each in options.calibrate]
+    if options.replay is None:
+        config = simulated_config(options.config, keys)
+        inputs, notes = calibrated(config, inputs, runs) if runs else (inputs, [])
+        if notes:
+            say("\n".join(notes))
+        return config, inputs, None
+    require_run(options.replay)
+    replay = recorded(Path(options.replay), inputs)
+    as_it_was = simulated_config(options.config, ANEW)
+    inputs, notes = calibrated(as_it_was, inputs, [*runs, Path(options.replay)])
+    outcome = simulate(as_it_was, inputs, seed=options.seed, replayed=replay.groups)
+    say("\n".join([replay.compared(outcome), *notes]))
+    return simulated_config(options.config, keys), inputs, replay
+
+
+def require_run(folder: str) -> None:
+    """Raise `ConfigError` for a folder that holds no run."""
+    if not RunDirectory(Path(folder)).config.is_file():
+        raise problem(folder, "there is no run in this folder", "give one with config.yaml and metrics.jsonl")
 
 
 def take_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the commands that simulate: overrides, inputs, a seed and a price."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value",
-        help=f"dotted keys that replace values of the configuration; those that begin with `{PREFIX}` are inputs",
+        help=f"dotted keys that replace values of the configuration (`ratio`: {SHORT['ratio']}); those that begin with "
+        f"`{PREFIX}` are inputs",
     )  # fmt: skip
     parser.add_argument("--inputs", metavar="NUMBERS", help="YAML file of inputs")
     calibrate_help = "folder of a run of this model, to take inputs from; several times: of several runs"
@@ -144,7 +229,8 @@ class Progress:
 def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the overrides of the configuration, and those of inputs without their prefix."""
     numbers = [each.removeprefix(PREFIX) for each in overrides if each.startswith(PREFIX)]
-    return [each for each in overrides if not each.startswith(PREFIX)], numbers
+    keys = [each.partition("=") for each in overrides if not each.startswith(PREFIX)]
+    return ["".join((SHORT.get(key, key), *rest)) for key, *rest in keys], numbers
 
 
 def simulated_config(file: str, overrides: Sequence[str]) -> PipelineConfig:

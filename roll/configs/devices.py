@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from roll.configs.fields import DeviceMapping
 
-MAX_DEVICES = 4096
+MAX_DEVICES = 16_384
 _LONGEST_TEXT = 32_768
 _LIST, _RANGE = (re.compile(rf"{name}\s*\((.*)\)", re.DOTALL) for name in ("list", "range"))
 _BRACKETS = re.compile(r"\[(.*)\]", re.DOTALL)

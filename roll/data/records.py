@@ -132,7 +132,7 @@ class Sample:
     @property
     def response_tokens(self) -> int:
         """Number of tokens that the policy chose."""
-        return int(self.response_mask.sum())
+        return int(np.count_nonzero(self.response_mask))
 
     @property
     def oldest_version(self) -> int:
@@ -151,6 +151,11 @@ class Group:
     """Score of a greedy response to the prompt, which is not trained on; None: not requested."""
     baseline_version: int = -1
     """Newest policy version among the tokens of the greedy response; -1 without one."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds since the epoch at which the group was ``issued``, ``generated`` (its last response; not for episodes),
+    ``judged`` and ``consumed``, as far as that has happened."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds for which each episode waited for its environment; empty if there are none."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

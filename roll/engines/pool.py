@@ -465,8 +465,8 @@ class InferencePool:
         await self._change_each(self._catch_up, 1, {name})
 
     def _tell_oldest(self) -> None:
-        oldest = self._router.oldest()
-        if self.pulls and oldest is not None and oldest > self._oldest:
+        oldest = self._router.oldest() if self.pulls else None
+        if oldest is not None and oldest > self._oldest:
             self._oldest = oldest
             self.on_oldest(oldest)
 

@@ -292,18 +292,20 @@ class EpisodeRollout:
         """Generate one episode. If it is lost, possibly through no fault of its own, restart it with the same random
         numbers."""
         name = f"{self.purpose}-{group_id}-{index}"
-        sampled = 0
+        sampled, generating, loop = 0, 0.0, asyncio.get_running_loop()
 
         async def policy(
             prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
         ) -> SampledTurn:
-            nonlocal sampled
+            nonlocal sampled, generating
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, turn)
             stops = self.sampling.stop_strings + stop_strings
             sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
             request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
             # All turns on one replica, for its prefix cache.
+            began = loop.time()
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
+            generating += loop.time() - began
             sampled += len(done.token_ids)
             # Copies, because the arrays share memory with the results of other requests.
             token_ids, logprobs, versions = map(np.array, (done.token_ids, done.logprobs, done.versions))
@@ -313,10 +315,13 @@ class EpisodeRollout:
         try:
             while True:
                 session, sampled = self.environments.session(task.tag, frames=self.frames), 0
+                began, generating = loop.time(), 0.0
                 trained: int | None = None
                 try:
                     episode = await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
                     trained = _trained_tokens(episode)
+                    # An agent may have several requests at once.
+                    episode.waited = max(0.0, loop.time() - began - generating)
                     return episode
                 except SessionFailed as error:
                     losses += 1
@@ -351,7 +356,8 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
         text=first.turns[0].observation,
         metadata={"seed": task.seed},
     )
-    return Group(group_id, prompt, [sample for episode in episodes for sample in episode.samples])
+    samples = [sample for episode in episodes for sample in episode.samples]
+    return Group(group_id, prompt, samples, waits=[episode.waited for episode in episodes])
 
 
 @dataclass(frozen=True)

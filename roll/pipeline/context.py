@@ -7,6 +7,7 @@ version.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -143,7 +144,8 @@ class RunContext:
         self.validator = side.validator(ValidationGenerator(self.gate))
         self.parity_check = ParityCheck(config, side.canary_prompts())
         rollout = paced(side.rollout(self.gate), derived.group_size(config), recorder.waits)
-        self.scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
+        kept = journal if config.save_steps else None
+        self.scheduler = build_scheduler(config, side, rollout, kept, recorder.filtered)
         self.scheduler.pause_admission()
         self.pool.on_oldest = self.scheduler.weights_published
         settings = rollout_settings(config)
@@ -194,13 +196,17 @@ class RunContext:
 def paced(
     make_group: Callable[[GroupRequest[Any]], Awaitable[Group]], group_size: int, board: WaitBoard
 ) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
-    """Wrap ``make_group`` so that groups start at a limited rate (`Pace`), each as an actor on the wait board."""
+    """Wrap ``make_group`` so that groups start at a limited rate (`Pace`), each as an actor on the wait board, and have
+    their times."""
     pace = Pace(max(1, SAMPLES_BEGUN_A_TURN // group_size))
 
     async def rollout(request: GroupRequest[Any]) -> Group:
+        issued = time.time()
         with acting(f"{GROUP}{request.group_id}", board):
             await pace.turn()
-            return await make_group(request)
+            group = await make_group(request)
+        group.times |= {"issued": issued, "judged": time.time()}
+        return group
 
     return rollout
 
@@ -237,8 +243,17 @@ def build_scheduler(
     side: RolloutSide,
     rollout: Callable[[GroupRequest[Any]], Awaitable[Group]],
     journal: JournalKeeper | None = None,
+    filtered: Callable[[Group], None] = lambda group: None,
 ) -> RolloutScheduler[Any, Group]:
-    """Build the scheduler for the prompts or environment tasks of the rollout side."""
+    """Build the scheduler for the prompts or environment tasks of the rollout side. ``filtered`` is called with each
+    group that the filter drops."""
+
+    def keeps(group: Group) -> bool:
+        kept = has_score_variance(group)
+        if not kept:
+            filtered(group)
+        return kept
+
     plan = SchedulePlan(
         batch_size=config.rollout_batch_size,
         max_steps=config.max_steps,
@@ -249,7 +264,7 @@ def build_scheduler(
         max_group_retries=config.max_group_retries,
         max_consecutive_refunds=config.max_consecutive_refunds,
     )
-    group_filter = has_score_variance if config.group_filter == "zero_variance" else None
+    group_filter = keeps if config.group_filter == "zero_variance" else None
     return RolloutScheduler(plan, side.source(), rollout, group_filter=group_filter, observer=journal)
 
 

@@ -30,6 +30,7 @@ from roll.configs.run import PipelineConfig, RunConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
+from roll.pipeline.groups import GroupLog
 from roll.pipeline.rollouts import ValidationResult, WorkerProcesses
 from roll.pipeline.usage import EngineLoads, engine_memory, rates_per_device, trainer_usage
 from roll.rollout.scheduler import RolloutScheduler
@@ -273,6 +274,7 @@ class RunRecorder:
         )
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
+        self._filtered: list[Group] = []
         self._samples_per_step = config.num_logged_samples if isinstance(config, PipelineConfig) else 0
         self._decoder = decoder
         self._step_ended = time.time()
@@ -290,11 +292,12 @@ class RunRecorder:
         run = self.run
         self.timeline = Timeline(run.timeline)
         self._metrics, self._samples = MetricsLog(run.metrics), SampleLog(run.samples)
+        self._groups = GroupLog(run.groups)
         self._events = TensorBoardTracker(run.tensorboard, after_step=after_step) if self._has_events else None
 
     def _close_files(self) -> None:
         with ExitStack() as files:
-            for file in (self.timeline, self._samples, self._metrics, self._events):
+            for file in (self.timeline, self._samples, self._groups, self._metrics, self._events):
                 if file is not None:
                     files.callback(file.close)
 
@@ -309,6 +312,7 @@ class RunRecorder:
         earlier = read_metrics(self.run.metrics)
         self._open_files(after_step)
         self._tokens, self.ledger = dict.fromkeys(self._tokens, 0), {}
+        self._filtered.clear()
         self.summary.go_back(earlier)
         self.console.resume(earlier)
 
@@ -333,6 +337,10 @@ class RunRecorder:
             yield
         finally:
             self.timeline.transition("validation", "idle")
+
+    def filtered(self, group: Group) -> None:
+        """Record a group that the filter drops, with the step that ends next."""
+        self._filtered.append(group)
 
     def count_tokens(self, role: str, tokens: int) -> None:
         """Add to the number of tokens that a role on the training side has processed."""
@@ -382,6 +390,8 @@ class RunRecorder:
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
         await asyncio.to_thread(write_pictures, batch.groups[:count], step, "train", self.run.pictures)
+        dropped, self._filtered = self._filtered, []
+        await asyncio.to_thread(self._groups.write, [*batch.groups, *dropped], step)
 
     def show(self, metrics: dict[str, float], step: int) -> None:
         """Show the metrics of a step on the console, and put them into the summary. Step 0 is the initial model."""

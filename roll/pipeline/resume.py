@@ -347,19 +347,20 @@ def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
     one completes it.
     """
     run, last = point.run, point.last_record
-    asides = [_next_aside(path) for path in (run.metrics, run.samples)]
-    for replaced in (run.status, run.summary, run.config, run.metrics, run.samples, *asides):
+    by_step = run.metrics, run.samples, run.groups
+    asides = [_next_aside(path) for path in by_step]
+    for replaced in (run.status, run.summary, run.config, *by_step, *asides):
         remove_partials(replaced)
     for later in exported_steps(run.checkpoints):
         if later > last:
             aside = abandon(run.checkpoints, later)
             logger.info("the checkpoint of step %d is no part of the run any more: %s", later, aside)
     prune_abandoned(run.checkpoints, keep_abandoned)
-    for path in (run.metrics, run.samples):
+    for path in by_step:
         keep_lines(path, lambda record: record["step"] <= last, partial(_put_aside, path))
     if run.timeline.exists():
         os.replace(run.timeline, _next_aside(run.timeline))
-    for path in (run.metrics, run.samples, run.timeline):
+    for path in (*by_step, run.timeline):
         for old in _put_aside_before(path)[:-PUT_ASIDE_KEPT]:
             old.unlink()
 

@@ -7,6 +7,7 @@ seed, group id, sample index, turn), so a group can be generated again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -239,12 +240,14 @@ class RolloutFunction:
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Make a group with weights of version ``min_version`` or newer. Raises the errors of engine and rewards."""
         sticky_key = None if self.separate_requests else self._name(group_id)
-        samples = await self._judged_samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
+        samples = await self._samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
+        times = {"generated": time.time()}
+        await self._judge(prompt, samples)
         if not self.greedy_baseline:
-            return Group(group_id, prompt, samples)
+            return Group(group_id, prompt, samples, times=times)
         baseline = samples.pop()
         newest = int(baseline.versions.max(initial=-1))
-        return Group(group_id, prompt, samples, baseline_score=baseline.score, baseline_version=newest)
+        return Group(group_id, prompt, samples, baseline.score, newest, times)
 
     def _name(self, group_id: int) -> str:
         return f"{self.purpose}-{group_id}"
@@ -262,10 +265,10 @@ class RolloutFunction:
             requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
         return requests
 
-    async def _judged_samples(
+    async def _samples(
         self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
     ) -> list[Sample]:
-        """Run the requests, and score the samples when all are finished. Returns them in the order of requests."""
+        """Run the requests. Returns their samples in the same order."""
         running: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -276,9 +279,7 @@ class RolloutFunction:
             raise
         finally:
             self._forget(sticky_key)
-        samples = [task.result() for task in running]
-        await self._judge(prompt, samples)
-        return samples
+        return [task.result() for task in running]
 
     def _forget(self, sticky_key: str | None) -> None:
         if sticky_key is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,7 +66,9 @@ async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
         while not complete:
             with waiting("scheduler", f"the batch of step {step + 1}"):
                 part = await run.scheduler.next_groups(run.least_groups)
-            complete = part.completes
+            complete, consumed = part.completes, time.time()
+            for group in part.groups:
+                group.result.times["consumed"] = consumed
             yield StepGroups(step, part.groups, complete, metrics)
 
 

@@ -70,7 +70,7 @@ class ReplicaState:
 class Router:
     """Least-loaded routing with sticky episodes. Ties go to the replica named first.
 
-    A choice takes amortised O(log replicas) time per shelf.
+    A choice, and the oldest version, take amortised logarithmic time for each version that replicas hold.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class Router:
         self._wake_waiting()
 
     def oldest(self) -> int | None:
-        """Return the oldest version among the live replicas that are not reserved; None if there is none."""
-        live = (name for name, state in self._replicas.items() if state.live and name not in self._reserved)
-        return min((self._replicas[name].version for name in live), default=None)
+        """Return the smallest version over the live replicas that are not reserved; None if there is none."""
+        free = (shelf for shelf in list(self._ranks) if not shelf.reserved)
+        return min((shelf.version for shelf in free if self._first(shelf) is not None), default=None)
 
     def reserve(self, replica_ids: Iterable[str]) -> None:
         """Replace the set of reserved replicas. A reserved replica that dies and restarts is still reserved."""

@@ -1,16 +1,16 @@
 """Calibration: simulation inputs measured from the files of real runs, or fitted until a simulation matches them.
 
-Reads `config.yaml`, `metrics.jsonl` and `samples.jsonl`, which every run writes. Times of weight updates and lengths
-are used as measured. Speeds of engine and trainer are fitted to the seconds in which they were busy. Busy time depends
-on how many requests ran at once and, on a CPU, on what else used the cores, so the run is simulated repeatedly until
-the simulated busy times match.
+Reads `config.yaml`, `metrics.jsonl` and `groups.jsonl` (of earlier versions: `samples.jsonl`), which every run writes.
+Times of weight updates and lengths are used as measured. Speeds of engine and trainer are fitted to the seconds in
+which they were busy. Busy time depends on how many requests ran at once and, on a CPU, on what else used the cores, so
+the run is simulated repeatedly until the simulated busy times match.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -24,15 +24,12 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
 from roll.simulation.costs import Tokens, micro_batches, shape_of
-from roll.simulation.inputs import Inputs, Origin, ValidationInputs, is_number
-from roll.simulation.run import Outcome, simulate
-from roll.tracking.files import read_json_lines
+from roll.simulation.inputs import LARGEST, Inputs, Origin, ValidationInputs, is_number
+from roll.simulation.replay import all_numbers, lines_of, recorded_groups, validation_seconds
+from roll.simulation.run import LEAST_STEPS, WARM_UP_STEPS, Outcome, simulate
+from roll.simulation.workload import GroupWork
 from roll.tracking.run_directory import RunDirectory
 
-WARM_UP_STEPS = 2
-"""Number of first steps of a run to ignore, because they take longer than later ones."""
-LEAST_STEPS = 3
-"""Minimum number of steps after the warm-up for a calibration."""
 QUANTILES = 129
 """Number of quantiles that represent a distribution of lengths."""
 ROUNDS = 4
@@ -43,6 +40,8 @@ LEAST_FIXED = 0.1
 """Share of the trainer's time that does not grow with tokens, below which it is not told apart."""
 FEWEST_MICRO_BATCHES = 4
 """Micro-batches of a step, below which its fixed time is not counted as theirs."""
+FITTED_STEPS = 32
+"""Last steps of a run that are replayed to fit speeds."""
 NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
 """Metrics that a step must have to be used."""
 FORWARD_SHARE = 0.25
@@ -56,9 +55,11 @@ class Observed:
 
     config: PipelineConfig
     step_seconds: float
-    """Median time of a step."""
+    """Median or mean time of a step."""
     busy: Mapping[str, float]
     """Role -> seconds of a step in which it worked; of replicas the mean. Validations are left out."""
+    groups: Sequence[GroupWork] = ()
+    """Its groups; then the times are means, since lengths differ from step to step here as in the run."""
 
 
 def calibrated(
@@ -120,7 +121,7 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
     were, and how close the steps then are, in words."""
 
     def simulated(run: Observed) -> Outcome:
-        return simulate(run.config, replace(inputs, validation=ValidationInputs()))
+        return simulate(run.config, replace(inputs, validation=ValidationInputs()), replayed=run.groups)
 
     for _ in range(rounds):
         outcomes = [simulated(run) for run in runs]
@@ -173,7 +174,7 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
         raise problem(str(folder), f"a run of `{config.pipeline}` has no rollouts", "give a run of `rlvr` or `agentic`")
     if isinstance(config, ImageConfig):
         raise problem(str(folder), "pictures are not simulated yet", "give a run of `rlvr` or `agentic`")
-    records = [each for each in _lines(run.metrics) if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS]
+    records = [each for each in lines_of(run.metrics) if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS]
     whole = [each for each in records if all(is_number(each.get(name)) for name in NEEDED)]
     if len(whole) < LEAST_STEPS:
         message = f"it has {len(whole)} usable steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
@@ -181,42 +182,47 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
         if len(records) >= LEAST_STEPS:
             message += f"; no number in the others: {', '.join(lacking or NEEDED)}"
         raise problem(str(folder), message, "let the run take more steps, or give another run")
-    records = whole
-    calm = [each for each in records if not _validation_seconds(each)]
-    usual = calm if len(calm) >= LEAST_STEPS else records
+    records, works = whole, recorded_groups(folder, FITTED_STEPS)
+    if sum(work.kept for work in works) < (WARM_UP_STEPS + LEAST_STEPS) * config.rollout_batch_size:
+        works = []
+    if works:
+        whole = [each for each in whole if each["step"] > records[-1]["step"] - FITTED_STEPS + WARM_UP_STEPS]
+    calm = [each for each in whole if not validation_seconds(each)]
+    usual = calm if len(calm) >= LEAST_STEPS else whole
     # If nearly all steps have a validation, its time is taken out of them.
-    beside = [_validation_seconds(each) for each in usual]
+    beside = [validation_seconds(each) for each in usual]
     steps = [each["time/step"] - seconds for each, seconds in zip(usual, beside, strict=True)]
     generating = [
         max(0.0, (1 - each["idle/actor_infer"]) * each["time/step"] - seconds)
         for each, seconds in zip(usual, beside, strict=True)
     ]
-    training = median((1 - each["idle/actor_train"]) * each["time/step"] for each in usual)
-    return Observed(config, median(steps), {"actor_infer": median(generating), "actor_train": training}), records
-
-
-def _validation_seconds(record: Mapping[str, Any]) -> float:
-    """Return the seconds for which a step's publication waited for a validation; 0 if there was none, or beside it."""
-    if not any(name.startswith("val/") for name in record) or not is_number(record.get("time/param_update")):
-        return 0.0
-    update = sum(sum(_all([record], f"weights/{name}_seconds")) for name in ("send", "fetch", "load"))
-    return max(0.0, float(record["time/param_update"]) - update)
+    training = [(1 - each["idle/actor_train"]) * each["time/step"] for each in usual]
+    middle = fmean if works else median
+    busy = {"actor_infer": middle(generating), "actor_train": middle(training)}
+    return Observed(config, middle(steps), busy, works), records
 
 
 def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
     """Return the inputs with the values that a run's files contain directly."""
     samples = derived.samples_per_step(config)
-    response = fmean(_all(records, "response/tokens")) / samples
+    response = fmean(all_numbers(records, "response/tokens")) / samples
     # The trainer's metric counts every token of its batches, once per epoch.
     trained = [each["tokens_per_second/actor_train"] * each["time/step"] / config.ppo_epochs for each in records]
     prompt = max(0.0, fmean(trained) / samples - response)
     inputs = _with(inputs, "lengths.prompt", prompt, "measured")
-    inputs = _with(inputs, "lengths.quantiles", _lengths(folder, response), "measured")
+    groups = recorded_groups(folder)
+    made = [work.responses for work in groups] or [[length] for length in _logged_lengths(folder)]
+    inputs = _with(inputs, "lengths.quantiles", _quantiles(made, response, scaled=not groups), "measured")
+    if (correlation := _correlation(made)) is not None:
+        inputs = _with(inputs, "lengths.correlation", correlation, "measured")
+    if groups and config.group_filter != "none":
+        dropped = sum(not work.kept for work in groups) / len(groups)
+        inputs = _with(inputs, "filtered_share", min(dropped, LARGEST["filtered_share"]), "measured")
     replicas = derived.engine_replicas(config)
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
-        if seconds := _all(records, f"weights/{name}_seconds"):
+        if seconds := all_numbers(records, f"weights/{name}_seconds"):
             inputs = _with(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
-    if seconds := [each for each in map(_validation_seconds, records) if each]:
+    if seconds := [each for each in map(validation_seconds, records) if each]:
         inputs = _with(inputs, "validation.seconds", median(seconds), "measured")
     if (slow := slow_replica(records)) is not None:
         inputs = _with(inputs, "engine.slowest", 1 / slow[1], "measured")
@@ -238,7 +244,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
             inputs = _with(inputs, f"trainer.{name}", value, "fitted")
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
     rewards = config.rewards if isinstance(config, PromptConfig) else {}
-    judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and _all(records, name)]
+    judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and all_numbers(records, name)]
     if judged:
         workers = [rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
         working = sum(
@@ -267,12 +273,12 @@ def slow_replica(records: Sequence[Mapping[str, Any]]) -> tuple[int, float] | No
 
     None if there is none, or the run has not recorded it.
     """
-    numbers = [int(number) for number in _all(records, "engine/slowest")]
+    numbers = [int(number) for number in all_numbers(records, "engine/slowest")]
     if not numbers:
         return None
     number, often = Counter(numbers).most_common(1)[0]
     speeds = [each["engine/slowest_speed"] for each in records if each.get("engine/slowest") == number]
-    speed = median(_all([{"speed": each} for each in speeds], "speed") or [1.0])
+    speed = median(all_numbers([{"speed": each} for each in speeds], "speed") or [1.0])
     return (number, speed) if often > len(numbers) / 2 and 0 < speed < SLOW else None
 
 
@@ -291,33 +297,41 @@ def _with(inputs: Inputs, path: str, value: Any, origin: Origin) -> Inputs:
     """Return the inputs with one value set, unless the user gave it or an input that it would replace."""
     if any(inputs.origin(each) == "given" for each in (path, *INSTEAD_OF.get(path, ()))):
         return inputs
-    section, _, name = path.partition(".")
-    changed = replace(vars(inputs)[section], **{name: value})
-    return replace(inputs, **{section: changed}, origins={**inputs.origins, path: origin})
+    section, _, name = path.rpartition(".")
+    changed = {section: replace(vars(inputs)[section], **{name: value})} if section else {name: value}
+    return replace(inputs, **changed, origins={**inputs.origins, path: origin})
 
 
-def _all(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [record[name] for record in records if is_number(record.get(name))]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_json_lines(path)
-    except ValueError as error:
-        raise problem(str(path), str(error), "give a run whose files are whole") from error
-
-
-def _lengths(folder: Path, mean: float) -> list[float]:
-    """Return response lengths at equally spaced quantiles of the logged samples, scaled to the mean of all samples."""
+def _logged_lengths(folder: Path) -> list[float]:
+    """Return the response lengths of the logged samples."""
     lengths: list[float] = []
     path = RunDirectory(folder).samples
     if path.is_file():
-        for sample in _lines(path):
+        for sample in lines_of(path):
             if sample.get("split") == "train" and "tokens" in sample:
                 tokens = sample["tokens"]
                 sampled = sum(number for number, version in tokens["versions"] if version is not None)
                 lengths.append(float(sampled + tokens["left_out"]))
+    return lengths
+
+
+def _quantiles(groups: Sequence[Sequence[float]], mean: float, *, scaled: bool) -> list[float]:
+    """Return response lengths at equally spaced quantiles. ``scaled``: with this mean."""
+    lengths = [length for group in groups for length in group]
     if len(lengths) < 2 or max(lengths) == 0:
         return [mean, mean]
     drawn = np.quantile(lengths, np.linspace(0, 1, QUANTILES))
-    return [float(f"{length:.6g}") for length in drawn * (mean / fmean(lengths))]
+    return [float(f"{length:.6g}") for length in drawn * (mean / fmean(lengths) if scaled else 1.0)]
+
+
+def _correlation(groups: Sequence[Sequence[float]]) -> float | None:
+    """Return the correlation of the logarithms of lengths within groups (the intraclass correlation of a one-way
+    analysis of variance), between 0 and 1; None if groups are too few, too small or all alike."""
+    size = len(groups[0]) if groups else 0
+    if len(groups) < 2 or size < 2:
+        return None
+    lengths = np.log(np.maximum(np.asarray(groups), 1))
+    within = lengths.var(axis=1, ddof=1).mean()
+    between = size * lengths.mean(axis=1).var(ddof=1)
+    total = between + (size - 1) * within
+    return float(np.clip((between - within) / total, 0, 1)) if total > 0 else None

@@ -147,6 +147,9 @@ class Replica:
     def __init__(self, name: str, costs: EngineCosts, host: Host) -> None:
         self.name, self.version = name, 0
         self.generated = self.recomputed = self.busy_seconds = 0.0
+        self.computed: Callable[[float, float], None] = lambda start, end: None
+        """Called with the beginning and the end of each time in which it computed."""
+        self._computes_since = 0.0
         self._costs, self._host, self._loop = costs, host, asyncio.get_running_loop()
         self._steps = self._cached = self._stall = 0.0
         self._seen, self._seen_at = host.now(), self._loop.time()
@@ -316,6 +319,10 @@ class Replica:
         computes = bool(self._running) and not self._paused
         if computes != self._computes:
             self._computes = computes
+            if computes:
+                self._computes_since = self._loop.time()
+            else:
+                self.computed(self._computes_since, self._loop.time())
             self._seen_at = self._loop.time()
             self._host.compute(self._costs.threads if computes else -self._costs.threads)
 

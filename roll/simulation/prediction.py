@@ -19,8 +19,8 @@ from roll.configs.errors import count
 from roll.configs.run import PipelineConfig
 from roll.pipeline.algorithm import build_algorithms
 from roll.simulation.inputs import Inputs, Origin, drawn_factors, varied
-from roll.simulation.run import MEASURED_STEPS, Outcome, simulate
-from roll.simulation.workload import turns
+from roll.simulation.run import MEASURED_STEPS, Outcome, replayed_steps, simulate
+from roll.simulation.workload import GroupWork, turns
 
 DRAWS = 16
 """Default number of simulations for an interval."""
@@ -70,13 +70,15 @@ def predict(
     steps: int = MEASURED_STEPS,
     algorithms: Any = None,
     progress: Callable[[str], None] = lambda text: None,
+    replayed: Sequence[GroupWork] = (),
 ) -> Prediction:
     """Predict the time of a step, with an interval.
 
     ``draws``: number of simulations for the interval, with the same seed and steps as the nominal one; fewer than
     `LEAST_DRAWS`: no interval. ``algorithms``: see `simulate`. ``progress`` is called with a line of text after each
-    simulated step. Raises `ConfigError`.
+    simulated step. ``replayed``: see `simulate`. Raises `ConfigError`.
     """
+    steps = replayed_steps(config, replayed) if replayed else steps
     algorithms = algorithms or build_algorithms(config)
     draws = _afforded(config, inputs, steps, draws) if draws >= LEAST_DRAWS else 0
 
@@ -84,7 +86,9 @@ def predict(
         def step_done(step: int, last: int) -> None:
             progress(f"simulation {number + 1} of {draws + 1}: {count(step, 'step')} of {last}")
 
-        return simulate(config, own, seed=seed, steps=steps, algorithms=algorithms, step_done=step_done)
+        return simulate(
+            config, own, seed=seed, steps=steps, algorithms=algorithms, step_done=step_done, replayed=replayed
+        )
 
     outcome, random = simulated(0, inputs), np.random.default_rng(seed)
     seconds = [outcome.step_seconds]

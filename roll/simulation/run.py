@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapreplace
+from itertools import cycle
+from pathlib import Path
 from typing import Any, cast
 
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem, count
+from roll.configs.plugins import problem
 from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.pipeline.algorithm import build_algorithms
@@ -34,12 +37,17 @@ from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.simulation.costs import Costs, Tokens, costs_of
 from roll.simulation.engines import Engines, Host, Request
 from roll.simulation.inputs import Inputs
-from roll.simulation.workload import GroupWork, groups, turns
+from roll.simulation.workload import GroupWork, groups
+from roll.tracking.timeline import Timeline
 
 MEASURED_STEPS = 8
 """Steps that are averaged by default."""
 LONGEST_PERIOD = 16
 """Most steps from one simulated validation to the next."""
+WARM_UP_STEPS = 2
+"""Number of first steps of a real run, or of its replay, to ignore, because they take longer than later ones."""
+LEAST_STEPS = 3
+"""Minimum number of steps after the warm-up for a calibration or a replay."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +110,14 @@ class Unchecked(AssertionError):
     """A simulated batch contained a token older than the staleness bound."""
 
 
-class _NoTimeline:
+class _NoTimeline(Timeline):
     """A timeline that records nothing."""
 
-    def transition(self, lane: str, state: str, **details: Any) -> None:
+    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
         """Ignore a change of state."""
+
+    def busy(self, role: str, start: float, end: float, worker: str | int = 0) -> None:
+        """Ignore an interval."""
 
 
 class _Workers:
@@ -146,10 +157,14 @@ class _Run:
     costs: Costs
     streams: bool
     needs_proximal: bool
-    seed: int
+    source: Iterator[GroupWork]
+    workers: int | None
+    """Workers for rewards or environments at a time; None: any number."""
     step_done: Callable[[int, int], None]
     validation_seconds: float
     """Of a validation on all replicas; 0: there is none."""
+    trace: Path | None = None
+    """File for the timeline."""
     steps: StepCounter = field(default_factory=StepCounter)
     published: StepCounter = field(default_factory=StepCounter)
     spans: dict[int, float] = field(default_factory=dict)
@@ -169,9 +184,11 @@ class _Run:
         config, self._loop = self.config, cast(VirtualTimeLoop, asyncio.get_running_loop())
         self.host = Host(self.inputs.cores(config.cluster.device), self._loop)
         self.pool = Engines(config, self.costs, self.host)
-        self._judges = _Workers(self._workers())
+        self.timeline = Timeline(self.trace, self._loop.time) if self.trace is not None else _NoTimeline()
+        for replica in self.pool.replicas.values():
+            replica.computed = partial(self.timeline.busy, "actor_infer", worker=replica.name.rpartition("/")[2])
+        self._judges = _Workers(self.workers)
         self._driver = asyncio.Lock()
-        self._turns = turns(config, self.inputs)
         self.locks = role_locks(config)
         for role in derived.present_roles(config):
             resident = self.pool if role == "actor_infer" else _States(self.costs.exchange[role])
@@ -188,9 +205,8 @@ class _Run:
             staleness_policy=config.staleness_policy,
             max_consecutive_refunds=config.max_consecutive_refunds,
         )
-        source = groups(config, self.inputs, self.seed)
         self.scheduler: RolloutScheduler[GroupWork, RolledOut] = RolloutScheduler(
-            plan, source, self.rollout, group_filter=self._kept
+            plan, self.source, self.rollout, group_filter=self._kept
         )
         await self.pool.buffers.acquire(0)
         self.pool.buffers.publishing(0)
@@ -199,12 +215,8 @@ class _Run:
         self.scheduler.ledger.check()
         if self._beside is not None:
             await self._beside
+        self.timeline.close()
         return self.outcome()
-
-    def _workers(self) -> int | None:
-        if isinstance(self.config, AgenticConfig):
-            return self.inputs.environments.workers or self.config.env_workers.max_sessions
-        return self.inputs.rewards.workers
 
     def _kept(self, made: RolledOut) -> bool:
         if not made.kept:
@@ -245,7 +257,7 @@ class _Run:
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Simulate one episode of a group, turn by turn."""
         work, key = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}"
-        own = max(1.0, tokens / self._turns)
+        own = max(1.0, tokens / len(work.latencies[sample]))
         for turn, seconds in enumerate(work.latencies[sample]):
             # In later turns, the tokens before the turn are in the replica's prefix cache.
             prefill = own if turn else work.prompt
@@ -283,7 +295,7 @@ class _Run:
                 before = partial(waits, cast(Any, self))
             finish = self._record if last else None
             stages.append(
-                Stage(name, work, source, cast(Any, _NoTimeline()), outbox, before=before, hold=hold,
+                Stage(name, work, source, self.timeline, outbox, before=before, hold=hold,
                       finish=finish, passes_parts=passes_parts)
             )  # fmt: skip
             if outbox is not None:
@@ -373,12 +385,17 @@ class _Run:
             self._beside = asyncio.create_task(self.pool.keep(kept, self.validation_seconds))
         elif settings.mode == "pause":
             self.scheduler.pause_admission()
-            await asyncio.sleep(self.validation_seconds)
+            await self._validation()
             self.scheduler.weights_published(version)
             self.scheduler.resume_admission()
         else:
             self.scheduler.weights_published(version)
-            await asyncio.sleep(self.validation_seconds)
+            await self._validation()
+
+    async def _validation(self) -> None:
+        self.timeline.transition("validation", "running")
+        await asyncio.sleep(self.validation_seconds)
+        self.timeline.transition("validation", "idle")
 
     async def _record(self, batch: Batch) -> None:
         replicas = self.pool.replicas.values()
@@ -398,6 +415,7 @@ class _Run:
         began = self._loop.time()
         yield
         self.busy.setdefault(role, []).append((began, self._loop.time()))
+        self.timeline.busy(role, began, self._loop.time())
 
     def outcome(self) -> Outcome:
         """Summarise the measured steps."""
@@ -422,6 +440,12 @@ class _Run:
             recomputed=gained["recomputed"] / max(generated, 1e-12),
             ledger=self.scheduler.ledger.counts(),
         )
+
+
+def _cut(replayed: Sequence[GroupWork], longest: int) -> Iterator[GroupWork]:
+    """Yield recorded groups, over and over, with no response longer than the limit."""
+    for work in cycle(replayed):
+        yield replace(work, responses=[min(max(1.0, tokens), longest) for tokens in work.responses])
 
 
 def _add(counts: dict[int, float], more: Iterable[tuple[int, float]]) -> None:
@@ -450,13 +474,36 @@ def check_simulated(config: PipelineConfig) -> None:
         raise ConfigError(found)
 
 
-def _validations(config: PipelineConfig, inputs: Inputs) -> tuple[int, float]:
-    """Return the steps from one simulated validation to the next (0: none), and the seconds of one."""
+def _validations(config: PipelineConfig, inputs: Inputs, longest: float) -> tuple[int, float]:
+    """Return the steps from one simulated validation to the next (0: none; at most ``longest``), and the seconds of
+    one."""
     seconds, every = inputs.validation.seconds, config.eval_steps
     if not seconds or not every or derived.validation_settings(config) is None:
         return 0, 0.0
-    period = min(every, LONGEST_PERIOD)
+    period = int(min(every, longest))
     return period, seconds * period / every
+
+
+def _workers(config: PipelineConfig, inputs: Inputs) -> int | None:
+    if isinstance(config, AgenticConfig):
+        return inputs.environments.workers or config.env_workers.max_sessions
+    return inputs.rewards.workers
+
+
+def replayed_steps(config: PipelineConfig, replayed: Sequence[GroupWork]) -> int:
+    """Return the number of steps for which a configuration has recorded groups. Raises `ConfigError` if it has none
+    for enough steps, or needs groups of another size."""
+    size, made = derived.group_size(config), {len(work.responses) for work in replayed}
+    if made != {size}:
+        sizes = ", ".join(map(str, sorted(made)))
+        raise problem(
+            "--replay", f"the run recorded groups of {sizes} samples, not {size}", "leave their size as it is"
+        )
+    kept, batch = sum(work.kept for work in replayed), config.rollout_batch_size
+    if kept // batch < WARM_UP_STEPS + LEAST_STEPS:
+        message = f"{kept} recorded groups are {count(kept // batch, 'step')} of {batch}"
+        raise problem("--replay", message, f"give a longer run: {WARM_UP_STEPS + LEAST_STEPS} steps are needed")
+    return kept // batch
 
 
 def simulate(
@@ -467,23 +514,34 @@ def simulate(
     steps: int = MEASURED_STEPS,
     algorithms: Any = None,
     step_done: Callable[[int, int], None] = lambda step, last: None,
+    replayed: Sequence[GroupWork] = (),
+    trace: Path | None = None,
 ) -> Outcome:
     """Simulate a run until ``steps`` steps beyond the start have ended. Checkpoints are left out, and validations
     unless their time is known; then the steps are as many as a whole number of periods from one to the next has.
 
     ``algorithms``: the result of `build_algorithms` for the configuration, to save computing it again. ``step_done`` is
-    called with the number of finished steps and the total. Raises `ConfigError`.
+    called with the number of finished steps and the total. ``replayed``: recorded groups in place of random ones, for
+    as many steps as they last. A schedule that needs more of them, because it drops some as stale, begins again with
+    the first. ``trace``: a file for the timeline, like that of a real run. Raises `ConfigError`.
     """
     check_simulated(config)
     algorithms = algorithms or build_algorithms(config)
-    ahead = math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps
-    every, validation = _validations(config, inputs)
-    steps = max(1, round(steps / every)) * every if every else steps
-    measured = ahead, ahead + steps
-    config = replace(config, max_steps=measured[1] + ahead + 1, eval_steps=every)
+    every, validation = _validations(config, inputs, math.inf if replayed else LONGEST_PERIOD)
+    if replayed:
+        last = replayed_steps(config, replayed)
+        measured, whole = (WARM_UP_STEPS - 1, last - 1), last
+        source: Iterator[GroupWork] = _cut(replayed, derived.max_new_tokens(config))
+        workers = None
+    else:
+        ahead = math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps
+        steps = max(1, round(steps / every)) * every if every else steps
+        measured, whole = (ahead, ahead + steps), 2 * ahead + steps + 1
+        source, workers = groups(config, inputs, seed), _workers(config, inputs)
+    config = replace(config, max_steps=whole, eval_steps=every)
     needs_proximal = algorithms.correction is not None or "proximal_logprobs" in algorithms.objective.token_fields
     costs = costs_of(config, inputs)
-    run = _Run(config, inputs, costs, algorithms.streams, needs_proximal, seed, step_done, validation)
+    run = _Run(config, inputs, costs, algorithms.streams, needs_proximal, source, workers, step_done, validation, trace)
     collects = gc.isenabled()
     gc.disable()  # collections would repeatedly scan all imported modules
     try:

@@ -41,6 +41,8 @@ class RunDirectory:
         """States of stages and workers over time, for Perfetto."""
         self.samples = root / "samples.jsonl"
         """Readable rollouts."""
+        self.groups = root / "groups.jsonl"
+        """Lengths and times of all groups."""
         self.pictures = root / "samples"
         """Images of the readable rollouts."""
         self.summary = root / "summary.json"

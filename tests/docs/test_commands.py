@@ -45,12 +45,15 @@ def test_cheap_commands_are_really_given(page, sit_down, capsys):
         if words is None:
             assert kind(command) in INSTEAD, f"{command.where}: {command} is neither run nor excused"
             continue
-        if words[0] in ("report", "doctor") or words[0] == "advise" and not words[1].endswith(".yaml"):
-            assert words[1] in folders_of_runs(folder), f"{command.where}: no run of the reader's is in {words[1]}"
-            end_a_run(folder / words[1])
+        replays = "--replay" in words
+        if replays or words[0] in ("report", "doctor") or words[0] == "advise" and not words[1].endswith(".yaml"):
+            named = words[words.index("--replay") + 1] if replays else words[1]
+            assert named in folders_of_runs(folder), f"{command.where}: no run of the reader's is in {named}"
+            end_a_run(folder / named)
         code = exit_code(words)
         said = capsys.readouterr()
         unfit = code == 2 and "--gpu-memory" in words and "will not fit" in said.err
+        unfit |= code == 2 and replays and "there is no groups.jsonl" in said.err
         assert unfit or code in EXIT_CODES.get(words[0], {0}), f"{command.where}: {command}\n{said.out}{said.err}"
 
 

@@ -13,6 +13,7 @@ from roll.agentic.worker import EnvPoolClosed, SessionFailed
 from roll.data.records import Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.agentic import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
+from roll.rollout.clock import run_virtual
 from roll.rollout.scheduler import FatalRolloutError
 
 TASK = EpisodeTask("lake", 17)
@@ -99,6 +100,20 @@ def test_each_turn_is_a_request_with_a_name_seed_and_limit_of_its_own():
     assert (group.group_id, group.prompt.domain, group.prompt.metadata) == (7, "lake", {"seed": 17})
     assert [sample.episode for sample in group.samples] == [0, 1, 2]
     assert group.samples[0].metrics == {"turns": 2.0, "success": 0.0} and group.prompt.text == "map 17"
+
+
+def test_an_episode_waits_for_its_environment_while_nothing_is_generated_for_it():
+    class Slow(Engine):
+        async def generate(self, request, **routing):
+            await asyncio.sleep(2)
+            return await super().generate(request, **routing)
+
+    async def scenario():
+        manager = Manager(slow=frozenset([2]))
+        asyncio.get_running_loop().call_later(7, manager.gate.set)
+        return await rollout(manager, Slow()).group(7, TASK)
+
+    assert run_virtual(scenario()).waits == [0.0, 5.0, 0.0]
 
 
 def test_equal_groups_ask_for_equal_random_numbers_and_others_do_not():

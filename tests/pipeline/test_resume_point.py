@@ -310,7 +310,7 @@ def test_a_run_killed_in_its_first_moment_begins_again(tmp_path):
 def test_what_came_after_the_step_is_taken_out_of_the_way(run):
     for step in (2, 4, 6):
         make_checkpoint(run, step)
-    for path in (run.metrics, run.samples):
+    for path in (run.metrics, run.samples, run.groups):
         lines = JsonLines(path)
         for step in range(7):
             lines.append({"step": step})
@@ -327,6 +327,7 @@ def test_what_came_after_the_step_is_taken_out_of_the_way(run):
     ]  # fmt: skip
     assert [record["step"] for record in read_json_lines(run.metrics)] == [0, 1, 2]
     assert [record["step"] for record in read_json_lines(run.samples)] == [0, 1, 2]
+    assert [record["step"] for record in read_json_lines(run.groups)] == [0, 1, 2]
 
 
 def test_an_interrupted_run_names_the_checkpoint_that_a_resume_would_take(tmp_path):

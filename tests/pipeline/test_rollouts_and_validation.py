@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,6 +79,7 @@ def test_a_group_has_its_samples_in_order_each_with_its_own_seed_and_name():
         assert {minimum for _, minimum in engine.requests} == {5}
         assert group.samples[0].response_mask.tolist() == [False, False, True, True, True]
         assert group.samples[0].versions.tolist() == [-1, -1, 5, 5, 5]
+        assert group.times["generated"] <= time.time()
 
     run_virtual(scenario())
 

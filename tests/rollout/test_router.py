@@ -264,8 +264,15 @@ def test_the_choice_is_the_least_loaded_one_whatever_happened_before(seed):
         for _ in range(600):
             name, oldest = draw.choice(names), draw.choice([None, 0, 1, 2, 3])
             state = router.state(name)
-            event = draw.choice(["acquire"] * 6 + ["release"] * 5 + ["die", "live", "live", "load", "drain", "drained"])
-            if event == "acquire":
+            others = ["die", "live", "live", "load", "drain", "drained", "oldest"]
+            event = draw.choice(["acquire"] * 6 + ["release"] * 5 + others)
+            if event == "oldest":
+                reserved = set(draw.sample(names, draw.randint(0, len(names))))
+                router.reserve(reserved)
+                free = [router.state(each) for each in names if each not in reserved]
+                assert router.oldest() == min((each.version for each in free if each.live), default=None)
+                router.reserve(())
+            elif event == "acquire":
                 expected = least_loaded(router, oldest)
                 try:
                     leases.append(await router.acquire(timeout=0.1, min_version=oldest))
@@ -299,6 +306,7 @@ def test_a_choice_among_thousands_costs_about_as_much_as_among_a_few():
             leases = []
             for _ in range(3000):
                 leases.append(await router.acquire(timeout=1, min_version=1))
+                assert router.oldest() == 0
                 if len(leases) > 1000:
                     router.release(leases.pop(0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +242,29 @@ def test_a_sweep_is_a_table(capsys):
     assert head.split()[0] == "async_generation_ratio" and [row.split()[0] for row in rows] == ["0", "1"]
     steps = [float(row.split()[1]) for row in rows]
     assert steps[1] < steps[0]
+
+
+def test_the_page_of_a_simulated_run_has_its_lanes(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["--draws", "0", "async_generation_ratio=1", "simulation.lengths.median=99", "--html"]
+    assert main(["simulate", EXAMPLE, *words, str(page)]) == 0
+    told = capsys.readouterr().out
+    data = json.loads(re.search(r'id="run-data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    lanes = {lane["name"]: lane for lane in data["timeline"]["lanes"]}
+    assert {"actor_train/0", "actor_infer/0", "stage/train", "stage/param_update"} <= lanes.keys()
+    assert data["state"]["status"] == "simulated" and data["name"].endswith("(simulated)")
+    config = load_config(EXAMPLE, ["async_generation_ratio=1"])
+    outcome = simulate(config, read_inputs(None, ["lengths.median=99"]))
+    assert data["state"]["seconds"] == pytest.approx(outcome.step_ends[-1])
+    assert [end / 1e3 for end in data["timeline"]["step_ends"]] == pytest.approx(outcome.step_ends, abs=1e-3)
+    first, last = outcome.measured
+    idle = data["metrics"]["series"]["idle/actor_train"]["values"][first + 1 : last + 1]
+    seconds = data["metrics"]["series"]["time/step"]["values"][first + 1 : last + 1]
+    assert np.average(idle, weights=seconds) == pytest.approx(outcome.idle["actor_train"], abs=0.01)
+    assert data["log"] in told and "idle" in data["log"]
+    assert main(["simulate", EXAMPLE, *words, str(tmp_path / "nowhere" / "page.html")]) == 1
+    assert main(["simulate", EXAMPLE, *words, str(page), "--sweep", "ratio=0,1"]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_a_sweep_keeps_the_price_and_says_where_inputs_come_from(capsys, monkeypatch):

@@ -1,7 +1,7 @@
 // The page from top to bottom.
 function statusBadge() {
   const status = run.state.status, kinds = ["success", "failed", "running", "interrupted", "unknown"];
-  return h("span", { class: `badge ${kinds.includes(status) ? status : "lost"}` }, status);
+  return h("span", { class: `badge ${kinds.includes(status) ? status : status === "simulated" ? "unknown" : "lost"}` }, status);
 }
 function themeButton() {
   const order = ["auto", "light", "dark"];
