@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -99,6 +99,19 @@ def test_each_turn_is_a_request_with_a_name_seed_and_limit_of_its_own():
     assert (group.group_id, group.prompt.domain, group.prompt.metadata) == (7, "lake", {"seed": 17})
     assert [sample.episode for sample in group.samples] == [0, 1, 2]
     assert group.samples[0].metrics == {"turns": 2.0, "success": 0.0} and group.prompt.text == "map 17"
+
+
+def test_episodes_that_control_tokens_ended_are_counted_for_every_manager_where_they_are_refused():
+    class Refusing(Manager):
+        async def run_episode(self, session, policy, *, tag, seed):
+            whole = await super().run_episode(session, policy, tag=tag, seed=seed)
+            return replace(whole, end="control_token" if session == 2 else "truncated")
+
+    def counted(**changes):
+        episodes = asyncio.run(rollout(Refusing(), **changes).play(0, TASK))
+        return [each.metrics.get("control_tokens") for each in episodes]
+
+    assert counted(counts_control_tokens=True) == [0.0, 1.0, 0.0] and counted() == [None] * 3
 
 
 def test_equal_groups_ask_for_equal_random_numbers_and_others_do_not():

@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, Any
 from roll.agentic.endpoint.dialects import Dialect, model_list
 from roll.agentic.endpoint.json_text import loaded
 from roll.agentic.endpoint.messages import Messages
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
-from roll.agentic.endpoint.served import ServedModel
-from roll.agentic.endpoint.session import EpisodeSession, Pause
+from roll.agentic.endpoint.records import Answerer, ModelAnswer, ModelRequest, Pause, RequestRefused
 from roll.agentic.endpoint.tool_calls import THOUGHT_END
 
 if TYPE_CHECKING:
@@ -118,7 +116,7 @@ class _Answered:
 class _Episode:
     """An episode that may ask, or a model that is served."""
 
-    session: EpisodeSession | ServedModel
+    session: Answerer
     key: str
     """Empty: none is needed."""
     calls: list[_Call] = field(default_factory=list)
@@ -208,7 +206,7 @@ class Endpoint:
         if self._thread.is_alive():
             raise RuntimeError(f"the endpoint did not end within {STOP_SECONDS:.0f} s")
 
-    def open(self, session: EpisodeSession) -> tuple[str, str]:
+    def open(self, session: Answerer) -> tuple[str, str]:
         """Give an episode its address, which ends with `/v1`, and its key. Raises `RuntimeError` if it does not run."""
         if self._stopping or not self._thread.is_alive():
             raise RuntimeError(f"the endpoint does not run: {self._failure or 'it was stopped'}")
@@ -217,13 +215,13 @@ class Endpoint:
         self._names[key] = name
         return f"{self.address}/e/{name}/v1", key
 
-    def serve(self, model: ServedModel, key: str = "") -> str:
+    def serve(self, model: Answerer, key: str = "") -> str:
         """Let a model answer all requests that name no episode, and return its address, which ends with `/v1`. With a
         ``key`` they must send it."""
         self._episodes[""] = _Episode(model, key)
         return f"{self.address}/v1"
 
-    async def close(self, session: EpisodeSession) -> None:
+    async def close(self, session: Answerer) -> None:
         """End an episode: later requests get 409, and calls that are running are cancelled. The session does not change
         any more. Calling it twice is harmless."""
         if self._loop is None or self._over.is_set():
@@ -249,7 +247,7 @@ class Endpoint:
         else:
             ended.result()
 
-    async def _close(self, session: EpisodeSession) -> None:
+    async def _close(self, session: Answerer) -> None:
         session.close()
         # A copy, since other threads open episodes meanwhile, even while a list is made of the items.
         for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
@@ -328,7 +326,7 @@ class Endpoint:
             raise asyncio.CancelledError from None
         finally:
             call.readers -= 1
-            if isinstance(episode.session, ServedModel):
+            if not episode.session.keeps_answers:
                 episode.calls.remove(call)
                 call.task.cancel()  # if its client has gone away; of no effect on an answer that has ended
         return response
@@ -342,9 +340,7 @@ class Endpoint:
         attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         given = request.headers.get("idempotency-key", "")
         key = f"{digest}\n{given}"
-        # A model that is served keeps no answers: clients that ask the same are each answered.
-        is_served = isinstance(episode.session, ServedModel)
-        call = None if is_served else episode.joined(key, attempt, bool(given))
+        call = episode.joined(key, attempt, bool(given)) if episode.session.keeps_answers else None
         if call is None:
             stream = _Stream(dialect, asked)
             answered = _answered(episode.session, dialect, asked, stream, self._pause)
@@ -453,14 +449,11 @@ class Endpoint:
 
 
 async def _answered(
-    session: EpisodeSession | ServedModel, dialect: Dialect, asked: ModelRequest, stream: _Stream, pause: Pause
+    session: Answerer, dialect: Dialect, asked: ModelRequest, stream: _Stream, pause: Pause
 ) -> _Answered:
     """Have a request answered and write the answer. It is recorded when this ends."""
     try:
-        if isinstance(session, ServedModel):
-            answer = await session.respond(asked, stream.tell if asked.stream else None)
-        else:
-            answer = await session.respond(asked, pause)
+        answer = await session.respond(asked, tell=stream.tell if asked.stream else None, pause=pause)
         body = stream.whole(answer) if asked.stream else json.dumps(dialect.answer(asked, answer)).encode()
     except RequestRefused:
         raise

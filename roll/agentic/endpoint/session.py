@@ -17,13 +17,13 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
 from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_folded
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
@@ -48,14 +48,8 @@ COUNTS = (
 LONG_PROMPT = 2**12
 """Characters, or token ids. What is longer is made into tokens in a thread, since others wait meanwhile."""
 EarlierReasoning = Literal["keep", "template"]
-Pause = Callable[[], Awaitable[None]]
-"""Lets the loop take a turn."""
 THOUGHT = "KeptThought{number}Qz"
 """A stand-in for a thought, to see if the chat template keeps it."""
-
-
-async def no_pause() -> None:
-    """Go on at once."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +138,8 @@ class _Place:
 class EpisodeSession:
     """The answers of the policy to the requests of one episode."""
 
+    keeps_answers = True
+
     def __init__(
         self,
         template: TurnTemplate,
@@ -179,14 +175,13 @@ class EpisodeSession:
         """Tokens of all turns, read and sampled."""
         return sum(len(turn.read) + len(turn.sampled.token_ids) for turn in self._turns)
 
-    async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
-        """Sample the answer to a request and record it. ``pause`` is awaited between sampling and what is made of it.
-        Raises `RequestRefused`."""
+    async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
+        """Sample the answer to a request and record it. ``tell`` is not called: nothing is sent that is not recorded.
+        ``pause`` is awaited between sampling and what is made of it. Raises `RequestRefused`."""
         limits = self._settings.limits
         self._require_open()
-        if request.form is not None and not self._settings.ignore_response_format:
-            unforced = f"`{request.form}` is not served: no form is forced on the policy, so ask for it in the prompt"
-            raise RequestRefused(f"{unforced}, or set `ignore_response_format`", field=request.form)
+        if not self._settings.ignore_response_format:
+            request.require_no_form("ask for it in the prompt, or set `ignore_response_format`")
         place = await self._found(request)
         self._require_open()
         prompt = place.token_ids
