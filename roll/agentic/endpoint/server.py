@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.agentic.endpoint.dialects import Dialect, model_list
-from roll.agentic.endpoint.json_text import loaded
+from roll.agentic.endpoint.json_text import parsed
 from roll.agentic.endpoint.messages import Messages
 from roll.agentic.endpoint.records import Answerer, ModelAnswer, ModelRequest, Pause, RequestRefused
 from roll.agentic.endpoint.tool_calls import THOUGHT_END
@@ -49,6 +49,9 @@ ANSWERS_KEPT = 32
 """Answers of an episode that are kept for clients that ask again."""
 ENDED_KEPT = 4096
 """Episodes that are over and still known as such."""
+TURN_SECONDS = 0.005
+"""Time that requests may take together in one turn of the loop. Each turn costs a system call and a wait for the
+interpreter, which the driver's loop uses meanwhile."""
 START_SECONDS = STOP_SECONDS = 30.0
 RETRY_HEADER = "x-stainless-retry-count"
 """By which clients of OpenAI and Anthropic say how often they have asked before."""
@@ -183,6 +186,8 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._turn = asyncio.Lock()
+        self._turned_at = 0.0
+        """Clock time at which a pause last ended."""
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -423,9 +428,12 @@ class Endpoint:
         return episode
 
     async def _pause(self) -> None:
-        """Return to one caller in each turn of the loop, so that hundreds who come at once do not block it."""
-        async with self._turn:
-            await asyncio.sleep(0)
+        """Return at once for `TURN_SECONDS`, then to one caller in each turn of the loop, so that hundreds who come at
+        once do not block it."""
+        if time.monotonic() - self._turned_at >= TURN_SECONDS:
+            async with self._turn:
+                await asyncio.sleep(0)
+                self._turned_at = time.monotonic()
 
     async def _body(self, request: web.Request) -> bytes:
         from aiohttp import web
@@ -494,7 +502,7 @@ def _split(path: str) -> tuple[str | None, str]:
 def _asked(dialect: Dialect, body: bytes) -> tuple[ModelRequest, str]:
     """Return the request that a body makes, and a digest of the body."""
     try:
-        value = loaded(body.decode())
+        value = parsed(body.decode())
     except ValueError as error:
         raise RequestRefused(f"the body is no JSON: {error}") from error
     return dialect.read(value), hashlib.blake2b(body, digest_size=16).hexdigest()
