@@ -2,14 +2,18 @@
 
 Rates: runs whose episodes an agent plays, against the same run with the same game as an environment: the same model,
 seeds, turns and numbers of forced tokens. `plain` asks with Python's own client, so that what it costs is the
-endpoint's; `openai` with OpenAI's client. Sides alternate; medians of the steps' seconds without training.
+endpoint's; `openai` with OpenAI's client. Sides alternate; medians of the steps' seconds without training. What a
+request costs more is independent of the length of a turn, so it is also told how long a turn of the game, and how many
+tokens at this speed, make it a tenth of the time.
 
 Gaps: an endpoint in this process, a policy that waits, and sessions of an openai client in another process. At the end
 all sessions become samples, as those of episodes do. A probe in the driver's event loop and one in the endpoint's tell
 the longest time for which each was not free: by the clock, and the processor time that its thread spent meanwhile,
 which other programs on the machine do not lengthen; for the longest by the clock also that of the whole process.
 
-Cost: the same without probes, by a plain client: processor time of a request. Prints one JSON line.
+Cost: the same without probes, by a plain client: processor time of a request in the endpoint's thread, the driver's and
+the client, which is the user's own. Turn: that of one session whose policy answers at once, and how long the client
+waits for an answer. Prints one JSON line.
 
     python benchmarks/agents.py [--steps 8] [--tokens 64 256] [--sessions 200]
 """
@@ -45,6 +49,8 @@ sys.path.append(str(ROOT / "examples" / "agent-tool-cpu"))
 import make_model
 
 PROBE_SECONDS = 0.002
+A_TENTH = 0.1
+"""Goal: what an agent may take more than the game."""
 LONG_MESSAGE = 100_000
 """Characters. So long ones are sent by a tenth of the sessions."""
 WORDS = "the quick brown fox jumps over 17 lazy dogs and 25 cats near Ada's house, "
@@ -70,12 +76,16 @@ def rates(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
             seconds[name] += [step - train for step, train in zip(steps, training, strict=True)]
     samples = arguments.groups * arguments.group_size
     game = statistics.median(seconds.pop("game"))
-    found = {"game_samples_per_second": samples / game}
+    requests = samples * arguments.turns
+    found = {"game_samples_per_second": samples / game, "game_ms_per_request": 1000 * game / requests}
     for name, each in seconds.items():
         taken = statistics.median(each)
+        added = 1000 * (taken - game) / requests
         found[f"{name}_samples_per_second"] = samples / taken
         found[f"{name}_overhead"] = taken / game - 1
-        found[f"{name}_ms_per_request"] = 1000 * (taken - game) / (samples * arguments.turns)
+        found[f"{name}_ms_per_request"] = added
+        found[f"{name}_a_tenth_from_ms"] = added / A_TENTH
+        found[f"{name}_a_tenth_from_tokens"] = arguments.tokens * added / A_TENTH / found["game_ms_per_request"]
     return found
 
 
@@ -139,20 +149,27 @@ def talk(addresses: list[tuple[str, str]], turns: int, characters: int, spent: A
 
     began = time.process_time()
     asyncio.run(all_of_them())
-    spent.put(time.process_time() - began)
+    spent.put((time.process_time() - began, 0.0))
 
 
 def play(addresses: list[tuple[str, str]], turns: int, characters: int, spent: Any) -> None:
-    """Be all clients, each a thread with a plain one, and tell the processor time that they spent."""
-    began = time.process_time()
+    """Be all clients, each a thread with a plain one, and tell the processor time that they spent, and the whole."""
+    began, started = time.process_time(), time.perf_counter()
     with ThreadPoolExecutor(len(addresses)) as threads:
         list(threads.map(lambda address: plain({"turns": turns, "seed": 0}, *address), addresses))
-    spent.put(time.process_time() - began)
+    spent.put((time.process_time() - began, time.perf_counter() - started))
 
 
-def gaps(arguments: argparse.Namespace, characters: int, *, probed: bool = True) -> dict[str, float]:
+async def thread_time() -> float:
+    """Return the processor time of the thread of the loop that runs this."""
+    return time.thread_time()
+
+
+def gaps(
+    arguments: argparse.Namespace, characters: int, *, probed: bool = True, sampling_seconds: float = 0.05
+) -> dict[str, float]:
     """Return the longest gaps of both loops in milliseconds; if they are not probed, the processor time of a request in
-    both processes."""
+    each thread, and its whole time."""
 
     async def main() -> dict[str, float]:
         chance = make_model.random.Random(0)
@@ -164,7 +181,7 @@ def gaps(arguments: argparse.Namespace, characters: int, *, probed: bool = True)
         template = ChatTurns(tokenizer)
         endpoint = agent_endpoint(tokenizer, "127.0.0.1")
         endpoint.start()
-        policy, limits = WaitingPolicy(tokenizer, 0.05), ManagerSettings(100, 10**7, 10**8)
+        policy, limits = WaitingPolicy(tokenizer, sampling_seconds), ManagerSettings(100, 10**7, 10**8)
         settings = SessionSettings(limits, PARSERS["hermes"])
         sessions = [EpisodeSession(template, tokenizer, policy, settings) for _ in range(arguments.sessions)]
         addresses = [endpoint.open(session) for session in sessions]
@@ -176,14 +193,19 @@ def gaps(arguments: argparse.Namespace, characters: int, *, probed: bool = True)
         probes: list[Any] = [asyncio.create_task(collect_rarely())]  # as every run does
         first = endpoint.open(EpisodeSession(template, tokenizer, policy, settings))
         await asyncio.to_thread(plain, {"turns": 2, "seed": 0}, *first)  # what is made once
+        assert endpoint._loop is not None
+
+        async def spent_by_threads() -> tuple[float, float]:
+            inside = asyncio.run_coroutine_threadsafe(thread_time(), endpoint._loop)
+            return await asyncio.wrap_future(inside), time.thread_time()
+
         if probed:
-            assert endpoint._loop is not None
             probes.append(asyncio.create_task(driver.run()))
             probes.append(asyncio.run_coroutine_threadsafe(inside.run(), endpoint._loop))
-        began, started = time.perf_counter(), time.process_time()
         clients.start()
-        theirs = await asyncio.to_thread(spent.get)
-        seconds, ours = time.perf_counter() - began, time.process_time() - started
+        began, before = time.perf_counter(), await spent_by_threads()
+        theirs, whole = await asyncio.to_thread(spent.get)
+        seconds, after = time.perf_counter() - began, await spent_by_threads()
         await asyncio.to_thread(clients.join)
         for session in sessions:
             await endpoint.close(session)
@@ -198,8 +220,10 @@ def gaps(arguments: argparse.Namespace, characters: int, *, probed: bool = True)
         if probed:
             return {"requests_per_second": requests / seconds, **driver.gaps("driver"), **inside.gaps("endpoint")}
         return {
-            "endpoint_cpu_ms_per_request": 1000 * ours / requests,
+            "endpoint_cpu_ms_per_request": 1000 * (after[0] - before[0]) / requests,
+            "driver_cpu_ms_per_request": 1000 * (after[1] - before[1]) / requests,
             "client_cpu_ms_per_request": 1000 * theirs / requests,
+            "ms_per_request": 1000 * whole / arguments.turns,
         }
 
     return asyncio.run(main())
@@ -224,6 +248,8 @@ def main() -> None:
     found: dict[str, Any] = {"benchmark": "agents", **vars(arguments)}
     if arguments.only in ("cost", None):
         found["cost"] = gaps(argparse.Namespace(sessions=20, turns=20), 0, probed=False)
+        short = argparse.Namespace(sessions=1, turns=40)
+        found["turn"] = gaps(short, 0, probed=False, sampling_seconds=0.0)
     if arguments.only in ("gaps", None):
         for characters in arguments.characters:
             few = argparse.Namespace(**vars(arguments))

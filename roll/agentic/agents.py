@@ -21,10 +21,10 @@ import numpy as np
 
 from roll.agentic.endpoint.dialects import Chat, Completions, Dialect
 from roll.agentic.endpoint.messages import Messages
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
 from roll.agentic.endpoint.responses import Responses
 from roll.agentic.endpoint.server import Endpoint
-from roll.agentic.endpoint.session import EpisodeSession, Pause, SessionSettings, no_pause
+from roll.agentic.endpoint.session import EpisodeSession, SessionSettings
 from roll.agentic.episode import (
     EnvironmentFailed,
     EnvSession,
@@ -108,9 +108,9 @@ class RecordedSession(EpisodeSession):
     limit: EpisodeEnd | None = None
     """The limit for which a request was first refused; None: no limit was reached."""
 
-    async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
+    async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
         try:
-            return await super().respond(request, pause)
+            return await super().respond(request, tell=tell, pause=pause)
         except RequestRefused as refused:
             self.refused = refused
             self.limit = self.limit or LIMITS.get(refused.code)

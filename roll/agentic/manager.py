@@ -147,10 +147,7 @@ class BuiltInManager:
             played = await self._play(session, policy, tag, seed)
         finally:
             await session.close()
-        episode = episode_of(played, self.samples(played))
-        if self.template.refuse_control_tokens:
-            episode.metrics["control_tokens"] = float(played.end == "control_token")
-        return episode
+        return episode_of(played, self.samples(played))
 
     def prompter(self) -> Prompter:
         """Return the prompt builder of one episode."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from roll.agentic.agents import AgentManager, RecordedSession, agent_endpoint
 from roll.agentic.base import observation_from
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
-from roll.agentic.endpoint.session import Pause, SessionSettings, no_pause, normal_forms
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
+from roll.agentic.endpoint.session import SessionSettings, normal_forms
 from roll.agentic.endpoint.turns import TurnReader, message_of
 from roll.agentic.episode import (
     EnvironmentFailed,
@@ -62,10 +62,10 @@ class WatchedSession(RecordedSession):
         self.asking: ModelRequest | None = None
         """The last request."""
 
-    async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
+    async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
         self.asking = request
         try:
-            answer = await super().respond(request, pause)
+            answer = await super().respond(request, tell=tell, pause=pause)
         except RequestRefused as refused:
             self.refusals.append(refused)
             raise

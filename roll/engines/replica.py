@@ -80,7 +80,7 @@ class Replica:
         self._numbers = itertools.count()
         self._pending: dict[str, OpenRequest] = {}
         self._outgoing: list[GenerateRequest] = []
-        self._submitting: set[asyncio.Task[None]] = set()
+        self._submitting: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -110,7 +110,8 @@ class Replica:
             self._changing.release()
 
     async def generate(self, response: PartialResponse) -> Completion:
-        """Generate the missing part of a response. Requests within a few event loop iterations share a remote call.
+        """Generate the missing part of a response. Requests within a few event loop iterations share a remote call, and
+        so do those that come while another call submits.
 
         Each attempt has its own request id in the engine, so a retry never receives results of an aborted attempt.
         After `WorkerDied`, ``response`` contains the tokens of this attempt that were fetched so far.
@@ -136,15 +137,17 @@ class Replica:
             del self._pending[sent.request_id]
 
     def _submit_outgoing(self, turns: int) -> None:
-        """Submit the queued requests after ``turns`` more event loop iterations."""
+        """Submit the queued requests after ``turns`` more event loop iterations, and after those that are submitted."""
+        loop = asyncio.get_running_loop()
         if turns:
-            asyncio.get_running_loop().call_soon(self._submit_outgoing, turns - 1)
-            return
-        requests, self._outgoing = self._outgoing, []
-        if requests:
-            task = asyncio.get_running_loop().create_task(self._submit(requests))
-            self._submitting.add(task)
-            task.add_done_callback(self._submitting.discard)
+            loop.call_soon(self._submit_outgoing, turns - 1)
+        elif self._submitting is None or self._submitting.done():
+            self._submitting = loop.create_task(self._submit_all())
+
+    async def _submit_all(self) -> None:
+        while self._outgoing:
+            requests, self._outgoing = self._outgoing, []
+            await self._submit(requests)
 
     async def _submit(self, requests: Sequence[GenerateRequest]) -> None:
         try:

@@ -127,6 +127,7 @@ class AgenticSide(RolloutSide):
             spare=manager.group_size_redundancy,
             run_seed=self._config.seed,
             purpose=purpose,
+            counts_control_tokens=self._config.on_control_tokens == "refuse",
         )
 
     def _manager(self, tag: str, manager: EnvManagerConfig, arguments: GeneratingArguments) -> EnvManager:
@@ -230,6 +231,8 @@ class EpisodeRollout:
     """Limit on the number of groups that run concurrently; None: no limit."""
     frames: bool = False
     """True to record a rendered frame at each turn."""
+    counts_control_tokens: bool = False
+    """True to give each episode the metric ``control_tokens``: 1 if one that was spelled ended it, else 0."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Totals of sampled tokens: ``sampled`` counts all completed turns, ``untrained`` the tokens that finished episodes
     left out of their samples, ``discarded`` those of episodes that ended up in no group. All other tokens are in
@@ -322,6 +325,8 @@ class EpisodeRollout:
                     trained = _trained_tokens(episode)
                     # An agent may have several requests at once.
                     episode.waited = max(0.0, loop.time() - began - generating)
+                    if self.counts_control_tokens:
+                        episode.metrics["control_tokens"] = float(episode.end == "control_token")
                     return episode
                 except SessionFailed as error:
                     losses += 1

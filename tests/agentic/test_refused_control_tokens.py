@@ -44,7 +44,7 @@ def test_an_observation_that_spells_one_ends_the_episode_with_its_rewards(manage
     with caplog.at_level("INFO"):
         ended, session = episode(answers, manager)
     assert ended.end == "control_token" and ended.score == 1.5 and len(ended.turns) == 2
-    assert ended.metrics["control_tokens"] == 1.0 and len(session.texts) == 2 and session.closed == 1
+    assert len(session.texts) == 2 and session.closed == 1
     assert ended.samples[-1].finish_reason == "stop", "it is not cut for its length"
     assert (
         "environment 'lake', seed 7, turn 1: its answer ends the episode: a message of the role 'user'" in caplog.text
@@ -67,13 +67,13 @@ def test_the_words_of_the_policy_are_its_own(manager):
     spelled = turns.encode(turns.contents.shielded(SPELLED)).tolist()  # in letters, without the token
     answers = [observe("begin"), observe("well"), observe("well"), observe("end")]
     ended, session = episode(answers, manager, [*spelled, *encode(END)])
-    assert session.texts == [SPELLED] * 3 and ended.end == "max_steps" and ended.metrics["control_tokens"] == 0.0
+    assert session.texts == [SPELLED] * 3 and ended.end == "max_steps"
 
 
 @pytest.mark.parametrize("manager", ["trajectory", "step"])
 def test_plain_reads_all_of_it_as_text(manager):
     ended, _ = episode([observe("begin"), *[observe(SPELLED)] * 3], manager, refuse=False)
-    assert ended.end == "max_steps" and "control_tokens" not in ended.metrics
+    assert ended.end == "max_steps"
 
 
 def asked(*messages, tools=()) -> ModelRequest:

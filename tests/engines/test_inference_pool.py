@@ -607,3 +607,26 @@ def test_requests_that_are_made_shortly_one_after_the_other_leave_in_one_call(mo
             assert local.handles[0].calls["submit"] == 1
 
     run_virtual(scenario())
+
+
+def test_requests_that_are_made_during_a_submission_leave_together_when_it_has_ended(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            worker, left = local.handles[0].worker, []
+            submit = worker.submit
+
+            async def slow(requests):
+                left.append([each.request_id.partition("#")[0] for each in requests])
+                await asyncio.sleep(1.0)
+                await submit(requests)
+
+            monkeypatch.setattr(worker, "submit", slow)
+            running = []
+            for number in range(6):
+                running.append(asyncio.create_task(local.pool.generate(request(f"r{number}"))))
+                await asyncio.sleep(0.3)
+            running.pop().cancel()
+            await asyncio.gather(*running)
+            assert left == [["r0"], ["r1", "r2", "r3"], ["r4"]], "and r5 was cancelled before it left"
+
+    run_virtual(scenario())

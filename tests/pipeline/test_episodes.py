@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -114,6 +114,19 @@ def test_an_episode_waits_for_its_environment_while_nothing_is_generated_for_it(
         return await rollout(manager, Slow()).group(7, TASK)
 
     assert run_virtual(scenario()).waits == [0.0, 5.0, 0.0]
+
+
+def test_episodes_that_control_tokens_ended_are_counted_for_every_manager_where_they_are_refused():
+    class Refusing(Manager):
+        async def run_episode(self, session, policy, *, tag, seed):
+            whole = await super().run_episode(session, policy, tag=tag, seed=seed)
+            return replace(whole, end="control_token" if session == 2 else "truncated")
+
+    def counted(**changes):
+        episodes = asyncio.run(rollout(Refusing(), **changes).play(0, TASK))
+        return [each.metrics.get("control_tokens") for each in episodes]
+
+    assert counted(counts_control_tokens=True) == [0.0, 1.0, 0.0] and counted() == [None] * 3
 
 
 def test_equal_groups_ask_for_equal_random_numbers_and_others_do_not():

@@ -38,12 +38,17 @@ def problem_of(value: Any) -> str | None:
     return f"is nested more than {DEEPEST} levels deep"
 
 
-def loaded(text: str) -> Any:
-    """Decode JSON. Raises `ValueError` if it is invalid, or valid but not acceptable (`problem_of`)."""
+def parsed(text: str) -> Any:
+    """Decode JSON that is checked later. Raises `ValueError` if it is invalid."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def loaded(text: str) -> Any:
+    """Decode JSON. Raises `ValueError` if it is invalid, or valid but not acceptable (`problem_of`)."""
+    value = parsed(text)
     if problem := problem_of(value):
         raise ValueError(problem)
     return value

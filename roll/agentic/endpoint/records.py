@@ -6,9 +6,9 @@ and decoded arguments of tool calls. The answer is built from sampled tokens, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -59,6 +59,13 @@ class ModelRequest:
     without_effect: tuple[str, ...] = ()
     """Names of accepted fields that have no effect, such as a temperature in training."""
 
+    def require_no_form(self, remedy: str) -> None:
+        """Raise `RequestRefused` if structured output is demanded. ``remedy``: what the client can do."""
+        if self.form is not None:
+            raise RequestRefused(
+                f"`{self.form}` is not served: no form is forced on the model, so {remedy}", field=self.form
+            )
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -88,3 +95,43 @@ class ModelAnswer:
     """float32 ``[sampled]``."""
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = field(default=())
+
+
+Tell = Callable[[ModelAnswer], None]
+"""Sends the part of an unfinished answer that cannot change any more."""
+Pause = Callable[[], Awaitable[None]]
+"""Lets the event loop take a turn."""
+
+
+async def no_pause() -> None:
+    """Go on at once."""
+
+
+class Answerer(Protocol):
+    """What answers the requests to one address: an episode, or a model that is served."""
+
+    keeps_answers: bool
+    """True if a repeated request gets its first answer again, even if its client disconnected meanwhile. False: each
+    request has an answer of its own, which ends when its client disconnects."""
+    failure: BaseException | None
+    """The first error of the policy."""
+
+    @property
+    def room(self) -> int:
+        """Maximum tokens of prompt and answer together."""
+
+    async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
+        """Return the answer to a request. Raises `RequestRefused`.
+
+        ``tell`` may be called with what is certain of the answer while it is sampled. ``pause`` is awaited between
+        sampling and what is made of it.
+        """
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Return the number of tokens of a request's prompt. Raises `RequestRefused`."""
+
+    def leave_out(self, answer_id: str, cause: str) -> None:
+        """Leave an answer out of training that did not reach the client."""
+
+    def close(self) -> None:
+        """Refuse further requests."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
 from roll.agentic.endpoint.session import LONG_PROMPT
 from roll.agentic.endpoint.turns import TurnReader
 from roll.agentic.episode import SampledTurn
@@ -59,6 +59,8 @@ class ServedPolicy(Protocol):
 class ServedModel:
     """Answers the requests to a served model."""
 
+    keeps_answers = False
+
     def __init__(self, reader: TurnReader, policy: ServedPolicy, sampling: ServedSampling, room: int) -> None:
         """``policy`` runs in the current event loop. ``room``: maximum tokens of prompt and answer together."""
         self._reader = reader
@@ -70,14 +72,10 @@ class ServedModel:
         self.failure: BaseException | None = None
         """The first error of the policy."""
 
-    async def respond(self, request: ModelRequest, tell: Callable[[ModelAnswer], None] | None = None) -> ModelAnswer:
-        """Return the answer. While it is sampled, ``tell`` is called with the part that is certain so far.
-
-        Raises `RequestRefused`.
-        """
-        if request.form is not None:
-            unforced = f"`{request.form}` is not served: no form is forced on the model, so ask for it in the prompt"
-            raise RequestRefused(unforced, field=request.form)
+    async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
+        """Return the answer. While it is sampled, ``tell`` is called with the part that is certain so far. ``pause`` is
+        awaited before the whole is written. Raises `RequestRefused`."""
+        request.require_no_form("ask for it in the prompt")
         prompt = await self._prompt(request)
         left = self._room_behind(len(prompt))
         answer_id, created = uuid.uuid4().hex, int(time.time())
@@ -116,6 +114,7 @@ class ServedModel:
             raise RequestRefused(f"the model failed: {error}", status=503, code="model_failed") from error
         finally:
             self._streams -= tells
+        await pause()
         if turn.finish_reason == "abort":
             raise RequestRefused("the answer was stopped before its end; ask again", status=503, code="aborted")
         return self._reader.answer(request, prompt, turn, answer_id=answer_id, created=created, calls_id=answer_id)

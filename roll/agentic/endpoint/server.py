@@ -27,11 +27,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.agentic.endpoint.dialects import Dialect, model_list
-from roll.agentic.endpoint.json_text import loaded
+from roll.agentic.endpoint.json_text import parsed
 from roll.agentic.endpoint.messages import Messages
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
-from roll.agentic.endpoint.served import ServedModel
-from roll.agentic.endpoint.session import EpisodeSession, Pause
+from roll.agentic.endpoint.records import Answerer, ModelAnswer, ModelRequest, Pause, RequestRefused
 from roll.agentic.endpoint.tool_calls import THOUGHT_END
 
 if TYPE_CHECKING:
@@ -51,6 +49,9 @@ ANSWERS_KEPT = 32
 """Number of answers per episode that are kept for clients that repeat a request."""
 ENDED_KEPT = 4096
 """Number of ended episodes whose keys are remembered, to tell clients that the episode is over."""
+TURN_SECONDS = 0.005
+"""Seconds that requests may take together in one iteration of the event loop. Each iteration costs a system call and a
+wait for the interpreter lock, which the driver's loop uses meanwhile."""
 START_SECONDS = STOP_SECONDS = 30.0
 RETRY_HEADER = "x-stainless-retry-count"
 """Header in which the OpenAI and Anthropic client libraries send the number of earlier attempts."""
@@ -118,7 +119,7 @@ class _Answered:
 class _Episode:
     """An episode, or a served model, with its calls."""
 
-    session: EpisodeSession | ServedModel
+    session: Answerer
     key: str
     """API key; empty if no key is needed."""
     calls: list[_Call] = field(default_factory=list)
@@ -190,6 +191,8 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._turn = asyncio.Lock()
+        self._turned_at = 0.0
+        """Clock time at which a pause last ended."""
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -213,7 +216,7 @@ class Endpoint:
         if self._thread.is_alive():
             raise RuntimeError(f"the endpoint did not end within {STOP_SECONDS:.0f} s")
 
-    def open(self, session: EpisodeSession) -> tuple[str, str]:
+    def open(self, session: Answerer) -> tuple[str, str]:
         """Add an episode. Return its address, which ends with `/v1`, and its key.
 
         Raises `RuntimeError` if the server is not running.
@@ -225,7 +228,7 @@ class Endpoint:
         self._names[key] = name
         return f"{self.address}/e/{name}/v1", key
 
-    def serve(self, model: ServedModel, key: str = "") -> str:
+    def serve(self, model: Answerer, key: str = "") -> str:
         """Serve a model to all requests that name no episode. Return its address, which ends with `/v1`.
 
         If ``key`` is not empty, requests must send it.
@@ -233,7 +236,7 @@ class Endpoint:
         self._episodes[""] = _Episode(model, key)
         return f"{self.address}/v1"
 
-    async def close(self, session: EpisodeSession) -> None:
+    async def close(self, session: Answerer) -> None:
         """End an episode: cancel running calls, and answer later requests with status 409.
 
         After this the session does not change any more. Calling it twice is harmless.
@@ -261,7 +264,7 @@ class Endpoint:
         else:
             ended.result()
 
-    async def _close(self, session: EpisodeSession) -> None:
+    async def _close(self, session: Answerer) -> None:
         session.close()
         # A copy, because other threads may add episodes during the iteration.
         for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
@@ -340,7 +343,7 @@ class Endpoint:
             raise asyncio.CancelledError from None
         finally:
             call.readers -= 1
-            if isinstance(episode.session, ServedModel):
+            if not episode.session.keeps_answers:
                 episode.calls.remove(call)
                 call.task.cancel()  # stops sampling if the client has disconnected; else the task is done already
         return response
@@ -356,9 +359,7 @@ class Endpoint:
         attempt = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         given = request.headers.get("idempotency-key", "")
         key = f"{digest}\n{given}"
-        # A served model keeps no answers: equal requests are answered separately.
-        is_served = isinstance(episode.session, ServedModel)
-        call = None if is_served else episode.joined(key, attempt, bool(given))
+        call = episode.joined(key, attempt, bool(given)) if episode.session.keeps_answers else None
         if call is None:
             stream = _Stream(dialect, asked)
             answered = _answered(episode.session, dialect, asked, stream, self._pause)
@@ -441,9 +442,12 @@ class Endpoint:
         return episode
 
     async def _pause(self) -> None:
-        """Let one caller continue per iteration of the event loop, so that many at once do not block it."""
-        async with self._turn:
-            await asyncio.sleep(0)
+        """Return at once for `TURN_SECONDS`; after that let one caller continue per iteration of the event loop, so
+        that many at once do not block it."""
+        if time.monotonic() - self._turned_at >= TURN_SECONDS:
+            async with self._turn:
+                await asyncio.sleep(0)
+                self._turned_at = time.monotonic()
 
     async def _body(self, request: web.Request) -> bytes:
         from aiohttp import web
@@ -467,14 +471,11 @@ class Endpoint:
 
 
 async def _answered(
-    session: EpisodeSession | ServedModel, dialect: Dialect, asked: ModelRequest, stream: _Stream, pause: Pause
+    session: Answerer, dialect: Dialect, asked: ModelRequest, stream: _Stream, pause: Pause
 ) -> _Answered:
     """Get the answer to a request from the session, which records it, and encode it for the client."""
     try:
-        if isinstance(session, ServedModel):
-            answer = await session.respond(asked, stream.tell if asked.stream else None)
-        else:
-            answer = await session.respond(asked, pause)
+        answer = await session.respond(asked, tell=stream.tell if asked.stream else None, pause=pause)
         body = stream.whole(answer) if asked.stream else json.dumps(dialect.answer(asked, answer)).encode()
     except RequestRefused:
         raise
@@ -515,7 +516,7 @@ def _split(path: str) -> tuple[str | None, str]:
 def _asked(dialect: Dialect, body: bytes) -> tuple[ModelRequest, str]:
     """Parse a body. Return the request and a digest of the body. Raises `RequestRefused`."""
     try:
-        value = loaded(body.decode())
+        value = parsed(body.decode())
     except ValueError as error:
         raise RequestRefused(f"the body is no JSON: {error}") from error
     return dialect.read(value), hashlib.blake2b(body, digest_size=16).hexdigest()

@@ -18,13 +18,13 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, RequestRefused
+from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
 from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_folded
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
@@ -50,14 +50,8 @@ LONG_PROMPT = 2**12
 """Length in characters or token ids above which a prompt is tokenized in a thread, so that other requests do not wait.
 """
 EarlierReasoning = Literal["keep", "template"]
-Pause = Callable[[], Awaitable[None]]
-"""Function to await so that the event loop can serve other tasks."""
 THOUGHT = "KeptThought{number}Qz"
 """Placeholder for reasoning text, to test if the chat template keeps it."""
-
-
-async def no_pause() -> None:
-    """Return at once."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +142,8 @@ class _Place:
 class EpisodeSession:
     """An episode: answers requests with the policy, and turns the answers into training samples."""
 
+    keeps_answers = True
+
     def __init__(
         self,
         template: TurnTemplate,
@@ -183,16 +179,16 @@ class EpisodeSession:
         """Number of tokens of all turns, prompts and answers."""
         return sum(len(turn.read) + len(turn.sampled.token_ids) for turn in self._turns)
 
-    async def respond(self, request: ModelRequest, pause: Pause = no_pause) -> ModelAnswer:
+    async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
         """Sample the answer to a request and record it. Raises `RequestRefused`.
 
-        ``pause`` is awaited after sampling, before the answer is parsed and recorded.
+        ``pause`` is awaited after sampling, before the answer is parsed and recorded. ``tell`` is not called: nothing is
+        sent that is not recorded.
         """
         limits = self._settings.limits
         self._require_open()
-        if request.form is not None and not self._settings.ignore_response_format:
-            unforced = f"`{request.form}` is not served: no form is forced on the policy, so ask for it in the prompt"
-            raise RequestRefused(f"{unforced}, or set `ignore_response_format`", field=request.form)
+        if not self._settings.ignore_response_format:
+            request.require_no_form("ask for it in the prompt, or set `ignore_response_format`")
         place = await self._found(request)
         self._require_open()
         prompt = place.token_ids
