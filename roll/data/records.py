@@ -124,7 +124,7 @@ class Sample:
     """int64 ``[length]``: the id of the state that a turn acted in, at each of its sampled tokens; elsewhere -1."""
     latents: np.ndarray | None = None
     """Of a picture, whose sampled tokens are the numbers of its denoising steps: the latents before the first of these
-    steps and after each, float32 ``[sampled tokens + 1, channels, height, width]``."""
+    steps and after each, float32 ``[sampled tokens + 1, ...]``, in the shape that the model takes."""
     image: np.ndarray | None = None
     """Of a picture that may be looked at: uint8 ``[height, width, 3]``."""
     newest_version: int = -1

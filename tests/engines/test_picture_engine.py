@@ -91,16 +91,19 @@ def test_the_record_is_that_of_the_transitions(model, sampling):
     (done,) = drawn(engine(model), [asked(3, range(1, 3), "two blue", sampling)])
     assert done.token_ids.tolist() == [1, 2] and done.versions.tolist() == [0, 0] and done.finish_reason == "stop"
     assert done.picture.latents.shape == (3, 3, 8, 8) and done.picture.image.shape == (8, 8, 3)
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     made = engine(model)
-    levels = flow.levels(4, 3.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(4)
+    levels = scheduler.sigmas
     for number, step in enumerate(done.token_ids.tolist()):
         before, after = (torch.from_numpy(done.picture.latents[place])[None] for place in (number, number + 1))
         with torch.no_grad():
             wanted = [sampling.negative_prompt, "two blue"] if sampling.guidance_scale > 1 else ["two blue"]
-            tokens, pooled = made._frozen._stacked(wanted, 2)
-            rows = len(wanted)
+            rows, embeddings = len(wanted), made._frozen._stacked(wanted, 2)
             level = levels[step].expand(rows) * 1000
-            each = made._model(before.expand(rows, -1, -1, -1), tokens, pooled, level, return_dict=False)[0]
+            each = made._model(before.expand(rows, -1, -1, -1), timestep=level, **embeddings, return_dict=False)[0]
             velocity = each[:1] + sampling.guidance_scale * (each[1:] - each[:1]) if rows == 2 else each
         moments = flow.step_moments(
             sampling.kind, before, velocity, levels[step], levels[step + 1], 0.8, float(levels[1])

@@ -179,7 +179,8 @@ def plain_loop(folder, steps: int) -> tuple[dict[str, torch.Tensor], list[float]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors}], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
     )
-    levels, reached = flow.levels(SAMPLING["num_inference_steps"], 3.0), SAMPLING["num_inference_steps"] - 1
+    pipeline.scheduler.set_timesteps(SAMPLING["num_inference_steps"])
+    levels, reached = pipeline.scheduler.sigmas, SAMPLING["num_inference_steps"] - 1
 
     def noise(seed: int, of: int | str) -> torch.Tensor:
         return torch.randn((3, 8, 8), generator=torch.Generator().manual_seed(derive_seed(seed, of)))
