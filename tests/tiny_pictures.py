@@ -18,6 +18,10 @@ SAMPLING = {
     "noise_level": 0.8,
     "window_reach": 3,
 }
+FLUX = {"max_sequence_length": 5, "true_cfg_scale": 3.0, "negative_prompt": "two blue", "kind": "flow_sde"}
+DISTILLED = {"max_sequence_length": 5, "guidance_scale": 3.5, "width": 12}
+QWEN = {"max_sequence_length": 16, "true_cfg_scale": 4.0, "negative_prompt": "blue", "width": 12}
+"""Changes of `SAMPLING` for models of the other families."""
 PROMPTS = ("red", "blue", "red left of blue", "two blue", "green above red", "green")
 
 
@@ -86,7 +90,14 @@ def make_flux(folder: Path, seed: int = 0, distilled: bool = False) -> Path:
     tokenizer = words_tokenizer(6)
     torch.manual_seed(seed)
     long = T5Config(
-        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=2
+        vocab_size=len(tokenizer),
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        pad_token_id=0,
+        eos_token_id=2,
     )
     transformer = FluxTransformer2DModel(
         in_channels=12,
@@ -171,6 +182,11 @@ def make_qwen(folder: Path, seed: int = 0) -> Path:
     )
     pipeline.save_pretrained(folder / "pictures")
     return folder / "pictures"
+
+
+def make_distilled_flux(folder: Path, seed: int = 0) -> Path:
+    """Write ``folder/pictures`` and return it: a FLUX model that reads the scale of guidance."""
+    return make_flux(folder, seed, distilled=True)
 
 
 def words_tokenizer(length: int, template: bool = False) -> Any:

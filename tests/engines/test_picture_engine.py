@@ -21,7 +21,7 @@ need("diffusers")
 from roll.algorithms import flow  # noqa: E402
 from roll.engines.hf.engine import ActiveRequest  # noqa: E402
 from roll.engines.options import DiffusersInferConfig  # noqa: E402
-from roll.engines.pictures import STARTING_NOISE, DiffusersInferStrategy, PictureEngine  # noqa: E402
+from roll.engines.pictures import DiffusersInferStrategy, PictureEngine  # noqa: E402
 from roll.pictures.model import load_transformer  # noqa: E402
 
 PLAIN = PictureSampling(**SAMPLING)
@@ -111,30 +111,6 @@ def test_the_record_is_that_of_the_transitions(model, sampling):
         expected = torch.distributions.Normal(moments[0], moments[1].reshape(1, 1, 1, 1)).log_prob(after)
         expected = expected.sum() if sampling.log_prob == "sum" else expected.mean()
         assert done.logprobs[number] == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_without_noise_it_draws_what_diffusers_draws(model, sampling):
-    from diffusers import StableDiffusion3Pipeline
-
-    (done,) = drawn(engine(model), [asked(5, None, "green above red", sampling)])
-    assert done.token_ids.tolist() == [0, 1, 2, 3] and not done.logprobs.any()
-    pipeline = StableDiffusion3Pipeline.from_pretrained(model, text_encoder_3=None, tokenizer_3=None)
-    pipeline.set_progress_bar_config(disable=True)
-    from roll.data.records import derive_seed
-
-    noise = torch.Generator().manual_seed(derive_seed(5, STARTING_NOISE))
-    theirs = pipeline(
-        "green above red",
-        negative_prompt=sampling.negative_prompt or None,
-        guidance_scale=sampling.guidance_scale,
-        height=8,
-        width=8,
-        num_inference_steps=4,
-        max_sequence_length=2,
-        latents=torch.randn((3, 8, 8), generator=noise)[None],
-    ).images[0]
-    assert np.abs(np.asarray(theirs).astype(int) - done.picture.image.astype(int)).max() <= 1
 
 
 def other_weights(model, scale: float = 1.5):
