@@ -149,7 +149,8 @@ class WeightUpdateConfig:
         "full",
         "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
         "full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the adapters alone, "
-        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded.",
+        "about a hundredth of the bytes; `hf_infer`, `diffusers_infer` and `vllm` add them to the base that they have "
+        "loaded.",
     )
     mode: Literal["push", "pull"] = option(
         "push",

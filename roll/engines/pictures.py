@@ -113,8 +113,17 @@ class PictureEngine(ModelEngine):
 
     Has the interface of `HFEngine`."""
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, options: DiffusersInferConfig) -> None:
-        """Load the diffusers pipeline in the folder ``path``: transformer, text encoders and VAE."""
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        options: DiffusersInferConfig,
+        adapter_rank: int | None = None,
+    ) -> None:
+        """Load the diffusers pipeline in the folder ``path``: transformer, text encoders and VAE.
+
+        ``adapter_rank`` is that of `ModelEngine`."""
         transformer = load_transformer(path, dtype)
         if device.type == "cpu":
             keep_blocks_of(transformer.num_parameters())
@@ -122,7 +131,7 @@ class PictureEngine(ModelEngine):
         for parameter in transformer.parameters():
             # Some kernels' results depend on memory alignment, which differs between mapped files and weight updates.
             parameter.data = parameter.data.clone()
-        super().__init__(transformer)
+        super().__init__(transformer, adapter_rank)
         self.clock = BusyClock()
         self.generated_tokens = 0
         """Total number of denoising steps of all images."""
@@ -308,7 +317,8 @@ class DiffusersInferStrategy(HFInferStrategy):
         options, spec = self._drawing_options, self._spec
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        return PictureEngine(spec.model_path, getattr(torch, spec.dtype), torch.device(spec.device), options)
+        dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+        return PictureEngine(spec.model_path, dtype, device, options, self._adapter_rank)
 
     def _check_request(self, request: GenerateRequest) -> None:
         asked = request.picture

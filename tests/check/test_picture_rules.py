@@ -83,6 +83,7 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task) == {}
     assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
     assert problems(task, **LORA) == {}
+    assert problems(task, **LORA, weight_update__content="adapter") == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
     assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
     assert problems(task, actor_train__pg_variant="tis", actor_train__pg_variant_args={"lower": 0.0}) == {}
@@ -120,7 +121,6 @@ def test_a_configuration_that_works_has_no_problems(task):
             "actor_train.model_args.lora_target",
             "no module of this",
         ),
-        ({"weight_update__content": "adapter", **LORA}, "weight_update.content", "diffusers_infer"),
         ({"actor_infer__generating_args": {"top_k": 5}}, "actor_infer.generating_args.top_k", "says something of text"),
         ({"response_length": 9}, "response_length", "says something of text"),
         ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),
