@@ -147,9 +147,13 @@ def picture_memory(config: ImageConfig, name: str, section: WorkerConfig, shape:
     element = ELEMENT_BYTES[section.model_args.dtype]
     tokens = KEPT_PROMPTS * config.sampling.max_sequence_length
     how = f"{name}: of {count(KEPT_PROMPTS, 'prompt')}, {config.sampling.max_sequence_length} tokens each"
+    stored = 4 if name != "actor_infer" and section.model_args.lora_target is None else element
+    loading = shape.parameters * stored + shape.encoders * element
+    start = Part("models while they load", loading, f"{name}: each process reads the transformer and the text encoders")
     prompts = Part("prompt embeddings", tokens * shape.context * element, how)
     encoders = states("text encoders", shape.encoders, 1, element, f"{section.model_args.dtype}, frozen")
-    return replace(memory, always=(*memory.always[:1], encoders, *memory.always[1:]), host=(*memory.host, prompts))
+    always = (*memory.always[:1], encoders, *memory.always[1:])
+    return replace(memory, always=always, host=(*memory.host, prompts), start=start)
 
 
 def _engine(config: ImageConfig, shape: PictureShape) -> RoleMemory:
