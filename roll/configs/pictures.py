@@ -103,7 +103,8 @@ class PictureModel:
 
     def guidance(self, sampling: PictureSampling) -> float:
         """Return the scale of classifier-free guidance; 1 is none."""
-        return float(vars(sampling)[self.family.guidance])
+        scales = {"guidance_scale": sampling.guidance_scale, "true_cfg_scale": sampling.true_cfg_scale}
+        return scales[self.family.guidance]
 
     def longest_prompt(self, sampling: PictureSampling, short: int) -> int:
         """Return the number of tokens from which on prompts are cut by all text encoders.
