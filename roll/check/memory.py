@@ -83,7 +83,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         model, devices = derived.model_path(config, section), parse_device_mapping(section.device_mapping)
         strategy = section.strategy_args.strategy_name
         try:
-            if isinstance(config, ImageConfig):
+            if isinstance(config, ImageConfig) and isinstance(section, WorkerConfig):
                 drawer = find_picture_shape(model)
                 title = f"{strategy}, {model} ({drawer.parameters / 1e9:.2f} billion parameters)"
                 memory = picture_memory(config, name, section, drawer)

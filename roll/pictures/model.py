@@ -80,17 +80,18 @@ class Conditions:
 
     def repeated(self, times: int) -> Conditions:
         """Return the conditions with each row repeated ``times`` times."""
-        several = [
-            None if each is None else {name: rows.repeat_interleave(times, dim=0) for name, rows in each.items()}
-            for each in (self.embeddings, self.negative)
-        ]
-        return Conditions(several[0] or {}, several[1])
+        negative = None if self.negative is None else _repeated(self.negative, times)
+        return Conditions(_repeated(self.embeddings, times), negative)
 
     @classmethod
     def joined(cls, rows: Sequence[Conditions]) -> Conditions:
         """Concatenate conditions to one batch. All have negative ones, or none has."""
         negative = [row.negative for row in rows if row.negative is not None]
         return cls(_joined([row.embeddings for row in rows]), _joined(negative) if negative else None)
+
+
+def _repeated(rows: Embeddings, times: int) -> Embeddings:
+    return {name: each.repeat_interleave(times, dim=0) for name, each in rows.items()}
 
 
 def _joined(rows: Sequence[Embeddings]) -> Embeddings:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def add_adapter(model: torch.nn.Module, adapted: Sequence[str], rank: int) -> di
     model.eval().requires_grad_(False)
     matrices = {}
     for layer in adapted:
-        module = model.get_submodule(layer)
+        module: Any = model.get_submodule(layer)
         down, up = matrix_names(layer)
         matrices[down] = module.lora_A[_ADAPTER].weight
         matrices[up] = module.lora_B[_ADAPTER].weight
