@@ -80,7 +80,7 @@ def step_moments(
 
     ``latent`` and ``velocity`` are ``[batch, ...]``; ``0 <= next_level < level <= 1``. ``noise`` is the noise strength
     of the ``kind``, at least 0, and for `cps` at most 1; with 0 the mean is the ODE step x + v dt and the deviation 0.
-    ``first_level`` is the level after 1, ``levels(...)[1]``. ``ValueError`` for an unknown kind.
+    ``first_level`` is the level after 1. ``ValueError`` for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of sampling {kind!r}; valid: {', '.join(KINDS)}")
@@ -115,20 +115,6 @@ def kl(mean: Tensor, mean_ref: Tensor, std: Tensor, reduce: Reduce = "mean") -> 
     return _reduced((squares / 2).masked_fill(sure, 0), reduce)
 
 
-def levels(steps: int, shift: float = 1.0) -> Tensor:
-    """Return diffusers' `FlowMatchEulerDiscreteScheduler` noise levels with a constant shift, ``[steps + 1]``, 1 to 0.
-
-    Evenly spaced s become shift s / (1 + (shift - 1) s) (Esser et al., arXiv 2403.03206, equation 23); as in that
-    scheduler, the lowest level, 1 / 1000, is shifted twice. The model's time step is 1000 s. ``ValueError`` unless
-    ``steps`` and ``shift`` are positive.
-    """
-    if steps < 1 or not 0 < shift < math.inf:
-        raise ValueError(f"a schedule needs at least one step and a positive shift, not {steps} and {shift}")
-    lowest = float(_shifted(np.float32(1 / 1000), shift))
-    even = np.linspace(1000.0, lowest * 1000, steps) / 1000
-    return torch.from_numpy(np.append(_shifted(even, shift), 0.0)).float()
-
-
 def window(steps: int, size: int, within: int, seed: int | Sequence[int]) -> range:
     """Return the indices of the stochastic steps: ``size`` consecutive ones among the first ``within`` of ``steps``.
 
@@ -158,10 +144,6 @@ def _width(std: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(values: Tensor, reduce: Reduce) -> Tensor:
     flat = values.flatten(1)
     return flat.mean(-1) if reduce == "mean" else flat.sum(-1)
-
-
-def _shifted(level: np.ndarray | np.float32, shift: float) -> np.ndarray | np.float32:
-    return shift * level / (1 + (shift - 1) * level)
 
 
 def _wide(values: Tensor) -> Tensor:

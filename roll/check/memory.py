@@ -27,16 +27,17 @@ from roll.check.memory_parts import (
     overhead,
     states,
 )
+from roll.check.memory_pictures import find_picture_shape, picture_memory
 from roll.check.memory_roles import Learned, Trainer, adapted_layers, engine_memory, trainer_memory
 from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import TRAINED_ROLES, WorkerConfig
-from roll.configs.run import LARGEST_DELTA, PipelineConfig, RunConfig
+from roll.configs.run import LARGEST_DELTA, ImageConfig, PipelineConfig, RunConfig
 from roll.configs.strategies import Options, strategy_of
 
-MOVED_STATES = ("weights", "adapters", "optimizer")
+MOVED_STATES = ("weights", "adapters", "optimizer", "text encoders", "VAE")
 """States that leave a device while another role has it."""
 TIGHT = 0.9
 """Share of a device above which an estimate is tight: it may be 10 % too low, and memory fragments."""
@@ -79,25 +80,28 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     roles: list[RoleMemory] = []
     unknown: dict[str, list[str]] = {}
     for name, section in derived.roles_and_reward_models(config).items():
-        model = derived.model_path(config, section)
-        if derived.picture_sampling(config) is not None:
-            unknown.setdefault("models of pictures are not estimated yet", []).append(name)
-            continue
+        model, devices = derived.model_path(config, section), parse_device_mapping(section.device_mapping)
+        strategy = section.strategy_args.strategy_name
         try:
+            if isinstance(config, ImageConfig) and isinstance(section, WorkerConfig):
+                drawer = find_picture_shape(model)
+                title = f"{strategy}, {model} ({drawer.parameters / 1e9:.2f} billion parameters)"
+                memory = picture_memory(config, name, section, drawer)
+                roles.append(replace(memory, role=name, title=title, devices=devices))
+                continue
             shape = find_shape(model)
         except ShapeUnknown as reason:
             unknown.setdefault(str(reason), []).append(name)
             continue
         if isinstance(section, RewardConfig) or name == "critic":
             shape = replace(shape, value_head=True)
-        devices = parse_device_mapping(section.device_mapping)
         if isinstance(section, RewardConfig):
             memory = _scorer(config, name, section, shape)
         elif name == "actor_infer":
             memory = engine_memory(derived.reinforcement(config), shape, device_bytes)
         else:
             memory = _rank(config, name, section, shape)
-        title = f"{section.strategy_args.strategy_name}, {model} ({shape.parameters / 1e9:.2f} billion parameters)"
+        title = f"{strategy}, {model} ({shape.parameters / 1e9:.2f} billion parameters)"
         roles.append(replace(memory, role=name, title=title, devices=devices))
     misfits, tight = [misfit for role in roles for misfit in role.misfits], list[str]()
     groups = _devices(config, roles, on_gpu)

@@ -5,7 +5,6 @@ Features that are not built for pictures are rejected by name, so that no key is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -14,28 +13,23 @@ from typing import Any
 from roll.configs import derived
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
+from roll.configs.pictures import FAMILIES, MODEL_INDEX, PictureModel, settings
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import MODEL_REWARDS
+from roll.configs.roles import MODEL_REWARDS, PictureSampling
 from roll.configs.run import ImageConfig, PipelineConfig
 from roll.configs.strategies import ENGINES, TRAINERS, Engine, Trainer, strategy_of
 
-PIPELINES = ("StableDiffusion3Pipeline",)
-"""Pipeline classes of diffusers whose models can be trained."""
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 """The scheduler class of diffusers whose noise levels are supported."""
 _PLAIN_LEVELS = {
     "num_train_timesteps": 1000,
-    "use_dynamic_shifting": False,
-    "shift_terminal": None,
     "invert_sigmas": False,
     "use_karras_sigmas": False,
     "use_exponential_sigmas": False,
     "use_beta_sigmas": False,
     "stochastic_sampling": False,
 }
-"""Settings of a scheduler that change its noise levels or steps, with their supported values."""
-MODEL_INDEX = "model_index.json"
-"""File that marks the folder of a diffusers pipeline."""
+"""Settings of a scheduler that change its levels or steps, with the values that are built."""
 _TEXT_KEYS = (
     "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
@@ -132,7 +126,7 @@ def _blind(name: str, reward: RewardConfig) -> Iterator[ConfigProblem]:
 
 
 def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
-    """Require that steps, window and noise fit together. Reject a negative prompt without guidance."""
+    """Require steps, a window and a noise that fit together."""
     sampling = config.sampling
     steps, last = sampling.num_inference_steps, sampling.num_inference_steps - 1
     if steps < 2:
@@ -153,10 +147,6 @@ def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
             f"{sampling.noise_level:g}: at 1 all noise is new, and of the picture so far only its prediction stays"
         )
         yield ConfigProblem("sampling.noise_level", message, "write less than 1, for example 0.8")
-    if sampling.guidance_scale == 1 and sampling.negative_prompt:
-        reason = "guidance_scale is 1, which is no guidance"
-        remedy = "set `sampling.guidance_scale` above 1, or remove this key"
-        yield without_effect("sampling.negative_prompt", sampling.negative_prompt, reason, remedy)
 
 
 def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
@@ -169,15 +159,32 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
         remedy = "remove this key: both begin with the same model"
         message = "the engine would draw with the text encoders of another model"
         yield ConfigProblem("actor_infer.model_args.model_name_or_path", message, remedy)
-    index = _settings(model / MODEL_INDEX)
-    if not index:
+    kind = settings(model / MODEL_INDEX).get("_class_name")
+    if kind is None:
         return
-    if index.get("_class_name") not in PIPELINES:
-        message = f"{model} is a {index.get('_class_name')}; so far a {' or '.join(PIPELINES)} can be trained"
-        yield ConfigProblem(path, message, "take a model of that kind, such as Stable Diffusion 3 or 3.5")
+    if kind not in FAMILIES:
+        message = f"{model} is a {kind}; so far a {' or '.join(FAMILIES)} can be trained"
+        remedy = f"take a model of that kind, such as {', '.join(family.title for family in FAMILIES.values())}"
+        yield ConfigProblem(path, message, remedy)
         return
-    transformer, vae = _settings(model / "transformer" / "config.json"), _settings(model / "vae" / "config.json")
-    scheduler = _settings(model / "scheduler" / "scheduler_config.json")
+    known = PictureModel.read(model)
+    yield from _levels(path, model, known)
+    yield from _guidance(config.sampling, model, known)
+    yield from _prompts(config, model, known)
+    unit, most = known.token_pixels, known.most_pixels
+    for key in ("height", "width"):
+        pixels = vars(config.sampling)[key]
+        if pixels % unit:
+            message = f"{pixels} pixels are no whole number of the model's patches of {unit} pixels"
+            yield ConfigProblem(f"sampling.{key}", message, f"write a multiple of {unit}")
+        elif most is not None and pixels > most:
+            message = f"{pixels} pixels are more than the {most} that the model has positions for"
+            yield ConfigProblem(f"sampling.{key}", message, f"write at most {most}")
+
+
+def _levels(path: str, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
+    """Require noise levels that are built."""
+    scheduler = known.scheduler
     if scheduler and scheduler.get("_class_name") != SCHEDULER:
         message = f"{model} has a {scheduler.get('_class_name')}; its noise levels must be those of {SCHEDULER}"
         yield ConfigProblem(path, message, "take a model with that scheduler")
@@ -185,32 +192,32 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
         if scheduler.get(key, plain) != plain:
             message = f"{model} has {key}: {shown(scheduler[key])} in its scheduler, which is not built yet"
             yield ConfigProblem(path, message, f"take a model with {key}: {shown(plain)}")
-    longest = _settings(model / "tokenizer" / "tokenizer_config.json").get("model_max_length", config.prompt_length)
-    if index.get("text_encoder_3", [None])[0] is not None:
-        longest = max(longest, config.sampling.max_sequence_length)
+
+
+def _guidance(sampling: PictureSampling, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
+    """Require guidance that the model can have, and no key of guidance without it."""
+    family = known.family
+    if family.guidance != "guidance_scale" and sampling.guidance_scale != 1 and not known.embeds_guidance:
+        message = f"{sampling.guidance_scale:g}: {model} was not distilled with guidance, so it does not read its scale"
+        remedy = "remove this key; `sampling.true_cfg_scale` is classifier-free guidance, for models that need it"
+        yield ConfigProblem("sampling.guidance_scale", message, remedy)
+    if family.guidance != "true_cfg_scale" and sampling.true_cfg_scale != 1:
+        reason = f"the guidance of {family.title} is `guidance_scale`"
+        remedy = f"write `guidance_scale: {sampling.true_cfg_scale:g}` in its place"
+        yield without_effect("sampling.true_cfg_scale", sampling.true_cfg_scale, reason, remedy)
+    elif known.guidance(sampling) == 1 and sampling.negative_prompt:
+        reason = f"{family.guidance} is 1, which is no guidance"
+        remedy = f"set `sampling.{family.guidance}` above 1, or remove this key"
+        yield without_effect("sampling.negative_prompt", sampling.negative_prompt, reason, remedy)
+
+
+def _prompts(config: ImageConfig, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
+    """Require prompts that the text encoders do not cut."""
+    short = settings(model / "tokenizer" / "tokenizer_config.json").get("model_max_length", config.prompt_length)
+    longest = known.longest_prompt(config.sampling, int(short))
     if config.prompt_length > longest:
         message = f"{config.prompt_length}: the model's text encoders cut prompts at {longest} tokens"
         yield ConfigProblem("prompt_length", message, f"write at most {longest}")
-    scale = 2 ** (len(vae.get("block_out_channels") or vae.get("decoder_block_out_channels") or [1]) - 1)
-    unit = scale * int(transformer.get("patch_size", 1))
-    most = unit * int(transformer.get("pos_embed_max_size") or 0)
-    for key in ("height", "width"):
-        pixels = vars(config.sampling)[key]
-        if pixels % unit:
-            message = f"{pixels} pixels are no whole number of the model's patches of {unit} pixels"
-            yield ConfigProblem(f"sampling.{key}", message, f"write a multiple of {unit}")
-        elif most and pixels > most:
-            message = f"{pixels} pixels are more than the {most} that the model has positions for"
-            yield ConfigProblem(f"sampling.{key}", message, f"write at most {most}")
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """Return the settings in a JSON file; empty if it cannot be read."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _model(config: ImageConfig) -> tuple[str, Path]:

@@ -115,7 +115,8 @@ def _lengths(config: PipelineConfig) -> tuple[str, str]:
             f"prompt up to {config.prompt_length:,} + response up to {derived.max_new_tokens(config):,} tokens, "
             f"together up to {derived.sequence_length(config):,}"
         )
-    guided = f"guidance {sampling.guidance_scale:g}" if sampling.guidance_scale > 1 else "no guidance"
+    scales = {"guidance": sampling.guidance_scale, "true guidance": sampling.true_cfg_scale}
+    guided = ", ".join(f"{name} {scale:g}" for name, scale in scales.items() if scale > 1) or "no guidance"
     return "pictures", (
         f"{sampling.width} x {sampling.height} pixels in {count(sampling.num_inference_steps, 'step')}, "
         f"{sampling.window_size} of the first {sampling.reach} with noise ({sampling.kind} {sampling.noise_level:g}), "

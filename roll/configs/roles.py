@@ -210,15 +210,26 @@ class PictureSampling:
     num_inference_steps: Count = option(10, "Denoising steps of a picture.")
     guidance_scale: Annotated[float, Range(at_least=1)] = option(
         1.0,
-        "Classifier-free guidance: v = v_negative + scale (v_prompt - v_negative), in sampling and in training. 1: "
-        "none, and one pass of the model per step in place of two.",
+        "Guidance under diffusers' name. For Stable Diffusion 3: classifier-free guidance, v = v_negative + scale "
+        "(v_prompt - v_negative), in sampling and in training; 1: none, and one pass of the model per step in place "
+        "of two. For FLUX.1-dev, which was distilled with guidance: the scale that the model reads (diffusers' default "
+        "is 3.5).",
     )
-    negative_prompt: str = option("", "Prompt that guidance steers away from.")
+    true_cfg_scale: Annotated[float, Range(at_least=1)] = option(
+        1.0,
+        "Classifier-free guidance of FLUX and Qwen-Image, under diffusers' name. Qwen-Image also rescales the result "
+        "to the norm of v_prompt. 1: none.",
+    )
+    negative_prompt: str = option("", "Prompt that classifier-free guidance steers away from.")
     max_sequence_length: Annotated[int, Range(at_least=1, at_most=512)] = option(
-        256, "Tokens of a prompt for the T5 encoder; a model without one gets as many zeros. diffusers' default is 256."
+        256,
+        "Tokens of a prompt for the T5 encoder of Stable Diffusion 3 and FLUX, or for Qwen-Image's encoder. Shorter "
+        "prompts are padded. diffusers' default is 256 for Stable Diffusion 3, and 512 for the others.",
     )
     shift: Positive | None = option(
-        None, "Shift of the noise levels towards noise. Default: that of the model's scheduler."
+        None,
+        "Shift of the noise levels towards noise. Default: that of the model's scheduler, which for FLUX.1-dev and "
+        "Qwen-Image depends on the resolution.",
     )
     kind: Literal["flow_sde", "cps", "dance"] = option(
         "flow_sde",

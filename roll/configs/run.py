@@ -149,15 +149,15 @@ class WeightUpdateConfig:
     interval_steps: Count = option(1, "Publish weights every n training steps.")
     content: Literal["full", "adapter", "delta"] = option(
         "full",
-        "What is published. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and computes at "
-        "full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the adapters alone, "
-        "about a hundredth of the bytes; `hf_infer` and `vllm` add them to the base that they have loaded. `delta`: "
-        "what changed in all weights since the last publication, which each replica keeps on its host. It pays for "
-        "engines in bfloat16 or float16 on other hosts, at a small learning rate.",
+        "Content of a weight update. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and "
+        "computes at full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the "
+        "adapters alone, about a hundredth of the bytes; `hf_infer`, `diffusers_infer` and `vllm` add them to the base "
+        "that they have loaded. `delta`: what changed in all weights since the last update, which each replica keeps on "
+        "its host. It pays for engines in bfloat16 or float16 on other hosts, at a small learning rate.",
     )
     full_every: Natural = option(
         100,
-        "One of n publications is sent whole; 0: the first one of a trainer's process only.",
+        "One of n weight updates is sent whole; 0: only the first one of a trainer's process.",
         needs="content: delta",
     )
     mode: Literal["push", "pull"] = option(

@@ -141,6 +141,7 @@ ENGINES = Kind(
             install=install_command("diffusers"),
             options="roll.engines.options:DiffusersInferConfig",
             replicates=True,
+            largest_adapter=math.inf,
             draws=True,
         ),
         "hf_infer": Engine(

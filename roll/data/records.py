@@ -122,8 +122,8 @@ class Sample:
     turn_states: np.ndarray | None = None
     """int64 ``[length]``: id of the state in which a turn acted, at its sampled tokens; elsewhere -1."""
     latents: np.ndarray | None = None
-    """float32 ``[sampled tokens + 1, channels, height, width]``, for pictures only: latents before the first trained
-    step and after each one. The sampled tokens of a picture are the numbers of its trained denoising steps."""
+    """float32 ``[sampled tokens + 1, ...]`` in the shape that the model takes, for pictures only: latents before the
+    first trained step and after each one. The sampled tokens of a picture are the numbers of its trained steps."""
     image: np.ndarray | None = None
     """uint8 ``[height, width, 3]``, for pictures only: the decoded picture."""
     newest_version: int = -1

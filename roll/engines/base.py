@@ -78,8 +78,8 @@ class Picture:
     image: np.ndarray
     """uint8 ``[height, width, 3]``: RGB image."""
     latents: np.ndarray
-    """float32 ``[stochastic steps + 1, channels, height, width]``: latents before the first stochastic step and after
-    each of them. Without stochastic steps: only the final latents."""
+    """float32 ``[stochastic steps + 1, ...]``: latents before the first stochastic step and after each of them, in the
+    shape that the transformer takes. Without stochastic steps: only the final latents."""
     newest_version: int = -1
     """Newest weight version used in any denoising step, deterministic ones included."""
 

@@ -36,7 +36,7 @@ from roll.engines.hf.engine import ActiveRequest
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.engines.hf.weights import ModelEngine
 from roll.engines.options import DiffusersInferConfig
-from roll.pictures.model import Conditions, FrozenParts, Schedule, load_transformer, velocity
+from roll.pictures.model import Conditions, FrozenParts, Schedule, load_transformer
 from roll.runtime.process import keep_blocks_of
 
 ROW_MULTIPLE = 8
@@ -58,7 +58,7 @@ class Drawing:
     conditions: Conditions
     """Prompt embeddings, one row."""
     latents: Tensor
-    """float32 ``[channels, height, width]``: current latents."""
+    """float32: current latents, in the shape that the transformer takes."""
     step: int = 0
     """Number of the next denoising step."""
     trail: list[Tensor] = field(default_factory=list)
@@ -113,8 +113,17 @@ class PictureEngine(ModelEngine):
 
     Has the interface of `HFEngine`."""
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, options: DiffusersInferConfig) -> None:
-        """Load the diffusers pipeline in the folder ``path``: transformer, text encoders and VAE."""
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        options: DiffusersInferConfig,
+        adapter_rank: int | None = None,
+    ) -> None:
+        """Load the diffusers pipeline in the folder ``path``: transformer, text encoders and VAE.
+
+        ``adapter_rank`` is that of `ModelEngine`."""
         transformer = load_transformer(path, dtype)
         if device.type == "cpu":
             keep_blocks_of(transformer.num_parameters())
@@ -122,7 +131,7 @@ class PictureEngine(ModelEngine):
         for parameter in transformer.parameters():
             # Some kernels' results depend on memory alignment, which differs between mapped files and weight updates.
             parameter.data = parameter.data.clone()
-        super().__init__(transformer)
+        super().__init__(transformer, adapter_rank)
         self.clock = BusyClock()
         self.generated_tokens = 0
         """Total number of denoising steps of all images."""
@@ -233,14 +242,14 @@ class PictureEngine(ModelEngine):
         asked = active.request.picture
         if asked is None:
             raise ValueError(f"request {active.request.request_id!r} asks for no picture")
-        sampling = asked.sampling
+        sampling, schedule = asked.sampling, self._schedule(asked.sampling)
         drawing = Drawing(
             active,
             asked,
             _shape(sampling),
-            self._schedule(sampling),
+            schedule,
             self._frozen.conditions([asked.prompt], sampling),
-            torch.empty(self._frozen.latent_shape(sampling), device=self._device),
+            torch.empty(schedule.latent_shape, device=self._device),
         )
         drawing.latents = drawing.noise(STARTING_NOISE)
         return drawing
@@ -264,9 +273,8 @@ class PictureEngine(ModelEngine):
         latents = torch.stack([row.latents for row in rows])
         steps = torch.tensor([row.step for row in rows], device=self._device)
         noisy = torch.tensor([row.is_noisy for row in rows], device=self._device)
-        levels = schedule.levels.to(self._device)[steps]
-        conditions = _joined([row.conditions for row in rows])
-        predicted = velocity(self._model, latents, levels, conditions, schedule.sampling.guidance_scale)
+        conditions = Conditions.joined([row.conditions for row in rows])
+        predicted = schedule.velocity(self._model, latents, steps, conditions)
         drawn, std = schedule.moments(latents, predicted, steps, noisy)
         mean = drawn.clone()
         for number, row in enumerate(batch):
@@ -279,7 +287,8 @@ class PictureEngine(ModelEngine):
 
     def _picture(self, drawing: Drawing) -> Picture:
         latents = torch.stack(drawing.trail or [drawing.latents])
-        return Picture(self._frozen.picture(drawing.latents), latents.cpu().numpy(), drawing.newest_version)
+        image = self._frozen.picture(drawing.latents, drawing.asked.sampling)
+        return Picture(image, latents.cpu().numpy(), drawing.newest_version)
 
     def _end(
         self, active: ActiveRequest, chunk: TokenChunk, reason: FinishReason, picture: Picture | None = None
@@ -292,16 +301,6 @@ class PictureEngine(ModelEngine):
 def _shape(sampling: PictureSampling) -> tuple[Any, ...]:
     """Return the batching key: images with equal sampling settings share a forward pass."""
     return tuple(vars(sampling).values())
-
-
-def _joined(rows: Sequence[Conditions]) -> Conditions:
-    """Concatenate the conditions of single rows to a batch."""
-    negative = [row.negative for row in rows if row.negative is not None]
-    return Conditions(
-        torch.cat([row.tokens for row in rows]),
-        torch.cat([row.pooled for row in rows]),
-        _joined(negative) if negative else None,
-    )
 
 
 class DiffusersInferStrategy(HFInferStrategy):
@@ -318,7 +317,8 @@ class DiffusersInferStrategy(HFInferStrategy):
         options, spec = self._drawing_options, self._spec
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        return PictureEngine(spec.model_path, getattr(torch, spec.dtype), torch.device(spec.device), options)
+        dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+        return PictureEngine(spec.model_path, dtype, device, options, self._adapter_rank)
 
     def _check_request(self, request: GenerateRequest) -> None:
         asked = request.picture

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from roll.configs.pictures import MODEL_INDEX
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import naming, sync_file, sync_folder, write_atomically
 from roll.tracking.waits import waiting
-from roll.trainers.state import MODEL_INDEX, PICTURES, SINGLE
+from roll.trainers.state import PICTURES, SINGLE
 
 if TYPE_CHECKING:
     from roll.trainers.worker import TrainerGroup

@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import ModelMixin
 from safetensors import SafetensorError
 from torch import Tensor
 
-from roll.pictures.model import FrozenParts, Schedule, load_transformer, velocity
+from roll.configs.pictures import MODEL_INDEX
+from roll.pictures.model import FrozenParts, Schedule, load_transformer
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import TrainerSetup
-from roll.trainers.state import MODEL_INDEX, PICTURES
+from roll.trainers.state import PICTURES
 from roll.trainers.step import MicroBatch
 
 
-def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: torch.dtype) -> SD3Transformer2DModel:
+def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: torch.dtype) -> ModelMixin:
     """Return a rank's denoising transformer, unsharded, on the CPU and without dropout."""
     model = load_transformer(setup.model_path, dtype)
     if setup.device == "cpu":
@@ -40,7 +41,7 @@ def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: t
 class PictureForward:
     """Forward pass of an image model; the counterpart of `HfForward`."""
 
-    def __init__(self, setup: TrainerSetup, model: SD3Transformer2DModel, device: torch.device) -> None:
+    def __init__(self, setup: TrainerSetup, model: ModelMixin, device: torch.device) -> None:
         """Load the text encoders for ``model``, which may be sharded. Raise ``ValueError`` for a text model."""
         if setup.pictures is None:
             raise ValueError("these log-probabilities are those of pictures")
@@ -75,13 +76,13 @@ class PictureForward:
         latents = torch.from_numpy(fields["latents"]).to(self._device)
         # The prompt counts as one token, so position 0 predicts the first recorded step.
         before, after = (latents[:, micro_batch.positions + shift].flatten(0, 1) for shift in (0, 1))
-        sampling, steps = self._schedule.sampling, micro_batch.targets.flatten()
-        conditions = self._frozen.conditions([str(prompt) for prompt in fields["prompts"]], sampling).repeated(kept)
-        levels = self._schedule.levels.to(self._device)[steps]
-        predicted = velocity(self._model, before, levels, conditions, sampling.guidance_scale)
-        mean, std = self._schedule.moments(before, predicted, steps)
-        logprobs = self._schedule.log_probs(after, mean, std)
-        entropies = self._schedule.entropies(std, before[0].numel())
+        schedule, steps = self._schedule, micro_batch.targets.flatten()
+        prompts = [str(prompt) for prompt in fields["prompts"]]
+        conditions = self._frozen.conditions(prompts, schedule.sampling).repeated(kept)
+        predicted = schedule.velocity(self._model, before, steps, conditions)
+        mean, std = schedule.moments(before, predicted, steps)
+        logprobs = schedule.log_probs(after, mean, std)
+        entropies = schedule.entropies(std, before[0].numel())
         return logprobs.reshape(rows, kept), entropies.reshape(rows, kept)
 
 
@@ -89,7 +90,7 @@ class PictureForward:
 class PictureExport:
     """A copy of an image model that any thread may write to disk; see `ModelExport`."""
 
-    model: SD3Transformer2DModel
+    model: ModelMixin
     source: str
     """Folder of the diffusers pipeline that the model was loaded from; its other components are copied."""
     beside: Callable[[str], None] | None = None
@@ -136,7 +137,7 @@ def _link_or_copy(source: str, target: str) -> None:
     shutil.copyfile(source, target)
 
 
-def build_picture_export(like: SD3Transformer2DModel, weights: Mapping[str, Tensor], source: str) -> PictureExport:
+def build_picture_export(like: ModelMixin, weights: Mapping[str, Tensor], source: str) -> PictureExport:
     """Return an export with ``weights`` (full tensors by name) and the class and configuration of ``like``.
 
     Raises ``RuntimeError`` if weights are missing.

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from roll.configs.pictures import MODEL_INDEX
 from roll.tracking.files import sync_file
 
 
@@ -247,8 +248,6 @@ def state_file(folder: Path, rank: int) -> Path:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MODEL_INDEX = "model_index.json"
-"""Index file that marks a folder as a diffusers pipeline."""
 PICTURES = ("transformer", "diffusion_pytorch_model.safetensors")
 """Folder and file of the trained weights (the denoising transformer) in a diffusers pipeline."""
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from roll.algorithms.flow import KINDS, kl, levels, log_prob, per_row, step_moments, window
-from tests.tiers import need
+from roll.algorithms.flow import KINDS, kl, log_prob, per_row, step_moments, window
 
 SAMPLES = 20_000
 SPREAD = {"flow_sde": 0.6, "dance": 0.6, "cps": 0.0}
@@ -30,7 +29,7 @@ def velocity(x, s, spread):
 
 
 def latents_by_level(kind, noise, spread, steps):
-    schedule = levels(steps)
+    schedule = torch.linspace(1.0, 0.0, steps + 1)
     x = drawn(SAMPLES, 2)
     generator = torch.Generator().manual_seed(1)
     for s, to in pairwise(schedule.tolist()):
@@ -141,17 +140,6 @@ def test_bfloat16_is_widened_first():
     assert mean.dtype == std.dtype == log_prob(x, mean, std).dtype == torch.float32
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0, 0.5])
-@pytest.mark.parametrize("steps", [1, 2, 8, 28, 50])
-def test_levels_are_those_of_the_scheduler(steps, shift):
-    need("diffusers")
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    scheduler.set_timesteps(steps)
-    assert torch.equal(levels(steps, shift), scheduler.sigmas)
-
-
 def test_a_window_is_drawn_evenly_and_repeatably():
     starts = [window(10, 2, 5, (7, group)).start for group in range(400)]
     assert starts == [window(10, 2, 5, (7, group)).start for group in range(400)]
@@ -165,9 +153,6 @@ def test_a_window_that_does_not_fit_is_refused(steps, size, within):
         window(steps, size, within, 0)
 
 
-def test_unknown_kinds_and_schedules_are_refused():
+def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="valid: flow_sde, cps, dance"):
         step_moments("ddpm", drawn(1, 2), drawn(1, 2), 1.0, 0.5, 0.7, 0.9)
-    for arguments in ((0, 1.0), (8, 0.0), (8, math.inf)):
-        with pytest.raises(ValueError, match="positive shift"):
-            levels(*arguments)

@@ -11,12 +11,60 @@ import roll
 from roll.check.config import check_config
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
-from tests.tiny_pictures import make_picture_task, picture_config
+from tests.tiny_pictures import make_distilled_flux, make_flux, make_picture_task, make_qwen, picture_config
 
 pytestmark = pytest.mark.needs("diffusers")
 
 
 LORA = {"actor_train__model_args": {"lora_target": "to_q,to_v", "lora_rank": 4}}
+
+
+OTHERS = {"flux": make_flux, "distilled": make_distilled_flux, "qwen": make_qwen}
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Tasks with models of other families, by name."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in OTHERS}
+    for name, folder in folders.items():
+        make_picture_task(folder, OTHERS[name])
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("flux", {"max_sequence_length": 6, "true_cfg_scale": 2.0, "negative_prompt": "blue"}),
+        ("distilled", {"max_sequence_length": 6, "guidance_scale": 3.5}),
+        ("qwen", {"max_sequence_length": 11, "true_cfg_scale": 4.0, "width": 4000}),
+    ],
+)
+def test_other_families_are_accepted(others, model, changes):
+    found = {f"sampling__{key}": value for key, value in changes.items()}
+    assert problems(others[model], **found) == {}
+    assert problems(others[model], **LORA, **found) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "path", "words"),
+    [
+        ("flux", {"guidance_scale": 3.5}, "sampling.guidance_scale", "was not distilled with guidance"),
+        ("qwen", {"guidance_scale": 4.0}, "sampling.guidance_scale", "was not distilled with guidance"),
+        (
+            "distilled",
+            {"guidance_scale": 3.5, "negative_prompt": "red"},
+            "sampling.negative_prompt",
+            "true_cfg_scale is",
+        ),
+        ("flux", {"height": 10}, "sampling.height", "patches of 4 pixels"),
+        ("qwen", {"width": 6}, "sampling.width", "patches of 4 pixels"),
+        ("qwen", {"max_sequence_length": 10}, "prompt_length", "cut prompts at 5 tokens"),
+    ],
+)
+def test_what_another_family_cannot_do_is_named(others, model, changes, path, words):
+    whole = {"max_sequence_length": 16, **changes}
+    found = problems(others[model], **{f"sampling__{key}": value for key, value in whole.items()})
+    assert list(found) == [path] and words in found[path]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +83,7 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task) == {}
     assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
     assert problems(task, **LORA) == {}
+    assert problems(task, **LORA, weight_update__content="adapter") == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
     assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
     assert problems(task, actor_train__pg_variant="tis", actor_train__pg_variant_args={"lower": 0.0}) == {}
@@ -49,6 +98,7 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"sampling__height": 9}, "sampling.height", "patches of 2 pixels"),
         ({"sampling__width": 18}, "sampling.width", "more than the 16 that the model has positions for"),
         ({"sampling__noise_level": 1.0}, "sampling.noise_level", "all noise is new"),
+        ({"sampling__true_cfg_scale": 4.0}, "sampling.true_cfg_scale", "is `guidance_scale`"),
         ({"sampling__negative_prompt": "blue"}, "sampling.negative_prompt", "no guidance"),
         ({"sampling__kind": "ddim"}, "sampling.kind", "ddim"),
         ({"sampling__guidance_scale": 0.5}, "sampling.guidance_scale", "must be >= 1"),
@@ -71,7 +121,6 @@ def test_a_configuration_that_works_has_no_problems(task):
             "actor_train.model_args.lora_target",
             "no module of this",
         ),
-        ({"weight_update__content": "adapter", **LORA}, "weight_update.content", "diffusers_infer"),
         ({"actor_infer__generating_args": {"top_k": 5}}, "actor_infer.generating_args.top_k", "says something of text"),
         ({"response_length": 9}, "response_length", "says something of text"),
         ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),
@@ -147,10 +196,8 @@ def test_text_runs_cannot_have_an_engine_of_pictures(task):
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("model_index.json", {"_class_name": "FluxPipeline"}, "is a FluxPipeline; so far a StableDiffusion3Pipeline"),
-        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting: true"),
+        ("model_index.json", {"_class_name": "SanaPipeline"}, "is a SanaPipeline; so far a StableDiffusion3Pipeline"),
         ("scheduler/scheduler_config.json", {"use_karras_sigmas": True}, "use_karras_sigmas: true"),
-        ("scheduler/scheduler_config.json", {"shift_terminal": 0.1}, "shift_terminal: 0.1"),
         ("scheduler/scheduler_config.json", {"num_train_timesteps": 500}, "num_train_timesteps: 500"),
         ("scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler"}, "has a DDIMScheduler"),
     ],

@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "roll"
 Option = tuple[str, str]
 """Class and field."""
 
-DERIVING = {"configs/derived.py", "configs/devices.py"}
+DERIVING = {"configs/derived.py", "configs/devices.py", "configs/pictures.py"}
 """Modules of `roll/configs` that work for the run; all others there and in `roll/check` judge, document or estimate."""
 SCHEMA_FILES = ("configs/rewards.py", "configs/roles.py", "configs/run.py")
 

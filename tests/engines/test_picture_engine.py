@@ -21,7 +21,7 @@ need("diffusers")
 from roll.algorithms import flow  # noqa: E402
 from roll.engines.hf.engine import ActiveRequest  # noqa: E402
 from roll.engines.options import DiffusersInferConfig  # noqa: E402
-from roll.engines.pictures import STARTING_NOISE, DiffusersInferStrategy, PictureEngine  # noqa: E402
+from roll.engines.pictures import DiffusersInferStrategy, PictureEngine  # noqa: E402
 from roll.pictures.model import load_transformer  # noqa: E402
 
 PLAIN = PictureSampling(**SAMPLING)
@@ -91,16 +91,19 @@ def test_the_record_is_that_of_the_transitions(model, sampling):
     (done,) = drawn(engine(model), [asked(3, range(1, 3), "two blue", sampling)])
     assert done.token_ids.tolist() == [1, 2] and done.versions.tolist() == [0, 0] and done.finish_reason == "stop"
     assert done.picture.latents.shape == (3, 3, 8, 8) and done.picture.image.shape == (8, 8, 3)
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     made = engine(model)
-    levels = flow.levels(4, 3.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(4)
+    levels = scheduler.sigmas
     for number, step in enumerate(done.token_ids.tolist()):
         before, after = (torch.from_numpy(done.picture.latents[place])[None] for place in (number, number + 1))
         with torch.no_grad():
             wanted = [sampling.negative_prompt, "two blue"] if sampling.guidance_scale > 1 else ["two blue"]
-            tokens, pooled = made._frozen._stacked(wanted, 2)
-            rows = len(wanted)
+            rows, embeddings = len(wanted), made._frozen._stacked(wanted, 2)
             level = levels[step].expand(rows) * 1000
-            each = made._model(before.expand(rows, -1, -1, -1), tokens, pooled, level, return_dict=False)[0]
+            each = made._model(before.expand(rows, -1, -1, -1), timestep=level, **embeddings, return_dict=False)[0]
             velocity = each[:1] + sampling.guidance_scale * (each[1:] - each[:1]) if rows == 2 else each
         moments = flow.step_moments(
             sampling.kind, before, velocity, levels[step], levels[step + 1], 0.8, float(levels[1])
@@ -108,30 +111,6 @@ def test_the_record_is_that_of_the_transitions(model, sampling):
         expected = torch.distributions.Normal(moments[0], moments[1].reshape(1, 1, 1, 1)).log_prob(after)
         expected = expected.sum() if sampling.log_prob == "sum" else expected.mean()
         assert done.logprobs[number] == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_without_noise_it_draws_what_diffusers_draws(model, sampling):
-    from diffusers import StableDiffusion3Pipeline
-
-    (done,) = drawn(engine(model), [asked(5, None, "green above red", sampling)])
-    assert done.token_ids.tolist() == [0, 1, 2, 3] and not done.logprobs.any()
-    pipeline = StableDiffusion3Pipeline.from_pretrained(model, text_encoder_3=None, tokenizer_3=None)
-    pipeline.set_progress_bar_config(disable=True)
-    from roll.data.records import derive_seed
-
-    noise = torch.Generator().manual_seed(derive_seed(5, STARTING_NOISE))
-    theirs = pipeline(
-        "green above red",
-        negative_prompt=sampling.negative_prompt or None,
-        guidance_scale=sampling.guidance_scale,
-        height=8,
-        width=8,
-        num_inference_steps=4,
-        max_sequence_length=2,
-        latents=torch.randn((3, 8, 8), generator=noise)[None],
-    ).images[0]
-    assert np.abs(np.asarray(theirs).astype(int) - done.picture.image.astype(int)).max() <= 1
 
 
 def other_weights(model, scale: float = 1.5):

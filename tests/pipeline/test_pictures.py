@@ -24,7 +24,18 @@ from roll.data.records import derive_seed
 from roll.pipeline.exact import exact_config, first_difference
 from roll.pipeline.preflight import prepare
 from roll.tracking.run_directory import RunDirectory
-from tests.tiny_pictures import PROMPTS, SAMPLING, make_picture_task, picture_config
+from tests.tiny_pictures import (
+    DISTILLED,
+    FLUX,
+    PROMPTS,
+    QWEN,
+    SAMPLING,
+    make_distilled_flux,
+    make_flux,
+    make_picture_task,
+    make_qwen,
+    picture_config,
+)
 
 pytestmark = pytest.mark.needs("diffusers")
 
@@ -179,7 +190,8 @@ def plain_loop(folder, steps: int) -> tuple[dict[str, torch.Tensor], list[float]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors}], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
     )
-    levels, reached = flow.levels(SAMPLING["num_inference_steps"], 3.0), SAMPLING["num_inference_steps"] - 1
+    pipeline.scheduler.set_timesteps(SAMPLING["num_inference_steps"])
+    levels, reached = pipeline.scheduler.sigmas, SAMPLING["num_inference_steps"] - 1
 
     def noise(seed: int, of: int | str) -> torch.Tensor:
         return torch.randn((3, 8, 8), generator=torch.Generator().manual_seed(derive_seed(seed, of)))
@@ -276,10 +288,15 @@ def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
     assert same(weights(run, 4), weights(whole, 4))
 
 
+ADAPTERS = {"lora_target": "to_q,to_v", "lora_rank": 4}
+
+
 @pytest.mark.needs("peft")
-def test_adapters_learn_beside_a_frozen_model_and_are_exported_merged(pictures):
-    arguments = {"lora_target": "to_q,to_v", "lora_rank": 4}
-    config = picture_config(pictures, max_steps=2, save_steps=1, actor_train__model_args=arguments)
+@pytest.mark.parametrize("content", ["full", pytest.param("adapter", marks=pytest.mark.tier("all"))])
+def test_adapters_learn_beside_a_frozen_model_and_are_exported_merged(pictures, content):
+    config = picture_config(
+        pictures, max_steps=2, save_steps=1, actor_train__model_args=ADAPTERS, weight_update__content=content
+    )
     config["actor_train"]["training_args"]["learning_rate"] = 1e-2
     run = run_pipeline(pictures, IN_THIS_PROCESS, config)
     begun = load_file(pictures / "pictures" / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -290,3 +307,40 @@ def test_adapters_learn_beside_a_frozen_model_and_are_exported_merged(pictures):
     assert (run.folder / "checkpoints" / "step-2" / "adapter" / "adapter_model.safetensors").is_file()
     # What drew the second batch were the weights that the first one had made, at full precision.
     assert max(step["mismatch/abs_mean"] for step in run.metrics) < 1e-5
+
+
+@pytest.mark.tier("all")
+@pytest.mark.needs("peft")
+@pytest.mark.parametrize(
+    ("make", "sampling", "changes"),
+    [
+        (make_distilled_flux, DISTILLED | {"true_cfg_scale": 2.0}, {"actor_train__model_args": ADAPTERS}),
+        (
+            make_distilled_flux,
+            DISTILLED,
+            {"actor_train__model_args": ADAPTERS, "weight_update__content": "adapter", "async_generation_ratio": 1},
+        ),
+        (make_flux, FLUX, {"async_generation_ratio": 1}),
+        (make_qwen, QWEN, {}),
+    ],
+    ids=["FLUX, distilled, LoRA", "FLUX, distilled, LoRA alone", "FLUX", "Qwen-Image"],
+)
+def test_models_of_other_families_learn_and_are_exported_whole(tmp_path, make, sampling, changes):
+    from diffusers import DiffusionPipeline
+
+    make_picture_task(tmp_path, make)
+    config = picture_config(tmp_path, max_steps=2, save_steps=1, sampling=SAMPLING | sampling, **changes)
+    config["actor_train"]["training_args"]["learning_rate"] = 1e-2
+    config["actor_train"]["strategy_args"] = {"strategy_config": {"gradient_checkpointing": True}}
+    run = run_pipeline(tmp_path, IN_THIS_PROCESS, config)
+    assert run.summary["ledger"]["consumed"] == 4
+    measured = [step["mismatch/abs_mean"] for step in run.metrics if step.get("mismatch/tokens")]
+    assert measured and max(measured) < 1e-5
+    exported = DiffusionPipeline.from_pretrained(run.folder / "checkpoints" / "step-2")
+    exported.set_progress_bar_config(disable=True)
+    trained, first = weights(run, 2), weights(run, 1)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in exported.transformer.state_dict().items())
+    assert not same(trained, first)
+    length = sampling["max_sequence_length"]
+    drawn = exported("red", height=8, width=12, num_inference_steps=2, max_sequence_length=length)
+    assert drawn.images[0].size == (12, 8)

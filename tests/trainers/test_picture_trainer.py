@@ -16,7 +16,16 @@ from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams
 from roll.trainers.step import build_micro_batch
 from tests.tiers import need
-from tests.tiny_pictures import SAMPLING, make_pipeline
+from tests.tiny_pictures import (
+    DISTILLED,
+    FLUX,
+    QWEN,
+    SAMPLING,
+    make_distilled_flux,
+    make_flux,
+    make_pipeline,
+    make_qwen,
+)
 from tests.trainers.ranks import Job, run_here, run_job
 from tests.trainers.trainers import ALMOST_SGD
 
@@ -27,6 +36,11 @@ KINDS = {
     "cps": PLAIN,
     "flow_sde, guided": replace(PLAIN, kind="flow_sde", guidance_scale=3.0, negative_prompt="blue"),
     "dance": replace(PLAIN, kind="dance"),
+}
+FAMILIES = {
+    "FLUX, guided": (make_flux, PictureSampling(**SAMPLING | FLUX)),
+    "FLUX, distilled": (make_distilled_flux, PictureSampling(**SAMPLING | DISTILLED)),
+    "Qwen-Image, guided": (make_qwen, PictureSampling(**SAMPLING | QWEN)),
 }
 
 
@@ -82,6 +96,42 @@ def test_log_probabilities_are_those_of_the_engine(model, kind):
     mask = batch.tokens["response_mask"]
     np.testing.assert_allclose(found[mask], batch.tokens["behaviour_logprobs"][mask], atol=1e-5, rtol=0)
     assert not found[~mask].any() and np.ptp(found[mask]) > 1e-2
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def other_family(request, tmp_path_factory):
+    """Model, sampling settings and a recorded batch of another family than Stable Diffusion 3."""
+    make, sampling = FAMILIES[request.param]
+    model = str(make(tmp_path_factory.mktemp("model")))
+    return model, sampling, recorded(model, sampling)
+
+
+def compared_and_updated(trainer, batch):
+    """Log-probabilities, and the result of an update after them."""
+    return trainer.log_probs(batch, 1.0), *updated(trainer, batch)
+
+
+def test_other_families_have_the_log_probabilities_of_the_engine_and_learn(other_family):
+    model, sampling, batch = other_family
+    settings = {**SETUP, "pictures": sampling, "max_samples": 6}
+    saving = {"strategy_config": {"gradient_checkpointing": True, "process_group_timeout_seconds": 60}}
+    job = Job(compared_and_updated, "fsdp2_train", model, batch, settings, ranks=1)
+    ((found, metrics, weights, after),) = run_here(job)
+    mask, drawn = batch.tokens["response_mask"], batch.tokens["behaviour_logprobs"]
+    np.testing.assert_allclose(found[mask], drawn[mask], atol=1e-5, rtol=0)
+    assert np.ptp(found[mask]) > 1e-2 and metrics["grad_norm"] > 0.01 and np.abs(after - found).max() > 1e-4
+    ((_, other, theirs, _),) = run_here(replace(job, setup={**settings, "max_samples": 2, **saving}))
+    assert_same_update((metrics, weights), (other, theirs))
+
+
+@pytest.mark.tier("soak")
+def test_two_ranks_take_the_update_of_one_in_other_families(other_family):
+    model, sampling, batch = other_family
+    job = Job(updated, "fsdp2_train", model, batch, {**SETUP, "pictures": sampling, "max_samples": 6}, ranks=1)
+    ((metrics, weights, _),) = run_here(job)
+    shared = {**SETUP, "pictures": sampling, "max_samples": 2}
+    for other, theirs, _ in run_job(replace(job, setup=shared, ranks=2)):
+        assert_same_update((metrics, weights), (other, theirs))
 
 
 def of_the_last_steps(trainer, batch):

@@ -182,8 +182,8 @@ class EpisodeSession:
     async def respond(self, request: ModelRequest, *, tell: Tell | None = None, pause: Pause = no_pause) -> ModelAnswer:
         """Sample the answer to a request and record it. Raises `RequestRefused`.
 
-        ``pause`` is awaited after sampling, before the answer is parsed and recorded. ``tell`` is not called: nothing is
-        sent that is not recorded.
+        ``pause`` is awaited after sampling, before the answer is parsed and recorded. ``tell`` is not called: nothing
+        is sent that is not recorded.
         """
         limits = self._settings.limits
         self._require_open()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,20 +115,20 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
     return model
 
 
-def add_adapter(model: PreTrainedModel, adapted: Sequence[str], rank: int) -> dict[str, torch.nn.Parameter]:
+def add_adapter(model: torch.nn.Module, adapted: Sequence[str], rank: int) -> dict[str, torch.nn.Parameter]:
     """Add LoRA adapters to the linear layers ``adapted``. Return name in weight updates -> matrix.
 
     The matrices are random; the model's outputs are meaningless until they have been loaded.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    settings = adapter_config(adapted, rank, model.name_or_path)
+    settings = adapter_config(adapted, rank, base="")
     settings.pop("peft_type")
     inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=_ADAPTER)
     model.eval().requires_grad_(False)
     matrices = {}
     for layer in adapted:
-        module = model.get_submodule(layer)
+        module: Any = model.get_submodule(layer)
         down, up = matrix_names(layer)
         matrices[down] = module.lora_A[_ADAPTER].weight
         matrices[up] = module.lora_B[_ADAPTER].weight

@@ -1,0 +1,147 @@
+"""The memory estimate of image runs: sizes are those of diffusers' models, activations what autograd keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll.check.memory import estimate_memory
+from roll.check.memory_parts import ShapeUnknown
+from roll.check.memory_pictures import KEPT, KEPT_BY_SECOND_ATTENTION, KNOWN, find_picture_shape
+from roll.configs.loader import config_from_tree
+from tests.tiers import need
+from tests.tiny_pictures import make_flux, make_picture_task, make_pipeline, make_qwen, picture_config
+
+need("diffusers")
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [(make_pipeline, "JointTransformerBlock"), (make_flux, "Flux"), (make_qwen, "QwenImageTransformerBlock")],
+)
+def test_sizes_are_those_of_the_files(tmp_path, make, blocks):
+    from roll.pictures.model import FrozenParts, load_transformer
+
+    path = str(make(tmp_path))
+    model = load_transformer(path, torch.float32)
+    frozen = FrozenParts(path, model, torch.float32, torch.device("cpu"), decodes=True)
+    encoders = {
+        id(each): each for name, each in frozen._pipeline.components.items() if name.startswith("text_encoder") and each
+    }
+    shape = find_picture_shape(path)
+    layers = [each for each in model.modules() if type(each).__name__ in model._no_split_modules]
+    assert all(type(each).__name__.startswith(blocks) for each in layers) and shape.blocks == len(layers) == 2
+    assert shape.largest_block == max(sum(weight.numel() for weight in each.parameters()) for each in layers)
+    stored = (
+        model.num_parameters()
+        + sum(buffer.numel() for buffer in model.state_dict().values())
+        - sum(weight.numel() for weight in model.parameters())
+    )
+    assert shape.parameters == stored and shape.width == 16
+    assert shape.encoders == sum(weight.numel() for each in encoders.values() for weight in each.parameters())
+    assert shape.vae == sum(weight.numel() for weight in frozen._pipeline.vae.parameters())
+
+
+def kept_by(block: torch.nn.Module, image: int, text: int, **inputs) -> float:
+    """Numbers that a block of width 128 keeps for its backward pass, per token and width."""
+    stream = {
+        "hidden_states": torch.randn(1, image, 128, requires_grad=True),
+        "encoder_hidden_states": torch.randn(1, text, 128, requires_grad=True),
+        "temb": torch.randn(1, 128, requires_grad=True),
+    }
+    weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = block(**stream, **inputs)
+    assert len(result) == 2
+    return sum(kept.values()) / 4 / (image + text) / 128
+
+
+def test_activations_are_those_that_autograd_keeps():
+    from diffusers.models.attention import JointTransformerBlock
+    from diffusers.models.transformers.transformer_flux import (
+        FluxPosEmbed,
+        FluxSingleTransformerBlock,
+        FluxTransformerBlock,
+    )
+    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope, QwenImageTransformerBlock
+
+    image, text = 64, 32
+    places = FluxPosEmbed(10000, [8, 12, 12])(torch.zeros(image + text, 3))
+    shape, mask = [(1, 8, 8)], torch.arange(text)[None] < text // 2
+    turns = QwenEmbedRope(10000, [8, 12, 12], True)(shape, max_txt_seq_len=text, device=torch.device("cpu"))
+    plain, flux = KEPT["StableDiffusion3Pipeline"], KEPT["FluxPipeline"]
+    joint = JointTransformerBlock(128, 4, 32, qk_norm="rms_norm")
+    double = JointTransformerBlock(128, 4, 32, qk_norm="rms_norm", use_dual_attention=True)
+    assert kept_by(joint, image, text) == pytest.approx(plain, rel=0.05)
+    assert plain < kept_by(double, image, text) <= plain + KEPT_BY_SECOND_ATTENTION
+    assert kept_by(FluxTransformerBlock(128, 4, 32), image, text, image_rotary_emb=places) == pytest.approx(
+        flux, rel=0.05
+    )
+    assert kept_by(FluxSingleTransformerBlock(128, 4, 32), image, text, image_rotary_emb=places) < flux
+    inputs = {"image_rotary_emb": turns, "encoder_hidden_states_mask": mask}
+    block = QwenImageTransformerBlock(128, 4, 32)
+    assert kept_by(block, image, text, **inputs) == pytest.approx(KEPT["QwenImagePipeline"], rel=0.15)
+
+
+@pytest.mark.tier("all")
+def test_published_sizes_are_those_of_diffusers():
+    from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+
+    with torch.device("meta"):
+        models = {
+            "stable-diffusion-3.5-medium": SD3Transformer2DModel(
+                attention_head_dim=64,
+                caption_projection_dim=1536,
+                dual_attention_layers=tuple(range(13)),
+                joint_attention_dim=4096,
+                num_attention_heads=24,
+                num_layers=24,
+                pooled_projection_dim=2048,
+                pos_embed_max_size=384,
+                qk_norm="rms_norm",
+            ),
+            "flux.1-dev": FluxTransformer2DModel(guidance_embeds=True),
+            "flux.1-schnell": FluxTransformer2DModel(),
+            "qwen-image": QwenImageTransformer2DModel(),
+        }
+    assert models.keys() == KNOWN.keys()
+    for name, model in models.items():
+        layers = [each for each in model.modules() if type(each).__name__ in model._no_split_modules]
+        known = KNOWN[name]
+        assert known.parameters == model.num_parameters() and known.blocks == len(layers)
+        assert known.largest_block == max(sum(weight.numel() for weight in each.parameters()) for each in layers)
+
+
+def test_a_run_is_estimated_by_role(tmp_path):
+    make_picture_task(tmp_path)
+
+    def peaks(**changes) -> dict[str, float]:
+        config = config_from_tree(picture_config(tmp_path, **changes))
+        estimate = estimate_memory(config)
+        assert estimate.unknown == []
+        return {role.role: role.largest.size for role in estimate.roles}
+
+    plain = peaks()
+    guided = peaks(sampling__guidance_scale=3.0)
+    assert plain.keys() == {"actor_train", "actor_infer"}
+    assert guided["actor_infer"] == 2 * plain["actor_infer"]
+    saving = peaks(actor_train__strategy_args={"strategy_config": {"gradient_checkpointing": True}})
+    assert saving["actor_train"] < plain["actor_train"] < guided["actor_train"]
+    with_adapters = peaks(actor_train__model_args={"lora_target": "to_q", "lora_rank": 1})
+    assert with_adapters["actor_train"] < plain["actor_train"]
+
+
+def test_a_model_of_unknown_size_is_named():
+    with pytest.raises(ShapeUnknown, match="the sizes of models/my-own are not known"):
+        find_picture_shape("models/my-own")
+    assert find_picture_shape(str(Path("anywhere") / "FLUX.1-dev")) is KNOWN["flux.1-dev"]
