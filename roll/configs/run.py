@@ -152,8 +152,8 @@ class WeightUpdateConfig:
         "Content of a weight update. `full`: all weights, with adapters (LoRA) merged; every engine takes them, and "
         "computes at full speed, but in bfloat16 or float16 rounding loses most of a small adapter. `adapter`: the "
         "adapters alone, about a hundredth of the bytes; `hf_infer`, `diffusers_infer` and `vllm` add them to the base "
-        "that they have loaded. `delta`: what changed in all weights since the last update, which each replica keeps on "
-        "its host. It pays for engines in bfloat16 or float16 on other hosts, at a small learning rate.",
+        "that they have loaded. `delta`: what changed in all weights since the last update, which each replica keeps "
+        "on its host. It pays for engines in bfloat16 or float16 on other hosts, at a small learning rate.",
     )
     full_every: Natural = option(
         100,
