@@ -66,11 +66,11 @@ def encode(old: WeightBucket, new: WeightBucket) -> Iterator[np.ndarray]:
         size = DTYPES[dtype].itemsize
         for first in range(start, end, BLOCK * size):
             block = slice(first, min(first + BLOCK * size, end))
-            changed = old.data[block].view(f"u{size}") ^ new.data[block].view(f"u{size}")
-            places = np.flatnonzero(changed)
-            for plane in changed[places].view(np.uint8).reshape(-1, size).T:
+            before, after = old.data[block].view(f"u{size}"), new.data[block].view(f"u{size}")
+            places = np.flatnonzero(before != after)
+            for plane in (before[places] ^ after[places]).view(np.uint8).reshape(-1, size).T:
                 differs = plane != 0
-                yield from _encode_plane(places[differs], plane[differs], len(changed))
+                yield from _encode_plane(places[differs], plane[differs], len(before))
 
 
 def apply(data: np.ndarray, like: WeightBucket, delta: np.ndarray) -> None:
