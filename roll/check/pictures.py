@@ -15,7 +15,6 @@ from roll.configs import derived
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import MODEL_REWARDS
 from roll.configs.run import ImageConfig, PipelineConfig
 from roll.configs.strategies import ENGINES, TRAINERS, Engine, Trainer, strategy_of
 
@@ -126,9 +125,10 @@ def _changed(config: ImageConfig, paths: tuple[str, ...]) -> Iterator[tuple[str,
 
 
 def _blind(name: str, reward: RewardConfig) -> Iterator[ConfigProblem]:
-    if reward.verifier in MODEL_REWARDS:
-        message = f"{reward.verifier} reads texts, and sees no pictures yet"
-        yield ConfigProblem(f"rewards.{name}.verifier", message, "use a function of an `image`")
+    if reward.verifier == "reward_model":
+        message = "reward_model reads texts, and sees no pictures"
+        remedy = "use `judge`, `scoring_service` or a function of an `image`"
+        yield ConfigProblem(f"rewards.{name}.verifier", message, remedy)
 
 
 def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:

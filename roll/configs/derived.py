@@ -54,7 +54,7 @@ SYNCHRONOUS_KEYS = (
 )
 """Keys that `synchronous` changes and that affect learning."""
 MEBIBYTE = 1024 * 1024
-REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
+REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0, "scoring_service": 600.0}
 """Default timeouts that differ from that of the other verifiers."""
 LONGEST_CANARY = 64
 """Maximum length of a parity-check sequence in tokens: enough for attention to matter, and cheap to compute."""

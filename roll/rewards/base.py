@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,13 @@ VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())
 """Parameter names of a verifier that are filled from the judged response."""
 
 
+def png_base64(image: Image) -> str:
+    """Return a picture as a PNG (RGB) in base64, the form in which services get it."""
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 @dataclass(frozen=True)
 class RewardOutput:
     """The raw score of a response, and the other numbers that the verifier measured."""
@@ -56,12 +65,15 @@ class PreparedVerifier:
 
     max_concurrency: int | None = None
     """Number of responses judged at a time over all processes; ``None``: as many as the processes take."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables that its processes need."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Raise `ValueError` for an unusable ground truth. Called before a run for each prompt."""
 
     def check_machine(self) -> None:
-        """Raise `VerifierUnavailable` if it cannot work here. Called before a run, on the starting machine."""
+        """Raise `VerifierUnavailable` if it cannot work here: a machine without what it needs, or a service that does
+        not answer. Called before a run, on the starting machine."""
 
     def load(self) -> None:
         """Load the models that it judges with. Called in each process as it starts, outside any time limit."""

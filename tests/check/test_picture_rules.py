@@ -19,6 +19,9 @@ pytestmark = pytest.mark.needs("diffusers")
 LORA = {"actor_train__model_args": {"lora_target": "to_q,to_v", "lora_rank": 4}}
 
 
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "sees"}
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
@@ -37,6 +40,9 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task, **LORA) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
     assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
+    seen = {"verifier": "judge", "judge": JUDGE | {"template": "Like {prompt}? Score: 1"}}
+    service = {"verifier": "scoring_service", "verifier_args": {"url": "http://127.0.0.1:1/score"}}
+    assert problems(task, rewards={"colours": seen}) == problems(task, rewards={"colours": service}) == {}
     assert problems(task, actor_train__pg_variant="tis", actor_train__pg_variant_args={"lower": 0.0}) == {}
 
 
@@ -115,7 +121,12 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"actor_train__data_args__template": "chat"}, "actor_train.data_args.template", "says something of text"),
         ({"adv_estimator": "gigpo"}, "adv_estimator", "`image` has one"),
         ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
-        ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
+        ({"rewards": {"colours": {"verifier": "reward_model"}}}, "rewards.colours.verifier", "sees no pictures"),
+        (
+            {"rewards": {"colours": {"verifier": "judge", "judge": JUDGE | {"template": "{prompt} {response}"}}}},
+            "rewards.colours.judge.template",
+            "this run draws pictures",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(task, changes, path, words):
