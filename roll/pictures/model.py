@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,15 +67,19 @@ class Schedule:
     sampling: PictureSampling
     levels: Tensor
     """float32 ``[steps + 1]``: noise levels from 1 to 0."""
+    latent_shape: tuple[int, ...]
+    """Shape of an image's latents: channels, height, width."""
 
     @classmethod
     def of(cls, sampling: PictureSampling, path: str) -> Schedule:
         """Return the schedule for these settings. ``sampling.shift`` defaults to that of the pipeline in ``path``."""
         shift = sampling.shift
         if shift is None:
-            facts = json.loads((Path(path) / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-            shift = float(facts.get("shift", 1.0))
-        return cls(sampling, flow.levels(sampling.num_inference_steps, shift))
+            shift = float(_settings(Path(path) / "scheduler" / "scheduler_config.json").get("shift", 1.0))
+        transformer, vae = (_settings(Path(path) / part / "config.json") for part in ("transformer", "vae"))
+        scale = 2 ** (len(vae.get("block_out_channels") or vae["decoder_block_out_channels"]) - 1)
+        shape = transformer["in_channels"], sampling.height // scale, sampling.width // scale
+        return cls(sampling, flow.levels(sampling.num_inference_steps, shift), shape)
 
     def moments(
         self, latents: Tensor, velocities: Tensor, steps: Tensor, noisy: Tensor | None = None
@@ -100,11 +105,24 @@ class Schedule:
         """Return the log-probability of each latent ``drawn`` from its Gaussian, float32 ``[batch]``, in nats."""
         return flow.log_prob(drawn, mean, std, self.sampling.log_prob)
 
+    def divergences(self, mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
+        """Return the KL divergence of each step's Gaussian from the reference's, ``[batch]``, in nats.
+
+        ``mean`` and ``reference`` are ``[batch, ...]``. As for log-probabilities, it is per dimension or summed over
+        them (`sampling.log_prob`).
+        """
+        return flow.kl(mean, reference, std, self.sampling.log_prob)
+
     def entropies(self, std: Tensor, dimensions: int) -> Tensor:
         """Return the entropy of each step's Gaussian, ``[batch]``, in nats: per dimension or summed over the
         ``dimensions`` of a latent, as for log-probabilities (`sampling.log_prob`)."""
         each = std.log() + 0.5 * (1 + np.log(2 * np.pi))
         return each if self.sampling.log_prob == "mean" else each * dimensions
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return settings
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll.data.records import derive_seed
+from roll.data.records import PictureStep, derive_seed
 from roll.weights.publisher import WeightsDiffer
 
 VOCABULARY_PROMPTS = 1024
@@ -56,6 +56,9 @@ class CanaryScores:
     """float32 ``[length]`` each, at temperature 1; the first entry is meaningless."""
     tolerance: float
     """Largest allowed mean absolute difference, in nats per token."""
+    steps: Sequence[PictureStep] | None = None
+    """Denoising steps of pictures that an engine is asked for in place of the sequences: one step for each, as its
+    second token."""
 
 
 def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,11 @@ COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": 
             id="colocated, two epochs, corrected, guided, sums",
             marks=pytest.mark.tier("all"),
         ),
+        pytest.param(
+            {"use_kl_loss": True, "kl_loss_coef": 100.0, "reference": {"device_mapping": [0]}, "ppo_epochs": 2},
+            id="near a reference",
+            marks=pytest.mark.tier("all"),
+        ),
     ],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(pictures, tmp_path, monkeypatch, changes):
@@ -112,6 +118,27 @@ def test_pictures_of_training_and_validation_are_there_to_look_at(pictures):
     # At ratio 0 a trainer and an engine of equal weights are compared in each step: 8 pictures, 2 steps of each.
     assert [step["mismatch/tokens"] for step in run.metrics if "mismatch/tokens" in step] == [16, 16]
     assert max(step.get("mismatch/abs_mean", 0.0) for step in run.metrics) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampling__log_prob": "sum", "sampling__kind": "dance"}])
+def test_each_weight_update_is_checked_by_log_probabilities(pictures, changes):
+    checked = {"weight_update__canary_interval": 1, "weight_update__canary_prompts": 5, "async_generation_ratio": 1}
+    run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, **checked, **changes))
+    assert [step["mismatch/canary_tokens"] for step in run.metrics] == [5, 5, 5]
+    assert max(step["mismatch/canary_abs_mean"] for step in run.metrics) < 1e-4
+
+
+def test_an_engine_that_computes_something_else_is_found(pictures, monkeypatch):
+    from roll.engines.pictures import PictureEngine
+
+    right = PictureEngine._score
+
+    def with_another_prompt(self, asked):
+        return right(self, replace(asked, prompt="green"))
+
+    monkeypatch.setattr(PictureEngine, "_score", with_another_prompt)
+    run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=1), expect=1)
+    assert "log-probabilities of the canary sequences differ" in run.summary["error"]
 
 
 @pytest.mark.tier("soak")
@@ -274,6 +301,18 @@ def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
     assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == 8
     assert max(step["engine/restarts"] for step in run.metrics) == 1
     assert same(weights(run, 4), weights(whole, 4))
+
+
+@pytest.mark.needs("peft")
+def test_adapters_that_are_switched_off_are_the_reference(pictures):
+    arguments = {"lora_target": "to_q,to_v", "lora_rank": 4}
+    config = picture_config(
+        pictures, max_steps=3, actor_train__model_args=arguments, reference={}, use_kl_loss=True, kl_loss_coef=0.1
+    )
+    config["actor_train"]["training_args"]["learning_rate"] = 1e-2
+    run = run_pipeline(pictures, IN_THIS_PROCESS, config)
+    first, *later = [step["actor/kl_loss"] for step in run.metrics]
+    assert first == 0 and all(divergence > 0 for divergence in later)
 
 
 @pytest.mark.needs("peft")
