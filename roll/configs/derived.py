@@ -482,12 +482,11 @@ def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
     """Return the mean absolute differences in the parity check above which the run is warned and stops, in nats per
     token. They are equal unless the precision is low and the configuration does not say how much that may cost.
 
-    A step of a picture differs less, because its log-probability is a mean over many numbers; `sampling.log_prob: sum`
-    computes in float32, where a sum is wrong by more than a mean."""
+    Those of pictures are relative (`compare_canaries`), and smaller, because a step depends on many numbers at once."""
     if config.weight_update.canary_tolerance is not None:
         return (config.weight_update.canary_tolerance,) * 2
     dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
-    if isinstance(config, ImageConfig) and config.sampling.log_prob == "mean":
+    if isinstance(config, ImageConfig):
         return (1e-4, 1e-4) if dtypes == {"float32"} else (1e-3, 0.1)
     return (1e-3, 1e-3) if dtypes == {"float32"} else (0.1, 0.5)
 

@@ -214,8 +214,8 @@ class WeightUpdateConfig:
         None,
         "Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and engine "
         "compute in float32. In lower precision: 0.1, or twice what the first publication shows; one comparison above "
-        "that is a warning, two in a row or one above 0.5 stop the run. Of pictures with `log_prob: mean`: 0.0001, "
-        "0.001 and 0.1.",
+        "that is a warning, two in a row or one above 0.5 stop the run. Of pictures, relative to the "
+        "log-probability: 0.0001, 0.001 and 0.1.",
         needs="canary_interval",
     )
 

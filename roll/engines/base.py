@@ -300,7 +300,7 @@ class InferStrategy(ABC):
     async def score_steps(self, steps: Sequence[PictureStep]) -> list[np.ndarray]:
         """Return the log-probabilities of denoising steps under the current weights, as `score` does for text.
 
-        Returns float32 ``[2]`` for each: 0 for the prompt, and the step's. Raises ``RuntimeError`` in an engine of text.
+        Returns float32 ``[2]`` for each: 0 for the prompt, and the step's. Engines of text raise ``RuntimeError``.
         """
         raise RuntimeError("an engine of text scores no denoising steps")
 

@@ -48,7 +48,7 @@ class ImageSide(RLVRSide):
         for number in range(config.weight_update.canary_prompts):
             prompt = prompts[int(rng.integers(len(prompts)))].text
             latents = np.repeat(rng.standard_normal((1, *shape), dtype=np.float32), 2, axis=0)
-            steps.append(PictureStep(prompt, sampling, number % (sampling.num_inference_steps - 1), latents))
+            steps.append(PictureStep(prompt, sampling, number % sampling.reach, latents))
         return steps
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:

@@ -76,7 +76,9 @@ def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:
 def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> np.ndarray:
     """Compare the engine's log-probabilities (``held``, shaped like `CanaryScores.logprobs`) with the trainer's.
 
-    Returns trainer minus engine, in nats: float64 ``[tokens]``, over all sequences without their first tokens. Raises
+    Returns trainer minus engine, in nats: float64 ``[tokens]``, over all sequences without their first tokens. The
+    log-probability of a step of a picture may be thousands of nats; its difference is relative to it if it is above 1.
+    Raises
     `WeightsDiffer` naming the engine, the version and the worst sequence if the mean absolute difference is above the
     tolerance or not finite, or if the engine did not score every token.
     """
@@ -86,10 +88,11 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
             f"{engine}, version {canaries.version}: canary sequences of {expected_lengths} tokens came back as "
             f"{[len(values) for values in held]} log-probabilities"
         )
-    differences = [
-        trained[1:].astype(np.float64) - values[1:].astype(np.float64)
-        for trained, values in zip(canaries.logprobs, held, strict=True)
-    ]
+    differences = []
+    for own, theirs in zip(canaries.logprobs, held, strict=True):
+        trained = own[1:].astype(np.float64)
+        unit = 1.0 if canaries.steps is None else np.maximum(np.abs(trained), 1.0)
+        differences.append((trained - theirs[1:].astype(np.float64)) / unit)
     everything = np.concatenate(differences)
     sizes = np.abs(everything)
     absolute_mean = float(sizes.sum()) / max(len(sizes), 1)
