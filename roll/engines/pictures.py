@@ -345,7 +345,9 @@ class DiffusersInferStrategy(HFInferStrategy):
             raise ValueError(f"request {request.request_id!r} cannot run: {asked.window} is not within {steps} steps")
 
     async def score_steps(self, steps: Sequence[PictureStep]) -> list[np.ndarray]:
-        return await self._live_thread().call(lambda engine: engine.score_steps(steps))
+        engine: Any = self._live_thread().engine
+        found: list[np.ndarray] = await self._live_thread().call(lambda _: engine.score_steps(steps))
+        return found
 
     def stats(self) -> dict[str, Any]:
         """See `InferStrategy.stats`."""

@@ -89,6 +89,7 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
             f"{[len(values) for values in held]} log-probabilities"
         )
     differences = []
+    unit_name = "nats per token" if canaries.steps is None else "of their size (nats below 1)"
     for own, theirs in zip(canaries.logprobs, held, strict=True):
         trained = own[1:].astype(np.float64)
         unit = 1.0 if canaries.steps is None else np.maximum(np.abs(trained), 1.0)
@@ -105,7 +106,7 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
         shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
         raise WeightsDiffer(
             f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of "
-            f"the trainer by {absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} "
+            f"the trainer by {absolute_mean:.3g} {unit_name} on average (at most {canaries.tolerance:g} "
             f"allowed, weight_update.canary_tolerance) and by {sizes.max():.3g} at most, over {len(sizes)} tokens. "
             f"The worst is sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the "
             f"trainer has {canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the "

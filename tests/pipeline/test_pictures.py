@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -25,6 +26,8 @@ from roll.data.records import derive_seed
 from roll.pipeline.exact import exact_config, first_difference
 from roll.pipeline.preflight import prepare
 from roll.tracking.run_directory import RunDirectory
+from tests.rewards.chat_server import Answer, chat_server
+from tests.rewards.test_scoring_service import example
 from tests.tiny_pictures import PROMPTS, SAMPLING, make_picture_task, picture_config
 
 pytestmark = pytest.mark.needs("diffusers")
@@ -139,6 +142,42 @@ def test_an_engine_that_computes_something_else_is_found(pictures, monkeypatch):
     monkeypatch.setattr(PictureEngine, "_score", with_another_prompt)
     run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=1), expect=1)
     assert "log-probabilities of the canary sequences differ" in run.summary["error"]
+
+
+def judged_by(folder, **reward):
+    config = picture_config(folder, max_steps=1, rewards={"colours": {"timeout_seconds": 60, **reward}})
+    return run_pipeline(folder, IN_THIS_PROCESS, config).metrics[0]
+
+
+def test_a_judge_sees_the_pictures_of_a_run(pictures):
+    with chat_server(Answer("Nice.\nScore: 7"), models=["sees"]) as server:
+        step = judged_by(pictures, verifier="judge", judge={"base_url": server.base_url, "model": "sees"})
+    assert step["reward/mean"] == pytest.approx(0.7)
+    shown = {request["messages"][0]["content"][0]["image_url"]["url"] for request in server.requests}
+    assert len(server.requests) == len(shown) == 8
+
+
+def test_a_service_scores_the_pictures_of_a_run(pictures):
+    module = example()
+    seen = []
+
+    def scorer(prompts, images):
+        seen.extend(image.tobytes() for image in images)
+        return [float(np.asarray(image)[..., 0].mean()) for image in images]
+
+    server = module.make_server(scorer, "127.0.0.1", 0)
+    server.RequestHandlerClass.log_message = lambda *arguments: None
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/score"
+        step = judged_by(pictures, verifier="scoring_service", verifier_args={"url": url, "batch_size": 3})
+    finally:
+        server.shutdown()
+        server.server_close()
+    probe, *drawn = seen
+    assert len(drawn) == len(set(drawn)) == 8 and len(probe) == 64 * 64 * 3
+    assert step["reward/mean"] == pytest.approx(np.mean([np.frombuffer(each, np.uint8)[::3].mean() for each in drawn]))
+    assert 1 <= step["reward/scoring_batch"] <= 3
 
 
 @pytest.mark.tier("soak")
