@@ -44,6 +44,9 @@ class PolicyObjective:
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_estimator: str = "k3"
+    closed_form_kl: bool = False
+    """True if the model gives the KL divergence to the reference itself, as ``reference_kl``, so that nothing is
+    estimated."""
     entropy_loss_coef: float = 0.0
     distillation_coef: float = 0.0
     """Coefficient of the reverse KL divergence to the teacher in the loss; 0: no distillation."""
@@ -90,7 +93,7 @@ class PolicyObjective:
             "behaviour_logprobs": True,
             "advantages": True,
             "proximal_logprobs": self.requirements.reads_proximal(self.old_policy) and not self.one_pass,
-            "reference_logprobs": self.use_kl_loss,
+            "reference_logprobs": self.use_kl_loss and not self.closed_form_kl,
             "teacher_logprobs": self.distillation_coef != 0,
             "correction_weights": self.corrected and not self.one_pass,
             "lags": self.max_lag is not None,
@@ -133,7 +136,8 @@ class PolicyObjective:
         outside the response mask are never read. ``loss_mask`` (bool, a subset of the response mask; default: all of
         it) marks the tokens to train on. ``ValueError`` names missing fields.
         """
-        missing = [name for name in (*self.token_fields, *self.sample_fields) if name not in fields]
+        given = ("reference_kl",) if self.use_kl_loss and self.closed_form_kl else ()
+        missing = [name for name in (*self.token_fields, *self.sample_fields, *given) if name not in fields]
         if missing:
             raise ValueError(f"{self.pg_variant} lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
         trained = response_mask if loss_mask is None else loss_mask & response_mask
@@ -164,7 +168,7 @@ class PolicyObjective:
         loss = policy_loss = total(token_losses)
         totals = {"pg_loss": policy_loss}
         if self.use_kl_loss:
-            reference_kl = token_kl(inputs.logprobs, fields["reference_logprobs"], response_mask, self.kl_estimator)
+            reference_kl = self._reference_kl(inputs, fields)
             token_metrics["reference_kl"] = reference_kl.detach()
             totals["kl_loss"] = total(reference_kl)
             loss = loss + self.kl_loss_coef * totals["kl_loss"]
@@ -185,6 +189,12 @@ class PolicyObjective:
             shares,
         )
         return loss, metrics
+
+    def _reference_kl(self, inputs: PolicyInputs, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the KL divergence to the reference at each token, ``[batch, seq]``, with gradient."""
+        if self.closed_form_kl:
+            return keep(fields["reference_kl"], inputs.response_mask)
+        return token_kl(inputs.logprobs, fields["reference_logprobs"], inputs.response_mask, self.kl_estimator)
 
     def _teacher_kl(self, inputs: PolicyInputs, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the reverse KL divergence to the teacher at each token, ``[batch, seq]``, with gradient.

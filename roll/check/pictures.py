@@ -15,9 +15,9 @@ from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.pictures import FAMILIES, MODEL_INDEX, PictureModel, settings
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import MODEL_REWARDS, PictureSampling
+from roll.configs.roles import PictureSampling
 from roll.configs.run import ImageConfig, PipelineConfig
-from roll.configs.strategies import ENGINES, TRAINERS, Engine, Trainer, strategy_of
+from roll.configs.strategies import ENGINES, Engine, Trainer, strategies_of, strategy_of
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 """The scheduler class of diffusers whose noise levels are supported."""
@@ -33,13 +33,12 @@ _PLAIN_LEVELS = {
 _TEXT_KEYS = (
     "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
-    "actor_train.model_args.attn_implementation", "weight_update.canary_interval", "weight_update.canary_prompts",
-    "weight_update.canary_tolerance", "entropy_loss_coef", "actor_train.data_args.template",
+    "actor_train.model_args.attn_implementation", "entropy_loss_coef", "actor_train.data_args.template",
     "validation.data_args.template", "on_control_tokens",
 )  # fmt: skip
 """Keys that concern text only: its tokens, attention, probabilities and entropy."""
 _NOT_BUILT = (
-    "reference", "use_kl_loss", "add_token_level_kl", "teacher", "distillation", "critic", "actor_logp",
+    "add_token_level_kl", "teacher", "distillation", "critic", "actor_logp",
 )  # fmt: skip
 _DENSITIES = {
     "dppo": "bounds differences of probabilities, and a denoising step has a density, which may be above 1",
@@ -58,11 +57,13 @@ def engines_fit_the_pipeline(config: PipelineConfig) -> Iterator[ConfigProblem]:
         makes = "generates text" if draws else "draws pictures"
         message = f"{config.actor_infer.strategy_args.strategy_name} {makes}, and this is `pipeline: {config.pipeline}`"
         yield ConfigProblem(path, message, f"use {' or '.join(able)}")
-    trainer = strategy_of("actor_train", config.actor_train)
-    if draws and isinstance(trainer, Trainer) and not trainer.draws:
-        able = [f"`{name}`" for name, each in TRAINERS.built_in.items() if each.draws]
-        message = f"{config.actor_train.strategy_args.strategy_name} trains models of text only"
-        yield ConfigProblem("actor_train.strategy_args.strategy_name", message, f"use {' or '.join(able)}")
+    computing = {"actor_train": config.actor_train, "reference": config.reference}
+    for role, section in computing.items():
+        trainer = None if section is None else strategy_of(role, section)
+        if draws and section is not None and isinstance(trainer, Trainer) and not trainer.draws:
+            able = [f"`{name}`" for name, each in strategies_of(role).built_in.items() if each.draws]
+            message = f"{section.strategy_args.strategy_name} computes with models of text only"
+            yield ConfigProblem(f"{role}.strategy_args.strategy_name", message, f"use {' or '.join(able)}")
 
 
 def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
@@ -74,6 +75,9 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
     for path, value in _changed(config, _NOT_BUILT):
         what = "this section is" if is_dataclass(value) else f"{shown(value)}:"
         yield ConfigProblem(path, f"{what} not built for `pipeline: image` yet", "remove it")
+    for path, value in _changed(config, ("kl_estimator",)):
+        reason = "the divergence of two denoising steps has a closed form, so nothing is estimated"
+        yield without_effect(path, value, reason, "remove this key")
     if config.weight_update.in_flight == "resume":
         message = "resume drops caches, and a picture has none: between two steps it is nothing but its latents"
         yield ConfigProblem("weight_update.in_flight", message, "write `keep` or `drain`")
@@ -85,6 +89,9 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
     if trained != drawn:
         message = f"{drawn}, but the trainer computes in {trained}: their log-probabilities would differ by rounding"
         yield ConfigProblem("actor_infer.model_args.dtype", message, f"write `{trained}`")
+    elif config.reference is not None and config.reference.model_args.dtype != trained:
+        message = f"the trainer computes in {trained}: part of the divergence would be one of rounding"
+        yield ConfigProblem("reference.model_args.dtype", message, f"write `{trained}`")
     elif config.sampling.log_prob == "sum" and trained != "float32":
         message = f"sum: a sum over all dimensions is wrong by more than a clip range in {trained}"
         yield ConfigProblem("sampling.log_prob", message, "write `mean`, or `dtype: float32` for trainer and engine")
@@ -120,9 +127,10 @@ def _changed(config: ImageConfig, paths: tuple[str, ...]) -> Iterator[tuple[str,
 
 
 def _blind(name: str, reward: RewardConfig) -> Iterator[ConfigProblem]:
-    if reward.verifier in MODEL_REWARDS:
-        message = f"{reward.verifier} reads texts, and sees no pictures yet"
-        yield ConfigProblem(f"rewards.{name}.verifier", message, "use a function of an `image`")
+    if reward.verifier == "reward_model":
+        message = "reward_model reads texts, and sees no pictures"
+        remedy = "use `judge`, `scoring_service` or a function of an `image`"
+        yield ConfigProblem(f"rewards.{name}.verifier", message, remedy)
 
 
 def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
@@ -159,6 +167,9 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
         remedy = "remove this key: both begin with the same model"
         message = "the engine would draw with the text encoders of another model"
         yield ConfigProblem("actor_infer.model_args.model_name_or_path", message, remedy)
+    if config.reference is not None and derived.model_path(config, config.reference) != str(model):
+        message = "the reference can only be the model that training begins with, so far"
+        yield ConfigProblem("reference.model_args.model_name_or_path", message, "remove this key")
     kind = settings(model / MODEL_INDEX).get("_class_name")
     if kind is None:
         return

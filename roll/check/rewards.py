@@ -16,7 +16,7 @@ from roll.configs.derived import model_path, reward_timeout
 from roll.configs.errors import ConfigProblem, choose_among, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.rewards import JudgeConfig
-from roll.configs.run import PromptConfig
+from roll.configs.run import ImageConfig, PromptConfig
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
 """Names that a judge's template may contain, in braces."""
@@ -102,7 +102,7 @@ def judges_are_complete(config: PromptConfig) -> Iterator[ConfigProblem]:
             message = f"{seconds:g} s for one answer are more than the {whole:g} s for all attempts"
             remedy = f"raise `rewards.{name}.timeout_seconds`, or lower this"
             yield ConfigProblem(f"{path}.request_timeout_seconds", message, remedy)
-        yield from _template_problems(f"{path}.template", judge)
+        yield from _template_problems(f"{path}.template", judge, draws=isinstance(config, ImageConfig))
         if judge.score_min >= judge.score_max:
             message = f"{judge.score_max:g} is not above score_min {judge.score_min:g}"
             yield ConfigProblem(f"{path}.score_max", message, "give the judge's worst and best score")
@@ -145,7 +145,7 @@ def _key_problems(path: str, variable: str) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, "no environment variable of this name is set", remedy)
 
 
-def _template_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
+def _template_problems(path: str, judge: JudgeConfig, draws: bool) -> Iterator[ConfigProblem]:
     if judge.template is None:
         if judge.score_pattern is not None or judge.score_field is not None:
             message = "the built-in question asks for a line `Score: N`, and the score is looked for elsewhere"
@@ -156,7 +156,10 @@ def _template_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]
         if name not in JUDGE_FIELDS:
             message = f"`{{{name}}}` is nothing that a template can contain"
             yield ConfigProblem(path, message, choose_among(name, JUDGE_FIELDS))
-    if "response" not in names:
+    if draws and "response" in names:
+        message = "`{response}` is the text of a response, and this run draws pictures"
+        yield ConfigProblem(path, message, "leave it out: the picture comes before the question")
+    elif not draws and "response" not in names:
         yield ConfigProblem(path, "the response is not shown to the judge", "write `{response}` where it belongs")
 
 

@@ -54,7 +54,7 @@ SYNCHRONOUS_KEYS = (
 )
 """Keys that `synchronous` changes and that affect learning."""
 MEBIBYTE = 1024 * 1024
-REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
+REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0, "scoring_service": 600.0}
 """Default timeouts of the verifiers that do not have the usual 10 seconds."""
 LONGEST_CANARY = 64
 """Maximum length of a parity-check sequence in tokens: enough for attention to matter, and cheap to compute."""
@@ -275,11 +275,6 @@ def tokenizer_path(config: RunConfig) -> str:
     return f"{model}/tokenizer" if isinstance(config, ImageConfig) else model
 
 
-def canary_interval(config: PipelineConfig) -> int:
-    """Return the interval of parity checks, in weight updates; 0: never. `image` has none: they need text tokens."""
-    return 0 if isinstance(config, ImageConfig) else config.weight_update.canary_interval
-
-
 def tracker_list(config: RunConfig) -> list[str]:
     """Return the configured trackers as a list."""
     return [config.track_with] if isinstance(config.track_with, str) else config.track_with
@@ -491,11 +486,14 @@ def canary_tolerances(config: PipelineConfig) -> tuple[float, float]:
     """Return the limits of the parity check above which the run warns and stops, in nats per token.
 
     Both limit a mean absolute difference. They are equal if `canary_tolerance` is set or if trainer and engine
-    compute in float32.
+    compute in float32. The limits for pictures are relative (`compare_canaries`), and smaller, because a step depends
+    on many numbers at once.
     """
     if config.weight_update.canary_tolerance is not None:
         return (config.weight_update.canary_tolerance,) * 2
     dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
+    if isinstance(config, ImageConfig):
+        return (1e-4, 1e-4) if dtypes == {"float32"} else (1e-3, 0.1)
     return (1e-3, 1e-3) if dtypes == {"float32"} else (0.1, 0.5)
 
 

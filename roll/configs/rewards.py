@@ -35,6 +35,7 @@ VERIFIERS = Kind(
         "shapes": VerifierPlugIn("roll.rewards.pictures:Shapes"),
         "ocr": VerifierPlugIn("roll.rewards.pictures:Ocr", ("rapidocr", "onnxruntime")),
         "jpeg_size": VerifierPlugIn("roll.rewards.pictures:jpeg_size"),
+        "scoring_service": VerifierPlugIn("roll.rewards.scoring_service:ScoringService", ("aiohttp",)),
     },
     VerifierPlugIn,
 )
@@ -79,8 +80,8 @@ class JudgeConfig:
     system_prompt: str | None = option(None, "System message of the question.")
     template: str | None = option(
         None,
-        "The question. `{prompt}`, `{response}` and `{ground_truth}` become fenced texts. Default: asks for an integer "
-        "between `score_min` and `score_max` in a last line `Score: N`.",
+        "The question. `{prompt}`, `{response}` and `{ground_truth}` become fenced texts; a picture comes before it. "
+        "Default: asks for an integer between `score_min` and `score_max` in a last line `Score: N`.",
     )
     score_pattern: str | None = option(
         None,
@@ -119,7 +120,8 @@ class RewardConfig:
     verifier: str = option(
         "",
         "`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, of pictures `shapes`, `ocr`, "
-        "`jpeg_size`, or the import path of a callable `package.module:function`. See `docs/rewards.md`.",
+        "`jpeg_size`, `scoring_service`, or the import path of a callable `package.module:function`. See "
+        "`docs/rewards.md`.",
     )
     verifier_args: dict[str, Any] = option(dict, "Keyword arguments of the verifier.")
     weights: dict[str, float] = option(
@@ -135,7 +137,7 @@ class RewardConfig:
     timeout_seconds: Positive | None = option(
         None,
         "Longest time to judge one sample (a `reward_model`: one batch; a `judge`: all its attempts); then the worker "
-        "is replaced. Default: 10, of `code` 60, of a reward model 120, of a judge 600.",
+        "is replaced. Default: 10, of `code` 60, of a reward model 120, of a judge or a `scoring_service` 600.",
     )
     max_retries: Natural = option(
         2, "Further attempts after an error or a timeout; then the group is dropped as failed."

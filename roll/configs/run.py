@@ -215,14 +215,16 @@ class WeightUpdateConfig:
     )
     canary_prompts: Annotated[int, Range(at_least=1, at_most=1024)] = option(
         8,
-        "Canary sequences: training prompts, each followed by pseudo-random tokens up to 64 in all.",
+        "Canary sequences: training prompts, each followed by pseudo-random tokens up to 64 in all; of pictures "
+        "denoising steps from pseudo-random latents.",
         needs="canary_interval",
     )
     canary_tolerance: Positive | None = option(
         None,
         "Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and engine "
         "compute in float32. In lower precision: 0.1, or twice what the first publication shows; one comparison above "
-        "that is a warning, two in a row or one above 0.5 stop the run.",
+        "that is a warning, two in a row or one above 0.5 stop the run. Of pictures, relative to the "
+        "log-probability: 0.0001, 0.001 and 0.1.",
         needs="canary_interval",
     )
 

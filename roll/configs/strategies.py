@@ -126,6 +126,7 @@ FORWARD_STRATEGIES = replace(
             learns=False,
             packs=True,
             receives=True,
+            draws=True,
         ),
     },
     base="roll.trainers.trainer:ForwardStrategy",

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from roll.configs.roles import PictureSampling
+
 _SCORING_ONLY = ("ground_truth", "metadata", "messages")
 _SEEN_ONLY = ("image",)
 _SIZE_BYTES = 8
@@ -172,6 +174,17 @@ class Group:
     def scores(self) -> np.ndarray:
         """Scores of the episodes, float64 ``[episodes]``."""
         return np.array([parts[0].score for parts in self.episodes], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class PictureStep:
+    """A denoising step whose log-probability an engine is asked for, in the parity check."""
+
+    prompt: str
+    sampling: PictureSampling
+    step: int
+    latents: np.ndarray
+    """float32 ``[2, ...]``: latents before and after the step."""
 
 
 @dataclass

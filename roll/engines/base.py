@@ -24,6 +24,7 @@ import torch
 from roll.configs.errors import ConfigError
 from roll.configs.roles import PictureSampling
 from roll.data import tokenizer
+from roll.data.records import PictureStep
 from roll.runtime.usage import memory_in_use
 from roll.tracking.timeline import BusySpans
 from roll.weights.adapters import LayerShapes, linear_layers
@@ -295,6 +296,13 @@ class InferStrategy(ABC):
         ones, 0 for the first. May run alongside requests; the engine must be awake and not paused. Raises
         ``ValueError`` for a sequence that does not fit the model.
         """
+
+    async def score_steps(self, steps: Sequence[PictureStep]) -> list[np.ndarray]:
+        """Return the log-probabilities of denoising steps under the current weights, as `score` does for text.
+
+        Returns float32 ``[2]`` for each: 0 for the prompt, and the step's. Engines of text raise ``RuntimeError``.
+        """
+        raise RuntimeError("an engine of text scores no denoising steps")
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

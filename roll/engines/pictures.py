@@ -21,7 +21,7 @@ from torch import Tensor
 
 from roll.configs.plugins import made
 from roll.configs.roles import PictureSampling
-from roll.data.records import derive_seed
+from roll.data.records import PictureStep, derive_seed
 from roll.engines.base import (
     BusyClock,
     Completion,
@@ -194,6 +194,21 @@ class PictureEngine(ModelEngine):
                 chunks.append((drawing.active, chunk))
         return chunks
 
+    @torch.inference_mode()
+    def score_steps(self, steps: Sequence[PictureStep]) -> list[np.ndarray]:
+        """See `InferStrategy.score_steps`. Runs one forward pass per step."""
+        if self.asleep:
+            raise RuntimeError("the engine sleeps; wake it before score_steps")
+        return [np.array([0.0, self._score(each)], np.float32) for each in steps]
+
+    def _score(self, asked: PictureStep) -> float:
+        schedule = self._schedule(asked.sampling)
+        before, after = torch.from_numpy(np.array(asked.latents)).to(self._device).split(1)
+        step = torch.tensor([asked.step], device=self._device)
+        conditions = self._frozen.conditions([asked.prompt], asked.sampling)
+        predicted = schedule.velocity(self._model, before, step, conditions)
+        return float(schedule.log_probs(after, *schedule.moments(before, predicted, step)))
+
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Raise ``RuntimeError``: an image engine cannot score text."""
         raise RuntimeError("an engine of pictures scores no tokens of text")
@@ -327,6 +342,11 @@ class DiffusersInferStrategy(HFInferStrategy):
         steps = asked.sampling.num_inference_steps
         if asked.window is not None and not (asked.window and 0 <= min(asked.window) <= max(asked.window) < steps):
             raise ValueError(f"request {request.request_id!r} cannot run: {asked.window} is not within {steps} steps")
+
+    async def score_steps(self, steps: Sequence[PictureStep]) -> list[np.ndarray]:
+        engine: Any = self._live_thread().engine
+        found: list[np.ndarray] = await self._live_thread().call(lambda _: engine.score_steps(steps))
+        return found
 
     def stats(self) -> dict[str, Any]:
         """See `InferStrategy.stats`."""

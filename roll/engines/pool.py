@@ -489,7 +489,8 @@ class InferencePool:
         check_weights(replica.name, publication, receipt)
         self.buffers.keep_only(replica, publication.version if receipt.in_place else None)
         if canaries is not None:
-            held = await self._change(replica, "score", canaries.token_ids)
+            asked = ("score", canaries.token_ids) if canaries.steps is None else ("score_steps", canaries.steps)
+            held = await self._change(replica, *asked)
             loaded.canaries.append(compare_canaries(replica.name, canaries, held))
         if receipt.healed:
             loaded.healed += 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll.configs.strategies import ENGINES, strategy_class
+from roll.data.records import PictureStep
 from roll.engines.base import (
     Completion,
     EngineFailed,
@@ -229,6 +230,10 @@ class InferWorker(Worker):
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return log-probabilities of sequences under the current weights; see `InferStrategy.score`."""
         return await self._strategy.score(token_ids)
+
+    async def score_steps(self, steps: Sequence[PictureStep]) -> list[np.ndarray]:
+        """Return log-probabilities of denoising steps; see `InferStrategy.score_steps`."""
+        return await self._strategy.score_steps(steps)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort these requests. `collect` returns the tokens that they had sampled. Requests that the engine does not

@@ -184,6 +184,14 @@ class Schedule:
         """Return the log-probability of each latent ``drawn`` from its Gaussian, float32 ``[batch]``, in nats."""
         return flow.log_prob(drawn, mean, std, self.sampling.log_prob)
 
+    def divergences(self, mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
+        """Return the KL divergence of each step's Gaussian from the reference's, ``[batch]``, in nats.
+
+        ``mean`` and ``reference`` are ``[batch, ...]``. As for log-probabilities, it is per dimension or summed over
+        them (`sampling.log_prob`).
+        """
+        return flow.kl(mean, reference, std, self.sampling.log_prob)
+
     def entropies(self, std: Tensor, dimensions: int) -> Tensor:
         """Return the entropy of each step's Gaussian, ``[batch]``, in nats: per dimension or summed over the
         ``dimensions`` of a latent, as for log-probabilities (`sampling.log_prob`)."""

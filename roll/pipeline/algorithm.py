@@ -332,6 +332,7 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
             use_kl_loss=config.use_kl_loss,
             kl_loss_coef=config.kl_loss_coef,
             kl_estimator=config.kl_estimator,
+            closed_form_kl=derived.picture_sampling(config) is not None,
             entropy_loss_coef=config.entropy_loss_coef,
             old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
             corrected=correction is not None and correction.weight is not None,

@@ -20,12 +20,13 @@ from roll.configs import derived
 from roll.configs.errors import count
 from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import PipelineConfig
-from roll.data.records import Group, SampleBatch
+from roll.data.records import Group, PictureStep, SampleBatch
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.distillation import teacher_prompts
+from roll.pipeline.image import ImageSide
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.preflight import Prepared
@@ -142,7 +143,7 @@ class RunContext:
         self.logp = None if roles.logp is None else self._log_prob_role(roles.logp)
         self.gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
         self.validator = side.validator(ValidationGenerator(self.gate))
-        self.parity_check = ParityCheck(config, side.canary_prompts())
+        self.parity_check = parity_check_of(config, side)
         rollout = paced(side.rollout(self.gate), derived.group_size(config), recorder.waits)
         kept = journal if config.save_steps else None
         self.scheduler = build_scheduler(config, side, rollout, kept, recorder.filtered)
@@ -268,6 +269,13 @@ def build_scheduler(
     return RolloutScheduler(plan, side.source(), rollout, group_filter=group_filter, observer=journal)
 
 
+def parity_check_of(config: PipelineConfig, side: RolloutSide) -> ParityCheck:
+    """Return the parity check of a run."""
+    if not isinstance(side, ImageSide):
+        return ParityCheck(config, side.canary_prompts())
+    return ParityCheck(config, [], side.canary_steps() if config.weight_update.canary_interval else [])
+
+
 class ParityCheck:
     """Log-probability parity check of trainer and engines on canary sequences, at some of the weight updates.
 
@@ -275,15 +283,20 @@ class ParityCheck:
     it, since trainer and engines have then just loaded the same files.
     """
 
-    def __init__(self, config: PipelineConfig, prompts: Sequence[np.ndarray]) -> None:
-        """Build the canary sequences from ``prompts`` (int32 ``[prompt]`` each)."""
-        self._interval = derived.canary_interval(config)
+    def __init__(
+        self, config: PipelineConfig, prompts: Sequence[np.ndarray], steps: Sequence[PictureStep] | None = None
+    ) -> None:
+        """Build the canary sequences from ``prompts`` (int32 ``[prompt]`` each); of pictures they are ``steps``."""
+        self._interval = config.weight_update.canary_interval
         self._tolerance, self._limit = derived.canary_tolerances(config)
         self._calibrated = False
         self._warned = False
         number, length = config.weight_update.canary_prompts, derived.canary_length(config)
+        self._steps = steps
         self._sequences: list[np.ndarray] = []
-        if self._interval > 0:
+        if steps is not None:
+            self._sequences = [np.array([0, each.step], np.int32) for each in steps]
+        elif self._interval > 0:
             self._sequences = canary_sequences(prompts, count=number, length=length, seed=config.seed)
         self._publications = 0
 
@@ -301,9 +314,15 @@ class ParityCheck:
         batch = SampleBatch(
             lengths=np.array([len(tokens) for tokens in self._sequences], dtype=np.int64),
             tokens={"token_ids": token_ids, "response_mask": np.ones(len(token_ids), dtype=bool)},
+            per_sample={}
+            if self._steps is None
+            else {
+                "latents": np.stack([each.latents for each in self._steps]),
+                "prompts": np.array([each.prompt for each in self._steps]),
+            },
         )
         logprobs = np.split(await trainer.log_probs(batch, 1.0), batch.offsets[1:-1])
-        return CanaryScores(version, self._sequences, logprobs, self._limit)
+        return CanaryScores(version, self._sequences, logprobs, self._limit, self._steps)
 
     def judge(self, version: int, differences: Sequence[np.ndarray]) -> str | None:
         """Compare the log-probability differences of each replica (from `compare_canaries`) with the tolerance.

@@ -25,7 +25,7 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import Problems, count
 from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, PromptConfig
-from roll.data.records import Group
+from roll.data.records import Group, SampleBatch
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, select_tokens
 from roll.pipeline.context import RunContext
@@ -40,6 +40,7 @@ from roll.tracking.run_directory import RunDirectory
 from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
 from roll.trainers.model import save
 from roll.trainers.state import CheckpointFiles
+from roll.trainers.step import REFERENCE_MEANS
 from roll.trainers.worker import optimizer_batches
 from roll.weights.buckets import pack_buckets
 
@@ -53,7 +54,8 @@ NOTES = "exact"
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
     "token_ids", "latents", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs",
-    "teacher_logprobs", "values", "advantages", "returns", "proximal_logprobs", "correction_weights", "loss_mask",
+    "reference_means", "teacher_logprobs", "values", "advantages", "returns", "proximal_logprobs",
+    "correction_weights", "loss_mask",
     "critic/loss", "critic/grad_norm", "actor/loss", "actor/grad_norm",
 )  # fmt: skip
 """Names of the compared values of a training step, in the order in which they are computed."""
@@ -195,6 +197,9 @@ class PlainLoop:
         batch = TrainingBatch.from_groups(step, await self._groups(step))
         data = batch.data
         for role in COMPARED_ROLES:
+            if role == "reference" and derived.picture_sampling(config) is not None:
+                self._add_reference_means(data)
+                continue
             seen = data if role != "teacher" else seen_by_teacher(batch, teacher_prompts(prepared))
             if derived.is_base(config, role):
                 logprobs = self.trainer.base_log_probs(seen, temperature)
@@ -221,6 +226,13 @@ class PlainLoop:
         if publication_due(config, step + 1):
             await self._hand_over(step + 1)
         return batch
+
+    def _add_reference_means(self, data: SampleBatch) -> None:
+        """Add the reference's means of the denoising steps, if there is a reference."""
+        if derived.is_base(self._config, "reference"):
+            data.per_sample[REFERENCE_MEANS] = self.trainer.base_step_means(data)
+        elif "reference" in self._compared:
+            data.per_sample[REFERENCE_MEANS] = self._compared["reference"].step_means(data)
 
     async def close(self) -> None:
         """Shut down all models and workers."""

@@ -15,9 +15,10 @@ import numpy as np
 from PIL import Image
 
 from roll.algorithms.flow import window
+from roll.configs import derived
 from roll.configs.roles import GeneratingArguments, PictureSampling
 from roll.configs.run import ImageConfig
-from roll.data.records import Prompt, Sample, derive_seed
+from roll.data.records import PictureStep, Prompt, Sample, derive_seed
 from roll.engines.base import Completion, GenerateRequest, PictureRequest
 from roll.pipeline.rlvr import RLVRSide, RolloutFunction, sample_from_completion
 from roll.pipeline.rollouts import Generator
@@ -30,9 +31,25 @@ PROMPT_TOKEN = np.zeros(1, np.int32)
 class ImageSide(RLVRSide):
     """The rollout side of the image pipeline."""
 
-    def canary_prompts(self) -> list[np.ndarray]:
-        """Return no prompts, because canary sequences are text."""
-        return []
+    def canary_steps(self) -> list[PictureStep]:
+        """Return denoising steps for the log-probability parity check, with prompts of the training data.
+
+        The latents are noise, before and after a step: its log-probability then depends on where the model would lead.
+        """
+        from roll.pictures.model import Schedule  # loads diffusers
+
+        config = derived.prompted(self._config)
+        sampling = derived.picture_sampling(config)
+        if sampling is None:
+            raise TypeError("only a run of pictures has denoising steps")
+        shape = Schedule.of(sampling, derived.model_path(config, config.actor_train)).latent_shape
+        rng = np.random.default_rng(derive_seed(config.seed, "canaries"))
+        steps, prompts = [], self._plan.prompts
+        for number in range(config.weight_update.canary_prompts):
+            prompt = prompts[int(rng.integers(len(prompts)))].text
+            latents = np.repeat(rng.standard_normal((1, *shape), dtype=np.float32), 2, axis=0)
+            steps.append(PictureStep(prompt, sampling, number % sampling.reach, latents))
+        return steps
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
         config, plain = self._config, super()._function(generator, arguments, purpose)

@@ -42,6 +42,7 @@ from roll.pipeline.logp import LogProbRole
 from roll.pipeline.streaming import StreamedStep, by_group, in_order
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import LOGP, waiting
+from roll.trainers.step import REFERENCE_MEANS
 from roll.trainers.worker import TrainPlan, optimizer_batches
 from roll.weights.verify import CanaryScores, canary_metrics
 
@@ -94,7 +95,13 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
 
 
 async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Add the log-probabilities under the frozen reference policy, for a KL penalty or KL loss."""
+    """Add the log-probabilities under the frozen reference policy, for a KL penalty or KL loss; of pictures the means
+    of their denoising steps."""
+    if derived.picture_sampling(run.config) is not None:
+        with run.recorder.busy("reference"):
+            batch.data.per_sample[REFERENCE_MEANS] = await run.compared["reference"].step_means(batch.data)
+        run.recorder.count_tokens("reference", int(batch.data.lengths.sum()))
+        return batch
     return await _compared(run, batch, "reference")
 
 

@@ -29,7 +29,9 @@ from roll.report.files import NoRun, RunFiles, read_run
 from roll.report.findings import findings, idle_shares, ledger_of, settled
 from roll.report.lanes import drawn_lanes
 from roll.report.panels import MAX_NUMBERS, Panel, sections_of, series_of
+from roll.report.pictures import picture_grid
 from roll.tracking.files import write_atomically
+from roll.tracking.run_directory import RunDirectory
 
 WRITTEN, NOT_WRITTEN, NO_RUN = 0, 1, 2
 
@@ -100,7 +102,7 @@ def _say(what: str, target: Path) -> int:
 LONGEST_CONFIG = 100_000
 """Largest number of characters of the configuration on the page."""
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("elements.js", "charts.js", "lanes.js", "samples.js", "main.js")
+_SCRIPTS = ("elements.js", "charts.js", "lanes.js", "samples.js", "pictures.js", "main.js")
 
 _PAGE = """\
 <!doctype html>
@@ -135,8 +137,8 @@ def html_page(title: str, data: Any, scripts: Sequence[str] = ()) -> str:
     style, *sources = ((_ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", *scripts, *_SCRIPTS))
     script = '(() => {\n"use strict";\n' + "".join(sources) + "})();\n"
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
-        "form-action 'none'"
+        f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'"
     )
     return _PAGE.format(
         policy=html.escape(policy, quote=False),
@@ -169,6 +171,7 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
         "weights": publication_times(settled(run)),
         "samples": excerpts(run.samples),
         "samples_recorded": len(run.samples),
+        "pictures": picture_grid(RunDirectory(run.root).pictures, run.samples),
         "config": run.config_text[:LONGEST_CONFIG],
         "config_characters": len(run.config_text),
         "log": run.log_tail[-20_000:],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,13 @@ VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())
 """Names of verifier parameters that are filled from the judged response."""
 
 
+def png_base64(image: Image) -> str:
+    """Return a picture as a PNG (RGB) in base64, the form in which services get it."""
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 @dataclass(frozen=True)
 class RewardOutput:
     """The raw score of a response, and other numbers that the verifier returned."""
@@ -56,12 +65,15 @@ class PreparedVerifier:
 
     max_concurrency: int | None = None
     """Largest number of responses judged at a time in all processes together; None: no limit besides the processes."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables that its processes need."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Raise `ValueError` for an unusable ground truth. Called for each prompt before a run."""
 
     def check_machine(self) -> None:
-        """Raise `VerifierUnavailable` if the verifier cannot work on this machine. Called before a run."""
+        """Raise `VerifierUnavailable` if it cannot work here: a machine without what it needs, or a service that does
+        not answer. Called before a run, on the starting machine."""
 
     def load(self) -> None:
         """Load models that the verifier needs. Called in each process as it starts, without a time limit."""

@@ -105,6 +105,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         requires=record.requires,
         timeout_score=record.timeout_score,
         max_concurrency=prepared.max_concurrency if prepared is not None else None,
+        secrets=prepared.secrets if prepared is not None else (),
         weights=config.weights,
         prepared=prepared,
     )
@@ -147,7 +148,7 @@ def _judge(config: JudgeConfig, path: str) -> Verifier:
     return Verifier(
         name=f"judge at {config.base_url}",
         function=judge,
-        fields=("prompt", "messages", "response", "ground_truth"),
+        fields=("prompt", "messages", "response", "ground_truth", "image"),
         needs_ground_truth=judge.needs_ground_truth,
         is_async=True,
         requires=JUDGE_REQUIRES,

@@ -76,6 +76,17 @@ class Fsdp2TrainStrategy(TrainStrategy):
         with self.adapters.disabled():
             return self.log_probs(batch, temperature)
 
+    def step_means(self, batch: SampleBatch) -> np.ndarray:
+        found = super().step_means(batch)
+        self._reshard()
+        return found
+
+    def base_step_means(self, batch: SampleBatch) -> np.ndarray:
+        if self.adapters is None:
+            return super().base_step_means(batch)
+        with self.adapters.disabled():
+            return self.step_means(batch)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights, with LoRA adapters merged; see `TrainStrategy`."""
         self._reshard()

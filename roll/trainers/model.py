@@ -189,6 +189,10 @@ class HfForward:
             raise RuntimeError("this role has a policy, which gives no values")
         return micro_batch.by_sample(self._logits(micro_batch)[..., 0].float())
 
+    def means(self, micro_batch: MicroBatch) -> Tensor:
+        """Raise ``RuntimeError``: text models have no denoising steps."""
+        raise RuntimeError("only the steps of pictures have means")
+
     def move(self, device: torch.device) -> None:
         """Do nothing. Only image models have auxiliary models to move (`PictureForward.move`)."""
 

@@ -24,7 +24,7 @@ from roll.pictures.model import FrozenParts, Schedule, load_transformer
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import TrainerSetup
 from roll.trainers.state import PICTURES
-from roll.trainers.step import MicroBatch
+from roll.trainers.step import REFERENCE_MEANS, MicroBatch
 
 
 def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: torch.dtype) -> ModelMixin:
@@ -54,14 +54,24 @@ class PictureForward:
     def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies of the targets, ``[rows, kept]``; see `HfForward.outputs`.
 
-        The entropy depends only on the noise level and has no gradient. ``temperature`` has no meaning here and is
-        ignored.
+        With the reference's means in the micro-batch, their KL divergences from it follow, in closed form. The entropy
+        depends only on the noise level and has no gradient. ``temperature`` has no meaning here and is ignored.
         """
-        return self._computed(micro_batch)
+        mean, std = self._moments(micro_batch)
+        entropies = self._schedule.entropies(std, mean[0].numel())
+        found = [self._log_probs(micro_batch, mean, std), entropies]
+        if REFERENCE_MEANS in micro_batch.pictures:
+            reference = self._of_steps(micro_batch, REFERENCE_MEANS)
+            found.append(self._schedule.divergences(mean, reference, std))
+        return tuple(values.reshape(micro_batch.targets.shape) for values in found)
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """Return the log-probabilities of the targets, ``[rows, kept]``."""
-        return self._computed(micro_batch)[0]
+        return self._log_probs(micro_batch, *self._moments(micro_batch)).reshape(micro_batch.targets.shape)
+
+    def means(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the means of the targets' Gaussians, float32 ``[rows, kept, ...]`` in the shape of the latents."""
+        return self._moments(micro_batch)[0].unflatten(0, micro_batch.targets.shape)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Raise ``RuntimeError``: image models have no critic."""
@@ -71,19 +81,23 @@ class PictureForward:
         """Move the frozen text encoders to a device."""
         self._frozen.move(device)
 
-    def _computed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        fields, (rows, kept) = micro_batch.pictures, micro_batch.targets.shape
-        latents = torch.from_numpy(fields["latents"]).to(self._device)
+    def _of_steps(self, micro_batch: MicroBatch, name: str, shift: int = 0) -> Tensor:
+        """Return a field's entries of the targets, ``[rows x kept, ...]``; ``shift`` counts from them."""
         # The prompt counts as one token, so position 0 predicts the first recorded step.
-        before, after = (latents[:, micro_batch.positions + shift].flatten(0, 1) for shift in (0, 1))
+        entries = torch.from_numpy(micro_batch.pictures[name]).to(self._device)
+        return entries[:, micro_batch.positions + shift].flatten(0, 1)
+
+    def _log_probs(self, micro_batch: MicroBatch, mean: Tensor, std: Tensor) -> Tensor:
+        return self._schedule.log_probs(self._of_steps(micro_batch, "latents", 1), mean, std)
+
+    def _moments(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return mean ``[rows x kept, ...]`` and standard deviation ``[rows x kept]`` of each target's Gaussian."""
+        fields, kept = micro_batch.pictures, micro_batch.targets.shape[1]
+        before = self._of_steps(micro_batch, "latents")
         schedule, steps = self._schedule, micro_batch.targets.flatten()
         prompts = [str(prompt) for prompt in fields["prompts"]]
         conditions = self._frozen.conditions(prompts, schedule.sampling).repeated(kept)
-        predicted = schedule.velocity(self._model, before, steps, conditions)
-        mean, std = schedule.moments(before, predicted, steps)
-        logprobs = schedule.log_probs(after, mean, std)
-        entropies = schedule.entropies(std, before[0].numel())
-        return logprobs.reshape(rows, kept), entropies.reshape(rows, kept)
+        return schedule.moments(before, schedule.velocity(self._model, before, steps, conditions), steps)
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,10 @@ class Packing:
         }
 
 
-PICTURE_FIELDS = ("latents", "prompts")
-"""Fields of samples from which an image model's log-probabilities are computed."""
+REFERENCE_MEANS = "reference_means"
+"""Field of samples with the reference's mean of each recorded denoising step; see `ForwardStrategy.step_means`."""
+PICTURE_FIELDS = ("latents", "prompts", REFERENCE_MEANS)
+"""Fields of samples from which an image model's log-probabilities and divergences are computed."""
 
 
 @dataclass(frozen=True)
@@ -415,20 +417,22 @@ class TrainingStep:
     def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, PartMetrics]:
         """Return a micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics.
 
-        ``outputs`` are the model's results per target, ``[rows, kept]``: (log-probabilities, entropies) or (values,).
+        ``outputs`` are the model's results per target, ``[rows, kept]``: (values,) or (log-probabilities, entropies),
+        and of an image model with a reference its KL divergences.
         """
         fields = micro_batch.fields
-        about = (micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
         if isinstance(self.objective, ValueObjective):
             (values,) = outputs
-            return self.objective(values, *about)
-        logprobs, entropy = outputs
+            return self.objective(values, micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
+        logprobs, entropy, *divergences = outputs
+        if divergences:
+            fields = {**fields, "reference_kl": divergences[0]}
         if self.first_logprobs is not None:
             starts, ends = self.batch.offsets[:-1], self.batch.offsets[1:]
             spans = [starts[row] + np.flatnonzero(self.wanted[starts[row] : ends[row]]) for row in micro_batch.rows]
             places = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
             self.first_logprobs[places] = logprobs.detach()[micro_batch.mask].float().cpu().numpy()
-        return self.objective(logprobs, entropy, *about)
+        return self.objective(logprobs, entropy, micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
 
 
 def combined_metrics(parts: Sequence[PartMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:

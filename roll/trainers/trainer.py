@@ -33,15 +33,17 @@ from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
-from roll.trainers.model import HfForward, ModelExport, build_export, prepare_model
+from roll.trainers.model import HfForward, ModelExport, build_export, forward_pass, prepare_model
 from roll.trainers.options import HfReplicaOptions
 from roll.trainers.step import (
     MicroBatch,
     Objective,
     TrainingStep,
+    build_micro_batch,
     combined_metrics,
     combined_sums,
     plan_micro_batches,
+    predicted_tokens,
     results_by_token,
 )
 from roll.weights.adapters import base_checksums
@@ -173,6 +175,21 @@ class ForwardStrategy(ABC):
 
         return self._for_each_token(batch, logprobs)
 
+    def step_means(self, batch: SampleBatch) -> np.ndarray:
+        """Return the mean of each recorded denoising step's Gaussian; models of pictures only. Collective.
+
+        Returns float32 ``[samples, steps, ...]`` in the shape of the latents, on every rank.
+        """
+        found = np.zeros_like(batch.per_sample["latents"][:, 1:])
+        wanted, limits = predicted_tokens(batch), self.setup.infer_limits
+        for rows in self._rows(batch, limits):
+            micro_batch = build_micro_batch(batch, rows, wanted, (), self.device)
+            with torch.no_grad():
+                means = self.forward.means(micro_batch).cpu().numpy()
+            if rows:
+                found[rows] = means
+        return self._shared(found)
+
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
         """Checkpoint names of the model's parameters, which weight updates use."""
@@ -288,7 +305,7 @@ class HfReplicaStrategy(ForwardStrategy):
         self.join_ranks(self.options.process_group_timeout_seconds)
         model, head = prepare_model(self.setup, gradient_checkpointing=False)
         self.model = model.to(self.device)
-        self.forward = HfForward("policy", self.model, head, self.device)
+        self.forward = forward_pass(self.setup, self.model, head, self.device)
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
         # Passes contain no collectives, so ranks may have different numbers of micro-batches.
@@ -317,6 +334,10 @@ class TrainStrategy(ForwardStrategy):
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return `log_probs` of the base model, without the LoRA adapters. Raises ``RuntimeError`` without adapters."""
+        raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
+
+    def base_step_means(self, batch: SampleBatch) -> np.ndarray:
+        """Return `step_means` of the model without the LoRA adapters. Raises ``RuntimeError`` if there are none."""
         raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
 
     def values(self, batch: SampleBatch) -> np.ndarray:

@@ -128,6 +128,14 @@ class TrainWorker(Worker):
         """Return the log-probabilities without the trained adapters on rank 0, None elsewhere."""
         return self._from_first(await self._counted(batch, 1, self._trainer.base_log_probs, batch, temperature))
 
+    async def step_means(self, batch: SampleBatch) -> np.ndarray | None:
+        """Return the means of the batch's denoising steps on rank 0, None elsewhere."""
+        return self._from_first(await self._counted(batch, 1, self._strategy.step_means, batch))
+
+    async def base_step_means(self, batch: SampleBatch) -> np.ndarray | None:
+        """Return the means without the trained adapters on rank 0, None elsewhere."""
+        return self._from_first(await self._counted(batch, 1, self._trainer.base_step_means, batch))
+
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
         """Return a critic's values of the batch's tokens on rank 0, None elsewhere."""
         return self._from_first(await self._counted(batch, 1, self._trainer.values, batch))
@@ -396,6 +404,14 @@ class TrainerGroup:
         """Return `log_probs` of the base model, without the LoRA adapters."""
         return await self._for_each_token("base_log_probs", batch, temperature)
 
+    async def step_means(self, batch: SampleBatch) -> np.ndarray:
+        """Return float32 ``[samples, steps, ...]``: the mean of each denoising step of the pictures."""
+        return await self._for_each_token("step_means", batch)
+
+    async def base_step_means(self, batch: SampleBatch) -> np.ndarray:
+        """Return `step_means` of the base model, without the LoRA adapters."""
+        return await self._for_each_token("base_step_means", batch)
+
     async def values(self, batch: SampleBatch) -> np.ndarray:
         """Return float32 ``[total_tokens]``: the critic's value of the state before each token."""
         return await self._for_each_token("values", batch)
@@ -505,3 +521,7 @@ class BaseOfTrainer:
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return the base model's log-probabilities; see `TrainerGroup.log_probs`."""
         return await self._trainer.base_log_probs(batch, temperature)
+
+    async def step_means(self, batch: SampleBatch) -> np.ndarray:
+        """Return the base model's means of denoising steps; see `TrainerGroup.step_means`."""
+        return await self._trainer.base_step_means(batch)

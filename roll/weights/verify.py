@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll.data.records import derive_seed
+from roll.data.records import PictureStep, derive_seed
 from roll.weights.publisher import WeightsDiffer
 
 VOCABULARY_PROMPTS = 1024
@@ -56,6 +56,9 @@ class CanaryScores:
     """float32 ``[length]`` each, at temperature 1; the first entry has no meaning."""
     tolerance: float
     """Largest allowed mean absolute difference, in nats per token."""
+    steps: Sequence[PictureStep] | None = None
+    """Denoising steps of pictures that an engine is asked for in place of the sequences: one step for each, as its
+    second token."""
 
 
 def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:
@@ -73,7 +76,9 @@ def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:
 def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> np.ndarray:
     """Compare the engine's log-probabilities (``held``, shaped like `CanaryScores.logprobs`) with the trainer's.
 
-    Returns trainer minus engine, in nats: float64 ``[tokens]``, over all sequences without their first tokens. Raises
+    Returns trainer minus engine, in nats: float64 ``[tokens]``, over all sequences without their first tokens. The
+    log-probability of a step of a picture may be thousands of nats; its difference is relative to it if it is above 1.
+    Raises
     `WeightsDiffer` naming the engine, the version and the worst sequence if the mean absolute difference is above the
     tolerance or not finite, or if the engine did not score every token.
     """
@@ -83,10 +88,12 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
             f"{engine}, version {canaries.version}: canary sequences of {expected_lengths} tokens came back as "
             f"{[len(values) for values in held]} log-probabilities"
         )
-    differences = [
-        trained[1:].astype(np.float64) - values[1:].astype(np.float64)
-        for trained, values in zip(canaries.logprobs, held, strict=True)
-    ]
+    differences = []
+    unit_name = "nats per token" if canaries.steps is None else "of their size (nats below 1)"
+    for own, theirs in zip(canaries.logprobs, held, strict=True):
+        trained = own[1:].astype(np.float64)
+        unit = 1.0 if canaries.steps is None else np.maximum(np.abs(trained), 1.0)
+        differences.append((trained - theirs[1:].astype(np.float64)) / unit)
     everything = np.concatenate(differences)
     sizes = np.abs(everything)
     absolute_mean = float(sizes.sum()) / max(len(sizes), 1)
@@ -99,7 +106,7 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
         shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
         raise WeightsDiffer(
             f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of "
-            f"the trainer by {absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} "
+            f"the trainer by {absolute_mean:.3g} {unit_name} on average (at most {canaries.tolerance:g} "
             f"allowed, weight_update.canary_tolerance) and by {sizes.max():.3g} at most, over {len(sizes)} tokens. "
             f"The worst is sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the "
             f"trainer has {canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the "

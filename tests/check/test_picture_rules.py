@@ -67,6 +67,9 @@ def test_what_another_family_cannot_do_is_named(others, model, changes, path, wo
     assert list(found) == [path] and words in found[path]
 
 
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "sees"}
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
@@ -84,8 +87,19 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task, sampling__guidance_scale=3.0, sampling__negative_prompt="blue", adv_estimator="rloo") == {}
     assert problems(task, **LORA) == {}
     assert problems(task, **LORA, weight_update__content="adapter") == {}
+    assert problems(task, reference={}, use_kl_loss=True, **LORA) == {}
+    assert problems(task, reference={"device_mapping": [0]}, use_kl_loss=True) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
     assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
+    seen = {"verifier": "judge", "judge": JUDGE | {"template": "Like {prompt}? Score: 1"}}
+    seen["timeout_seconds"] = 60
+    service = {
+        "timeout_seconds": 60,
+        "verifier": "scoring_service",
+        "verifier_args": {"url": "http://127.0.0.1:1/score"},
+    }
+    for reward in (seen, service):
+        check_config(config_from_tree(picture_config(task, rewards={"colours": reward})))
     assert problems(task, actor_train__pg_variant="tis", actor_train__pg_variant_args={"lower": 0.0}) == {}
 
 
@@ -115,7 +129,27 @@ def test_a_configuration_that_works_has_no_problems(task):
             "actor_train.strategy_args.strategy_name",
             "text only",
         ),
-        ({"reference": {"device_mapping": [0]}, "use_kl_loss": True}, "use_kl_loss", "not built"),
+        (
+            {"reference": {"device_mapping": [0]}, "use_kl_loss": True, "kl_estimator": "k2"},
+            "kl_estimator",
+            "closed form",
+        ),
+        ({"reference": {"device_mapping": [0]}, "add_token_level_kl": True}, "add_token_level_kl", "not built"),
+        (
+            {"reference": {"device_mapping": [0], "strategy_args": {"strategy_name": "deepspeed_train"}}},
+            "reference.strategy_args.strategy_name",
+            "text only",
+        ),
+        (
+            {"reference": {"device_mapping": [0], "model_args": {"dtype": "bfloat16"}}, "use_kl_loss": True},
+            "reference.model_args.dtype",
+            "one of rounding",
+        ),
+        (
+            {"reference": {"device_mapping": [0], "model_args": {"model_name_or_path": "other"}}, "use_kl_loss": True},
+            "reference.model_args.model_name_or_path",
+            "that training begins with",
+        ),
         (
             {"actor_train__model_args": {"lora_target": "q_prj"}},
             "actor_train.model_args.lora_target",
@@ -123,7 +157,6 @@ def test_a_configuration_that_works_has_no_problems(task):
         ),
         ({"actor_infer__generating_args": {"top_k": 5}}, "actor_infer.generating_args.top_k", "says something of text"),
         ({"response_length": 9}, "response_length", "says something of text"),
-        ({"weight_update__canary_prompts": 3}, "weight_update.canary_prompts", "says something of text"),
         ({"weight_update__in_flight": "resume"}, "weight_update.in_flight", "nothing but its latents"),
         ({"entropy_loss_coef": 0.1}, "entropy_loss_coef", "says something of text"),
         ({"actor_train__pg_variant_args": {}}, "actor_train.pg_variant_args.clip_low", "0.2 never acts"),
@@ -164,7 +197,12 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"actor_train__data_args__template": "chat"}, "actor_train.data_args.template", "says something of text"),
         ({"adv_estimator": "gigpo"}, "adv_estimator", "`image` has one"),
         ({"adv_estimator": "remax"}, "adv_estimator", "greedy"),
-        ({"rewards": {"colours": {"verifier": "judge"}}}, "rewards.colours.verifier", "sees no pictures"),
+        ({"rewards": {"colours": {"verifier": "reward_model"}}}, "rewards.colours.verifier", "sees no pictures"),
+        (
+            {"rewards": {"colours": {"verifier": "judge", "judge": JUDGE | {"template": "{prompt} {response}"}}}},
+            "rewards.colours.judge.template",
+            "this run draws pictures",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(task, changes, path, words):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ from roll.data.records import derive_seed
 from roll.pipeline.exact import exact_config, first_difference
 from roll.pipeline.preflight import prepare
 from roll.tracking.run_directory import RunDirectory
+from tests.rewards.chat_server import Answer, chat_server
+from tests.rewards.test_scoring_service import example
 from tests.tiny_pictures import (
     DISTILLED,
     FLUX,
@@ -82,6 +86,11 @@ COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": 
             id="colocated, two epochs, corrected, guided, sums",
             marks=pytest.mark.tier("all"),
         ),
+        pytest.param(
+            {"use_kl_loss": True, "kl_loss_coef": 100.0, "reference": {"device_mapping": [0]}, "ppo_epochs": 2},
+            id="near a reference",
+            marks=pytest.mark.tier("all"),
+        ),
     ],
 )
 def test_the_run_is_the_plain_loop_to_the_last_bit(pictures, tmp_path, monkeypatch, changes):
@@ -123,6 +132,63 @@ def test_pictures_of_training_and_validation_are_there_to_look_at(pictures):
     # At ratio 0 a trainer and an engine of equal weights are compared in each step: 8 pictures, 2 steps of each.
     assert [step["mismatch/tokens"] for step in run.metrics if "mismatch/tokens" in step] == [16, 16]
     assert max(step.get("mismatch/abs_mean", 0.0) for step in run.metrics) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampling__log_prob": "sum", "sampling__kind": "dance"}])
+def test_each_weight_update_is_checked_by_log_probabilities(pictures, changes):
+    checked = {"weight_update__canary_interval": 1, "weight_update__canary_prompts": 5, "async_generation_ratio": 1}
+    run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, **checked, **changes))
+    assert [step["mismatch/canary_tokens"] for step in run.metrics] == [5, 5, 5]
+    assert max(step["mismatch/canary_abs_mean"] for step in run.metrics) < 1e-4
+
+
+def test_an_engine_that_computes_something_else_is_found(pictures, monkeypatch):
+    from roll.engines.pictures import PictureEngine
+
+    right = PictureEngine._score
+
+    def with_another_prompt(self, asked):
+        return right(self, replace(asked, prompt="green"))
+
+    monkeypatch.setattr(PictureEngine, "_score", with_another_prompt)
+    run = run_pipeline(pictures, IN_THIS_PROCESS, picture_config(pictures, max_steps=1), expect=1)
+    assert "log-probabilities of the canary sequences differ" in run.summary["error"]
+
+
+def judged_by(folder, **reward):
+    config = picture_config(folder, max_steps=1, rewards={"colours": {"timeout_seconds": 60, **reward}})
+    return run_pipeline(folder, IN_THIS_PROCESS, config).metrics[0]
+
+
+def test_a_judge_sees_the_pictures_of_a_run(pictures):
+    with chat_server(Answer("Nice.\nScore: 7"), models=["sees"]) as server:
+        step = judged_by(pictures, verifier="judge", judge={"base_url": server.base_url, "model": "sees"})
+    assert step["reward/mean"] == pytest.approx(0.7)
+    shown = {request["messages"][0]["content"][0]["image_url"]["url"] for request in server.requests}
+    assert len(server.requests) == len(shown) == 8
+
+
+def test_a_service_scores_the_pictures_of_a_run(pictures):
+    module = example()
+    seen = []
+
+    def scorer(prompts, images):
+        seen.extend(image.tobytes() for image in images)
+        return [float(np.asarray(image)[..., 0].mean()) for image in images]
+
+    server = module.make_server(scorer, "127.0.0.1", 0)
+    server.RequestHandlerClass.log_message = lambda *arguments: None
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/score"
+        step = judged_by(pictures, verifier="scoring_service", verifier_args={"url": url, "batch_size": 3})
+    finally:
+        server.shutdown()
+        server.server_close()
+    probe, *drawn = seen
+    assert len(drawn) == len(set(drawn)) == 8 and len(probe) == 64 * 64 * 3
+    assert step["reward/mean"] == pytest.approx(np.mean([np.frombuffer(each, np.uint8)[::3].mean() for each in drawn]))
+    assert 1 <= step["reward/scoring_batch"] <= 3
 
 
 @pytest.mark.tier("soak")
@@ -289,6 +355,17 @@ def test_an_engine_and_a_trainer_that_die_change_nothing(pictures):
 
 
 ADAPTERS = {"lora_target": "to_q,to_v", "lora_rank": 4}
+
+
+@pytest.mark.needs("peft")
+def test_adapters_that_are_switched_off_are_the_reference(pictures):
+    config = picture_config(
+        pictures, max_steps=3, actor_train__model_args=ADAPTERS, reference={}, use_kl_loss=True, kl_loss_coef=0.1
+    )
+    config["actor_train"]["training_args"]["learning_rate"] = 1e-2
+    run = run_pipeline(pictures, IN_THIS_PROCESS, config)
+    first, *later = [step["actor/kl_loss"] for step in run.metrics]
+    assert first == 0 and all(divergence > 0 for divergence in later)
 
 
 @pytest.mark.needs("peft")

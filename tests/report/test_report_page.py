@@ -3,6 +3,7 @@
 import base64
 import fcntl
 import hashlib
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 
 from roll.cli.main import main
 from roll.report.files import read_run
@@ -112,6 +114,7 @@ def test_no_text_breaks_out_of_the_page(make_run, make_sample, text):
 
 def test_the_page_loads_nothing_and_runs_nothing_but_its_own_script(make_run):
     page = page_of(make_run())
+    assert page.data["pictures"] is None, "its samples are texts"
     assert not [attrs for _, attrs in page.tags if {"src", "href", "srcset", "data"} & set(attrs)]
     (policy,) = [attrs["content"] for _, attrs in page.tags if "Content-Security-Policy" in attrs.get("http-equiv", "")]
     assert "default-src 'none'" in policy
@@ -121,6 +124,51 @@ def test_the_page_loads_nothing_and_runs_nothing_but_its_own_script(make_run):
     writers_of_markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write"
     assert not re.search(rf"{writers_of_markup}|fetch\(|XMLHttpRequest|import\(", page.texts["script", None])
     assert not re.search(r"url\(|@import", page.texts["style", None])
+
+
+def decoded(source):
+    head, _, data = source.partition(",")
+    return head, Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+
+
+def test_validation_pictures_are_a_grid_of_prompts_and_versions(make_run, make_sample):
+    samples = [
+        make_sample(
+            step, split="val", group_id=group, prompt=f"prompt {group}", response=f"{step}-{group}.png", score=step / 8
+        )
+        for step in (0, 2, 4)
+        for group in (0, 1)
+    ]
+    training = make_sample(4, response="4-train.png")
+    outside = make_sample(0, split="val", group_id=9, response="../../secret.png")
+    run = make_run(samples=[*samples, training, outside])
+    run.pictures.mkdir()
+    (run.root.parent / "secret.png").write_bytes(b"not a picture of this run")
+    for number, sample in enumerate([*samples, training]):
+        Image.new("RGB", (400, 200) if number == 5 else (8, 8), (number, 0, 0)).save(run.pictures / sample.response)
+    (run.pictures / "2-0.png").write_bytes(b"cut off")
+    (run.pictures / "2-1.png").unlink()
+    grid = page_of(run).data["pictures"]
+    assert grid["versions"] == [0, 2, 4] and (grid["versions_recorded"], grid["prompts_recorded"]) == (3, 2)
+    assert [row["prompt"] for row in grid["rows"]] == ["prompt 0", "prompt 1"]
+    first, second = (row["pictures"] for row in grid["rows"])
+    assert first[1] is None and second[1] is None
+    assert [first[0]["score"], first[2]["score"]] == [0, 0.5]
+    head, image = decoded(first[2]["source"])
+    assert head == "data:image/png;base64" and image.getpixel((0, 0)) == (4, 0, 0)
+    head, image = decoded(second[2]["source"])
+    assert head == "data:image/jpeg;base64" and image.size == (128, 64)
+
+
+def test_a_grid_of_many_validations_has_the_first_the_last_and_some_between(make_run, make_sample):
+    samples = [make_sample(step, split="val", response=f"{step}.png") for step in range(40)]
+    run = make_run(samples=samples)
+    run.pictures.mkdir()
+    for sample in samples:
+        Image.new("RGB", (8, 8)).save(run.pictures / sample.response)
+    grid = page_of(run).data["pictures"]
+    assert len(set(grid["versions"])) == 12 and (grid["versions"][0], grid["versions"][-1]) == (0, 39)
+    assert grid["versions_recorded"] == 40 and len(grid["rows"][0]["pictures"]) == 12
 
 
 def test_a_page_of_a_long_run_stays_small_and_says_what_it_left_out(make_run, make_sample):

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import socket
 import threading
 
 import pytest
+from PIL import Image
 
 from roll.configs.errors import ConfigError
 from roll.configs.rewards import JudgeConfig, RewardConfig
 from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
-from roll.rewards.judge import (
+from roll.rewards.http import (
     LONGEST_RETRY_AFTER_SECONDS,
     LONGEST_WAIT_SECONDS,
-    REMINDER,
     SHOWN_BODY,
-    Judge,
-    NoVerdict,
     backoff,
-    check_judge,
-    fenced,
     retry_after,
 )
+from roll.rewards.judge import REMINDER, Judge, NoVerdict, check_judge, fenced
 from roll.rewards.pool import RewardPool
-from roll.rewards.registry import resolve_verifier
+from roll.rewards.registry import check_sight, resolve_verifier
 from tests.rewards.chat_server import Answer, chat_server
 
 GOOD = Answer("It is fine.\nScore: 7")
@@ -99,6 +98,27 @@ def test_a_response_cannot_leave_its_fence_nor_name_another_field():
     mark = opening.removeprefix("<<<")
     assert closing == f"{mark}>>>" and mark not in attack
     assert text.count("{ground_truth}") == 1 and text.count("{prompt}") == 1  # as the response wrote them
+
+
+def test_a_picture_comes_before_the_question_and_again_with_the_reminder():
+    image = Image.new("RGB", (3, 2))
+    image.putpixel((2, 1), (10, 20, 30))
+    with chat_server(Answer("Nice."), GOOD) as server:
+        judge = JudgeConfig(base_url=server.base_url, model="m", score_min=0, score_max=7)
+        verifier = resolve_verifier(RewardConfig(verifier="judge", judge=judge), "rewards.x")
+        check_sight(verifier, True, "rewards.x")
+        record = RewardInput("p:1", "red left of blue", "", image=image)
+        output = asyncio.run(verifier(record))
+    assert output.score == 1 and output.metrics["judge_asked_again"] == 1
+    first, second = (request["messages"] for request in server.requests)
+    assert second[:1] == first and len(second) == 3
+    shown, text = first[0]["content"]
+    head, _, data = shown["image_url"]["url"].partition(",")
+    seen = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+    assert (shown["type"], head, seen.format) == ("image_url", "data:image/png;base64", "PNG")
+    assert seen.size == (3, 2) and seen.tobytes() == image.tobytes()
+    assert fenced("prompt", "red left of blue") in text["text"] and "picture" in text["text"]
+    assert "from 0 (worst) to 7 (best)" in text["text"] and "<<<response" not in text["text"]
 
 
 def test_what_passes_is_tried_again_after_growing_waits_or_those_asked_for():

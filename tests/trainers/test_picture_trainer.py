@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from roll.algorithms.flow import levels
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments, PictureSampling
 from roll.data.records import SampleBatch
@@ -144,6 +145,38 @@ def test_steps_that_are_left_out_move_no_other(model):
     batch = recorded(model, PLAIN)
     (found,) = run_here(Job(of_the_last_steps, "fsdp2_train", model, batch, {"pictures": PLAIN}, ranks=1))
     np.testing.assert_allclose(found, batch.tokens["behaviour_logprobs"][2::3, None], atol=1e-5, rtol=0)
+
+
+def pulled_back(trainer, batch):
+    """Divergences at the beginning, after a step away and after a step back; and the means before each of these."""
+    far = replace(OBJECTIVE, use_kl_loss=True, kl_loss_coef=0.0, closed_form_kl=True)
+    back = replace(far, kl_loss_coef=0.1)
+    batch.per_sample["reference_means"] = trainer.step_means(batch)
+    nothing = SampleBatch(
+        batch.lengths, {**batch.tokens, "advantages": np.zeros_like(batch.tokens["advantages"])}, batch.per_sample
+    )
+    found, means = [], []
+    for objective, part in ((far, batch), (back, nothing), (far, nothing)):
+        means.append(trainer.step_means(batch))
+        found.append(trainer.train_step(part, objective, 1.0)["kl_loss"])
+    return found, means
+
+
+def test_the_divergence_from_the_reference_is_what_samples_say_and_a_loss_lowers_it(model):
+    batch = recorded(model, PLAIN)
+    gentle = {"training_args": replace(ALMOST_SGD, learning_rate=1e-3, adam_beta1=0.0), "max_samples": 4}
+    job = Job(pulled_back, "fsdp2_train", model, batch, SETUP | gentle, ranks=1)
+    (((begun, away, back), means),) = run_here(job)
+    assert begun == 0 and 0 < back < away
+    steps = torch.from_numpy(batch.tokens["token_ids"][batch.tokens["response_mask"]]).long()
+    std = levels(4, 3.0)[steps + 1] * np.sin(0.8 * np.pi / 2)
+    reference, moved = (torch.from_numpy(each).flatten(0, 1) for each in means[:2])
+    one, other = (torch.distributions.Normal(mean, std[:, None, None, None]) for mean in (moved, reference))
+    torch.manual_seed(0)
+    drawn = one.sample((4000,))
+    estimates = (one.log_prob(drawn) - other.log_prob(drawn)).mean((1, 2, 3, 4))
+    assert away == pytest.approx(float(estimates.mean()), abs=4 * float(estimates.std()) / 4000**0.5)
+    assert away > 20 * float(estimates.std()) / 4000**0.5, "else the estimate says nothing"
 
 
 SETUP = {"pictures": PLAIN, "training_args": ALMOST_SGD, "max_tokens": None}

@@ -143,6 +143,7 @@ function page() {
     section("Timeline", "Timeline", timeline),
     section("Weight publication", "Weights", weightsView()),
     section("Waste", "Waste", wasteView()),
+    run.pictures ? section("Validation pictures", "Pictures", picturesView(run.pictures)) : "",
     section("Samples", "Samples", samplesSection()),
     section("Configuration", "Configuration", configView()),
     run.sections.filter((part) => part.folded).map((part) => folded(part.title, `${part.panels.length} more ${part.panels.length === 1 ? "curve" : "curves"}`, () => panelsOf(part))),
