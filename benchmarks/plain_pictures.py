@@ -24,7 +24,7 @@ from diffusers.utils import logging
 from torch import Tensor
 
 from roll.algorithms import PolicyInputs, make_policy_loss
-from roll.algorithms.flow import levels, log_prob, per_row, step_moments, window
+from roll.algorithms.flow import log_prob, per_row, step_moments, window
 from roll.rewards.pictures import Shapes
 
 WORLD = Path(__file__).parents[1] / "examples" / "image-shapes-cpu"
@@ -48,7 +48,8 @@ class Painter:
         self.options = options
         self.pipe = StableDiffusion3Pipeline.from_pretrained(options.world / "model")
         self.model = self.pipe.transformer.eval()
-        self.levels = levels(options.steps, self.pipe.scheduler.config.shift)
+        self.pipe.scheduler.set_timesteps(options.steps)
+        self.levels = self.pipe.scheduler.sigmas
         self.checker = Shapes()
 
     @torch.no_grad()

@@ -291,7 +291,7 @@ WRONG = [
     ),
     ({"cluster.num_nodes": 2}, "cluster.num_nodes", "one node", "cluster.address"),
     ({"cluster.device_memory_gib": 80}, "cluster.device_memory_gib", "no effect", "cluster.device: cuda"),
-    ({"cluster.num_devices_per_node": 10**12}, "cluster.num_devices_per_node", "at most 4096", "really has"),
+    ({"cluster.num_devices_per_node": 10**12}, "cluster.num_devices_per_node", "at most 16384", "really has"),
     ({"cluster.address": "somewhere"}, "cluster.address", "no address", "host:port"),
     (
         {"actor_train.model_args": {"attn_implementation": "flash_attention_2"}},

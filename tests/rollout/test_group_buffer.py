@@ -187,7 +187,7 @@ def test_a_start_that_admission_would_never_allow_is_refused():
     bench = Bench(batch_size=2, max_staleness=0, order="ready_first")
     bench.start()
     bench.start()
-    with pytest.raises(ValueError, match="group 2 started too early: it is due in batch 0.* and 3 groups want"):
+    with pytest.raises(ValueError, match="group 2 started too early: it is due in batch 0.* and 3 groups need a place"):
         bench.start()
 
 
