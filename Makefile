@@ -190,6 +190,8 @@ bench-publication: venv
 
 bench-content: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_content.py
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_content.py --content delta --hidden 0 --dtype bfloat16 \
+		--transport object_store --learning-rate 3e-4
 
 bench-episodes: venv
 	$(RUN) benchmarks/agentic_overlap.py
