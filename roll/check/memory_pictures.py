@@ -109,6 +109,7 @@ def _from_files(folder: Path) -> PictureShape:
     model = PictureModel.read(folder)
     own = model.transformer
     tensors = _tensors(folder / "transformer")
+    tensors.pop("pos_embed.pos_embed", None)  # Stable Diffusion 3's constant positions, which are no parameter
     blocks: dict[tuple[str, ...], int] = {}
     for name, size in tensors.items():
         root = tuple(name.split(".")[:2])
