@@ -26,7 +26,17 @@ ROLES = {
     "actor_train": {"device_mapping": "0-3"},
     "actor_infer": {"device_mapping": "4-7", "strategy_args": {"strategy_name": "vllm"}},
 }
+IMAGES = {
+    "pipeline": "image",
+    "pretrain": "models/sd3.5-medium",
+    "cluster": {"device": "cuda", "num_devices_per_node": 3},
+    "async_generation_ratio": 1,
+    "actor_train": {"device_mapping": [0], "pg_variant_args": {"clip_low": 1e-4, "clip_high": 1e-4}},
+    "actor_infer": {"device_mapping": "1-2"},
+    "rewards": {"shapes": {"verifier": "shapes"}},
+}
 BASES: dict[str, dict[str, Any]] = {
+    "image": IMAGES,
     "rlvr": ROLES | {"rewards": {"math": {"verifier": "math"}}},
     "agentic": ROLES | {"pipeline": "agentic", "custom_envs": {"lake": {"env_type": "frozen_lake"}}},
 }
@@ -56,7 +66,9 @@ def configuration_of(block: Block) -> dict[str, Any]:
     if tree.keys() >= (WHOLE - {"actor_infer"} if tree.get("pipeline") == "sft" else WHOLE):
         return tree
     pipeline = "agentic" if tree.get("pipeline") == "agentic" or tree.keys() & AGENTIC_KEYS else "rlvr"
-    parts = [BASES[pipeline], TRAINING_PROMPTS if pipeline == "rlvr" else {}, tree]
+    if block.where.startswith("docs/images.md"):
+        pipeline = "image"
+    parts = [BASES[pipeline], {} if pipeline == "agentic" else TRAINING_PROMPTS, tree]
     merged = _laid_over(*(copy.deepcopy(part) for part in parts))
     if "shares" in merged["cluster"]:  # in place of the mappings of the base
         for role in ("actor_train", "actor_infer"):
