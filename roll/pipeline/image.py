@@ -8,6 +8,7 @@ id).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -79,7 +80,7 @@ class PictureFunction(RolloutFunction):
 
     async def _judged_samples(
         self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
-    ) -> list[Sample]:
+    ) -> tuple[list[Sample], float]:
         """Score images while others are still being generated. Images that arrive together are scored in one call."""
         drawing: list[asyncio.Task[Sample]] = []
         try:
@@ -93,10 +94,11 @@ class PictureFunction(RolloutFunction):
                         break  # the task group raises the error
                     pictures = [task.result() for task in drawing if task in come]
                     tasks.create_task(self._judge(prompt, pictures))
+                generated = time.time()
             samples = [task.result() for task in drawing]
             for sample in samples[1:]:
                 sample.image = None  # scored; only the first image of a group is recorded
-            return samples
+            return samples, generated
         finally:
             self._forget(sticky_key)
             drawing.clear()  # breaks the reference cycle of exception and frame; garbage collection is rare

@@ -240,9 +240,9 @@ class RolloutFunction:
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Make a group with weights of version ``min_version`` or newer. Raises the errors of engine and rewards."""
         sticky_key = None if self.separate_requests else self._name(group_id)
-        samples = await self._samples(prompt, self._requests(group_id, prompt), sticky_key, min_version)
-        times = {"generated": time.time()}
-        await self._judge(prompt, samples)
+        requests = self._requests(group_id, prompt)
+        samples, generated = await self._judged_samples(prompt, requests, sticky_key, min_version)
+        times = {"generated": generated}
         if not self.greedy_baseline:
             return Group(group_id, prompt, samples, times=times)
         baseline = samples.pop()
@@ -265,10 +265,13 @@ class RolloutFunction:
             requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
         return requests
 
-    async def _samples(
+    async def _judged_samples(
         self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None
-    ) -> list[Sample]:
-        """Run the requests. Returns their samples in the same order."""
+    ) -> tuple[list[Sample], float]:
+        """Run the requests, and score the samples when all are finished.
+
+        Returns the samples in the order of the requests, and the POSIX time at which the last one was generated.
+        """
         running: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -279,7 +282,9 @@ class RolloutFunction:
             raise
         finally:
             self._forget(sticky_key)
-        return [task.result() for task in running]
+        samples, generated = [task.result() for task in running], time.time()
+        await self._judge(prompt, samples)
+        return samples, generated
 
     def _forget(self, sticky_key: str | None) -> None:
         if sticky_key is not None:

@@ -189,7 +189,7 @@ def test_checksum_is_that_of_the_elements_in_row_major_order():
 
 
 def test_bad_publications_are_refused_by_name():
-    with pytest.raises(ValueError, match="'a' comes twice"):
+    with pytest.raises(ValueError, match="'a' occurs twice"):
         list(pack_buckets([("a", torch.zeros(1)), ("a", torch.zeros(1))], 100))
     with pytest.raises(ValueError, match="complex64"):
         list(pack_buckets([("c", torch.zeros(1, dtype=torch.complex64))], 100))
