@@ -49,9 +49,6 @@ ANSWERS_KEPT = 32
 """Answers of an episode that are kept for clients that ask again."""
 ENDED_KEPT = 4096
 """Episodes that are over and still known as such."""
-TURN_SECONDS = 0.005
-"""Time that requests may take together in one turn of the loop. Each turn costs a system call and a wait for the
-interpreter, which the driver's loop uses meanwhile."""
 START_SECONDS = STOP_SECONDS = 30.0
 RETRY_HEADER = "x-stainless-retry-count"
 """By which clients of OpenAI and Anthropic say how often they have asked before."""
@@ -186,8 +183,6 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._turn = asyncio.Lock()
-        self._turned_at = 0.0
-        """Clock time at which a pause last ended."""
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -428,12 +423,9 @@ class Endpoint:
         return episode
 
     async def _pause(self) -> None:
-        """Return at once for `TURN_SECONDS`, then to one caller in each turn of the loop, so that hundreds who come at
-        once do not block it."""
-        if time.monotonic() - self._turned_at >= TURN_SECONDS:
-            async with self._turn:
-                await asyncio.sleep(0)
-                self._turned_at = time.monotonic()
+        """Return to one caller in each turn of the loop, so that hundreds who come at once do not block it."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     async def _body(self, request: web.Request) -> bytes:
         from aiohttp import web
