@@ -49,9 +49,6 @@ ANSWERS_KEPT = 32
 """Number of answers per episode that are kept for clients that repeat a request."""
 ENDED_KEPT = 4096
 """Number of ended episodes whose keys are remembered, to tell clients that the episode is over."""
-TURN_SECONDS = 0.005
-"""Seconds that requests may take together in one iteration of the event loop. Each iteration costs a system call and a
-wait for the interpreter lock, which the driver's loop uses meanwhile."""
 START_SECONDS = STOP_SECONDS = 30.0
 RETRY_HEADER = "x-stainless-retry-count"
 """Header in which the OpenAI and Anthropic client libraries send the number of earlier attempts."""
@@ -191,8 +188,6 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._turn = asyncio.Lock()
-        self._turned_at = 0.0
-        """Clock time at which a pause last ended."""
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
@@ -442,12 +437,9 @@ class Endpoint:
         return episode
 
     async def _pause(self) -> None:
-        """Return at once for `TURN_SECONDS`; after that let one caller continue per iteration of the event loop, so
-        that many at once do not block it."""
-        if time.monotonic() - self._turned_at >= TURN_SECONDS:
-            async with self._turn:
-                await asyncio.sleep(0)
-                self._turned_at = time.monotonic()
+        """Let one caller continue per iteration of the event loop, so that many at once do not block it."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     async def _body(self, request: web.Request) -> bytes:
         from aiohttp import web
