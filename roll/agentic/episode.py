@@ -92,10 +92,10 @@ class EnvironmentFailed(Exception):
 
 
 class EnvSession(Protocol):
-    """One episode's use of an environment, local or remote. Each call has its own deadline.
+    """One episode's use of an environment, local or remote.
 
-    Steps of environments whose calls end when they are closed (`roll.agentic.worker`) have none; the caller ends them
-    with `give_up`.
+    Each call has its own deadline, with one exception: `step` has none if the environment is an `EndsCallsWhenClosed`
+    (`roll.agentic.worker`). The caller ends such a step with `give_up`.
     """
 
     async def reset(self, seed: int) -> Observation:

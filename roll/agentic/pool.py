@@ -162,9 +162,10 @@ class EnvPool:
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
     async def take(self, key: EpisodeKey) -> Lease:
-        """Wait for a slot, then open a session in the least loaded process, or in quarantine for a suspect.
+        """Wait for a slot, then open a session in the least loaded process.
 
-        Raises `EnvironmentFailed` if that takes too long, and `EnvPoolClosed`.
+        An episode that must run alone (`Suspects.must_be_alone`) gets the quarantine process. Raises
+        `EnvironmentFailed` if there is no slot within `place_timeout_seconds`, and `EnvPoolClosed` if the pool is closed.
         """
         seconds = self._settings.workers.place_timeout_seconds
         wait = asyncio.timeout(seconds)

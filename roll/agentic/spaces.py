@@ -32,7 +32,7 @@ class NoAction(ValueError):
 
 
 class Actions(Protocol):
-    """The actions of an environment as texts."""
+    """Reads an environment's actions from the policy's texts, and tells the policy how to write them."""
 
     def read(self, text: str) -> Any:
         """Return the action that a policy's text names. Raises `NoAction`."""

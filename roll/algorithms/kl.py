@@ -19,7 +19,8 @@ from roll.algorithms.aggregation import checked_mask, checked_shape, keep
 
 
 def k1(difference: Tensor) -> Tensor:
-    """Return d: unbiased, and of either sign. Useless as a loss, because its expected gradient is 0."""
+    """Return d = ``difference``, an unbiased estimate of KL(policy || reference), which may be negative. Useless as a
+    loss, because its expected gradient is 0."""
     return difference
 
 
@@ -34,7 +35,8 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d: unbiased and never negative. Its gradient is that of KL(reference || policy)."""
+    """Return exp(-d) - 1 + d, an unbiased estimate of KL(policy || reference), never negative. Its expected gradient is
+    that of KL(reference || policy)."""
     return torch.expm1(-difference) + difference
 
 

@@ -205,7 +205,8 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that one token uses. The embedding is left out where it is only a look-up."""
+        """Number of parameters that compute with each token: of the experts, only the chosen ones. The embedding counts
+        only if it is also the output layer."""
         share = 1 - self.experts_per_token / self.experts if self.experts else 0.0
         return self.parameters - self.layers * self.expert_parameters * share - self._looked_up
 

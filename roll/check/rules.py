@@ -228,7 +228,8 @@ def _inert_keys_of_examples(config: SFTConfig) -> Iterator[tuple[str, Any, tuple
 
 
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that arguments under ROLL's names belong to the chosen policy loss and are given only once."""
+    """Require that keys of `actor_train` that set a policy-loss argument under its name in ROLL (`ROLL_ARGUMENTS`)
+    belong to the chosen loss, and that `pg_variant_args` does not set the same argument."""
     actor = config.actor_train
     for name, (loss, argument) in ROLL_ARGUMENTS.items():
         value = vars(actor)[name]

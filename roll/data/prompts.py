@@ -55,10 +55,10 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read, render, check and select the prompts of one `data_args`.
 
-    ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``prompt_length`` counts
-    tokens. With ``max_samples`` the prompts kept are a random choice by ``seed`` (the first ones without ``shuffle``),
-    in the order of the data. With ``refuse_control_tokens`` a message that spells a control token is a problem. Raises
-    `ConfigError`.
+    ``path``: configuration path of ``data_args``, a prefix of the path of each problem. ``prompt_length``: tokens.
+    ``max_samples`` limits the rows that are used: a random choice by ``seed`` or, if ``shuffle`` is off, the first
+    rows; their order is kept. With ``refuse_control_tokens`` (template `chat` only) a message whose text contains a control
+    token is a problem. Raises `ConfigError`.
     """
     problems = Problems()
     rows = usable_rows(data_args, tokenizer, path, problems, seed)

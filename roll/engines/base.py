@@ -163,7 +163,11 @@ class PreparedWeights:
 
 @dataclass
 class EngineLoad:
-    """Totals over all steps of an engine. Divided by ``steps``, differences of them are means over a time."""
+    """Cumulative counters of an engine.
+
+    `running`, `waiting` and `cache_use` add one value per step: their increase over a period divided by the increase of
+    `steps` is their mean.
+    """
 
     steps: int = 0
     running: int = 0

@@ -114,7 +114,7 @@ class AdmissionGate:
 
 
 class AdmittedRequests:
-    """All requests of an engine, waiting or inside the library."""
+    """All requests of one engine: those that wait for a slot, and those inside its library (vLLM or SGLang)."""
 
     def __init__(self, slots: int, on_change: Callable[[], None]) -> None:
         """``slots``: maximum number of requests inside the library. ``on_change`` is called when a request enters or

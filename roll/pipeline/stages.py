@@ -431,7 +431,11 @@ async def shared_devices_free(run: RunContext, role: str, batch: TrainingBatch) 
 
 
 async def compared_is_next(run: RunContext, batch: TrainingBatch, role: str) -> None:
-    """If the trainer shares devices with ``role``, wait for the roles that need these devices for earlier batches."""
+    """Wait until a reference or teacher stage may take its devices.
+
+    If ``role`` shares them with the trainer, that is when all earlier batches are trained on and, if the engines share
+    them too, when the engines have their weights. Else return at once.
+    """
     if run.locks[run.holder(role)] is run.locks["actor_train"]:
         await shared_devices_free(run, role, batch)
 

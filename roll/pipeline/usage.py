@@ -40,7 +40,7 @@ def _memory(role: str, processes: Sequence[Mapping[str, float]]) -> dict[str, fl
 
 
 class EngineLoads:
-    """The loads of all replicas (`roll.engines.base.EngineLoad`) from one training step to the next."""
+    """Turns the replicas' cumulative loads (`roll.engines.base.EngineLoad`) into metrics since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, Mapping[str, float]] = {}

@@ -309,7 +309,11 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def holding_up(self) -> list[int]:
-        """Return the ids of groups in flight that a full batch waits for, because later batches have no room."""
+        """Return the ids of the groups in flight that must end before the next batch can be taken.
+
+        Enough groups are ready, but the later batches up to the staleness deadline of these groups have no room for
+        them. Empty if no batch is held up.
+        """
         return self._buffer.overdue() if self._in_flight else []
 
     def why_waiting(self) -> Refusal | Literal["source", "stopped"]:

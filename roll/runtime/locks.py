@@ -57,7 +57,7 @@ class DeviceLock:
         self._loaded.add(role)
 
     def forget(self, role: str) -> None:
-        """Forget the states of a role whose processes have ended, so that they are no longer on the devices."""
+        """Unregister the states of a role whose processes have ended. They left the devices with the processes."""
         self._check(role)
         self._residents.pop(role, None)
         self._loaded.discard(role)

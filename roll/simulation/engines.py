@@ -70,7 +70,10 @@ class Host:
             self._arm()
 
     async def work(self, seconds: float, threads: float) -> None:
-        """Compute for ``seconds`` of work time with this many threads."""
+        """Keep ``threads`` threads computing until each has done ``seconds`` of work.
+
+        This takes proportionally more virtual time while more threads compute than there are cores.
+        """
         if seconds <= 0:
             return
         ended = self._loop.create_future()

@@ -212,7 +212,10 @@ class Summary:
         error: BaseException | str | None = None,
         ledger: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the end. The first failure or interruption is kept; a success may still become a failure."""
+        """Record how the run ended.
+
+        A later call can replace a success by a failure or an interruption; after either, the status stays.
+        """
         if self._content["status"] in ("running", "success"):
             text = describe_error(error) if isinstance(error, BaseException) else error
             self._content |= {"status": status, "error": None if text is None else redact(text)}

@@ -160,9 +160,11 @@ class Body:
         return call(identifier, name, arguments)
 
     def may_call(self, free: Sequence[str] = ("auto",), forced: Sequence[str] = ("required",)) -> bool:
-        """Read `tool_choice`. Return False if the client wants no tool calls.
+        """Read `tool_choice`. Return False for `none`, else True.
 
-        ``free`` and ``forced``: values that allow and that demand a call. Calls are never forced on the policy.
+        ``free``: values that leave the choice to the policy. ``forced``: values that demand a call; they are accepted,
+        but reported as without effect, because the policy is never forced to call. Raises `RequestRefused` for any
+        other string.
         """
         value = self.take("tool_choice", str, dict)
         word = value.get("type") if isinstance(value, dict) else value

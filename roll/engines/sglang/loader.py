@@ -28,8 +28,8 @@ ParameterChecksums = Mapping[tuple[int, str], str]
 
 
 def place_of(name: str) -> tuple[str, str]:
-    """Return a name's layer, such as ``layers.3.`` (empty outside of layers), and its kind: the name with numbers
-    replaced by ``#``."""
+    """Return the layer of a tensor or parameter, such as ``layers.3.`` (empty outside of layers), and its kind: its
+    name with ``#`` for each number between dots."""
     layer = re.search(r"(?:^|\.)(\w+\.\d+\.)", name)
     return layer[1] if layer else "", re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
@@ -92,7 +92,11 @@ class LoaderCheck:
             )
 
     def compare(self, version: int, sent: Mapping[str, int | None], held: ParameterChecksums) -> None:
-        """Verify a later update. Raises `WeightMismatch` naming a tensor that changed while its parameter did not."""
+        """Verify an update after the first one.
+
+        If a tensor changed since the update before, each SGLang parameter that it is loaded into must have changed.
+        Raises `WeightMismatch` naming the tensor otherwise.
+        """
         changed = {place_of(name) for name in self._changed(held)}
         for name, checksum in sent.items():
             layer, kind = place_of(name)
