@@ -165,7 +165,8 @@ class EnvPool:
         """Wait for a slot, then open a session in the least loaded process.
 
         An episode that must run alone (`Suspects.must_be_alone`) gets the quarantine process. Raises
-        `EnvironmentFailed` if there is no slot within `place_timeout_seconds`, and `EnvPoolClosed` if the pool is closed.
+        `EnvironmentFailed` if there is no slot within `place_timeout_seconds`, and `EnvPoolClosed` if the pool is
+        closed.
         """
         seconds = self._settings.workers.place_timeout_seconds
         wait = asyncio.timeout(seconds)

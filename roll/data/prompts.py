@@ -57,8 +57,8 @@ def load_prompts(
 
     ``path``: configuration path of ``data_args``, a prefix of the path of each problem. ``prompt_length``: tokens.
     ``max_samples`` limits the rows that are used: a random choice by ``seed`` or, if ``shuffle`` is off, the first
-    rows; their order is kept. With ``refuse_control_tokens`` (template `chat` only) a message whose text contains a control
-    token is a problem. Raises `ConfigError`.
+    rows; their order is kept. With ``refuse_control_tokens`` (template `chat` only) a message whose text contains a
+    control token is a problem. Raises `ConfigError`.
     """
     problems = Problems()
     rows = usable_rows(data_args, tokenizer, path, problems, seed)
