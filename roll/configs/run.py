@@ -507,8 +507,8 @@ class ImageConfig(PromptConfig):
     actor_infer: PictureInferConfig = option(PictureInferConfig, "The engine that draws.")
     reference: PictureReferenceConfig | None = option(
         None,
-        "The frozen reference model, for `use_kl_loss`. If `actor_train` trains adapters (LoRA), and this section names "
-        "the same devices or none, the reference is actor_train with its adapters switched off.",
+        "The frozen reference model, for `use_kl_loss`. If `actor_train` trains adapters (LoRA), and this section "
+        "names the same devices or none, the reference is actor_train with its adapters switched off.",
     )
 
 

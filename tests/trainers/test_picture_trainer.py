@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from roll.algorithms.flow import levels
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments, PictureSampling
 from roll.data.records import SampleBatch
@@ -168,8 +167,10 @@ def test_the_divergence_from_the_reference_is_what_samples_say_and_a_loss_lowers
     job = Job(pulled_back, "fsdp2_train", model, batch, SETUP | gentle, ranks=1)
     (((begun, away, back), means),) = run_here(job)
     assert begun == 0 and 0 < back < away
+    from roll.pictures.model import Schedule
+
     steps = torch.from_numpy(batch.tokens["token_ids"][batch.tokens["response_mask"]]).long()
-    std = levels(4, 3.0)[steps + 1] * np.sin(0.8 * np.pi / 2)
+    std = Schedule.of(PLAIN, model).levels[steps + 1] * np.sin(0.8 * np.pi / 2)
     reference, moved = (torch.from_numpy(each).flatten(0, 1) for each in means[:2])
     one, other = (torch.distributions.Normal(mean, std[:, None, None, None]) for mean in (moved, reference))
     torch.manual_seed(0)
