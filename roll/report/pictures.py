@@ -58,7 +58,7 @@ def _data_url(file: Path) -> str | None:
     try:
         with Image.open(file) as image:
             small = image.convert("RGB")
-    except (OSError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # Pillow raises any of them if it is damaged
         return None
     form = "PNG" if max(small.size) <= CRISP_SIDE else "JPEG"
     small.thumbnail((SIDE, SIDE))
