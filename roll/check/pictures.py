@@ -97,10 +97,10 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
     elif config.sampling.log_prob == "sum" and trained != "float32":
         message = f"sum: a sum over all dimensions is wrong by more than a clip range in {trained}"
         yield ConfigProblem("sampling.log_prob", message, "write `mean`, or `dtype: float32` for trainer and engine")
-    for role, section in derived.present_roles(config).items():
-        if section.model_args.trust_remote_code:
+    for name, own in derived.present_roles(config).items():
+        if own.model_args.trust_remote_code:
             reason = "pipelines of pictures bring no code"
-            yield without_effect(f"{role}.model_args.trust_remote_code", True, reason, "remove this key")
+            yield without_effect(f"{name}.model_args.trust_remote_code", True, reason, "remove this key")
     if config.actor_infer.num_gpus_per_engine > 1:
         message = (
             f"{config.actor_infer.num_gpus_per_engine}: diffusers_infer computes on one GPU, the others would idle"
