@@ -1,4 +1,4 @@
-"""Memory of the two roles of a run of pictures: a rank of the trainer, and the engine.
+"""Memory of the roles of a run of pictures: a rank of the trainer or of the reference, and the engine.
 
 Sizes come from the files of a pipeline's folder, or from a table of published models, which need not be present.
 Activations are what autograd keeps of a transformer's blocks, counted in multiples of the model's width per token;
@@ -19,8 +19,8 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.pictures import FAMILIES, MODEL_INDEX, PictureFamily, PictureModel
 from roll.configs.roles import ModelArguments, PictureSampling, WorkerConfig
-from roll.configs.run import ImageConfig
-from roll.configs.strategies import Options
+from roll.configs.run import LARGEST_DELTA, ImageConfig
+from roll.configs.strategies import Options, strategy_of
 
 MAX_RUNNING = 64
 """Default of `DiffusersInferConfig.max_running_requests`."""
@@ -144,11 +144,14 @@ def _tensors(folder: Path) -> dict[str, int]:
 
 def picture_memory(config: ImageConfig, name: str, section: WorkerConfig, shape: PictureShape) -> RoleMemory:
     """Estimate a role of a run of pictures."""
-    memory = _engine(config, shape) if name == "actor_infer" else _trainer(config, section, shape)
+    if name == "actor_infer":
+        memory = _engine(config, shape)
+    else:
+        memory = _trainer(config, section, shape) if name == "actor_train" else _reference(config, section, shape)
     element = ELEMENT_BYTES[section.model_args.dtype]
     tokens = KEPT_PROMPTS * config.sampling.max_sequence_length
     how = f"{name}: of {count(KEPT_PROMPTS, 'prompt')}, {config.sampling.max_sequence_length} tokens each"
-    stored = 4 if name != "actor_infer" and section.model_args.lora_target is None else element
+    stored = 4 if name == "actor_train" and section.model_args.lora_target is None else element
     loading = shape.parameters * stored + shape.encoders * element
     start = Part("models while they load", loading, f"{name}: each process reads the transformer and the text encoders")
     prompts = Part("prompt embeddings", tokens * shape.context * element, how)
@@ -169,6 +172,10 @@ def _engine(config: ImageConfig, shape: PictureShape) -> RoleMemory:
     pixels = sampling.height * sampling.width
     decoding = Part("decoding", pixels * DECODED_WIDTHS * element, f"one image of {sampling.width} x {sampling.height}")
     copy = Part("new weights", shape.parameters * element, "the next version beside the present one, mapped or staged")
+    host = () if on_gpu else (copy,)
+    if config.weight_update.content == "delta":
+        how = "the last version, from which the next one is made"
+        host = (*host, Part("base of deltas", shape.parameters * element, how))
     return RoleMemory(
         (
             states("weights", shape.parameters, 1, element, dtype),
@@ -177,7 +184,7 @@ def _engine(config: ImageConfig, shape: PictureShape) -> RoleMemory:
         ),
         (Phase("a step is drawn", (drawing,)), Phase("an image is decoded", (decoding,))),
         processes=derived.engine_replicas(config),
-        host=() if on_gpu else (copy,),
+        host=host,
     )
 
 
@@ -197,12 +204,14 @@ def _trainer(config: ImageConfig, role: WorkerConfig, shape: PictureShape) -> Ro
     gradients = states("gradients", learned, ranks, 4, "float32")
     backward = Phase("the backward pass begins", (_activations(config, role, shape, options), gradients, gathered))
     update = Phase("the optimizer steps", (gradients, Part("square roots", 4 * learned / ranks, "of all weights")))
-    buffers, sent = derived.weight_buffers(config), shape.parameters
-    if config.weight_update.content == "adapter":
-        sent = learned
-    dtype = config.actor_infer.model_args.dtype
-    how = f"{count(buffers, 'buffer')} of {billions(sent)} weights in {dtype}, of the first rank"
-    host = [Part("publication", buffers * sent * ELEMENT_BYTES[dtype], how)]
+    publication, host, stays = _publication(config, learned, shape), list[Part](), 0.0
+    if derived.weight_transport(config) == "cuda_ipc":
+        always.append(publication)
+        stays = publication.size
+    else:
+        host.append(publication)
+    if config.weight_update.content == "delta":
+        host.append(Part("deltas", LARGEST_DELTA * publication.size, f"at most {LARGEST_DELTA:g} of each buffer"))
     host.append(Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written"))
     state = 12 * learned / ranks
     saved = (Part("state being saved", state, "actor_train: 12 bytes for each weight that learns"),)
@@ -213,15 +222,45 @@ def _trainer(config: ImageConfig, role: WorkerConfig, shape: PictureShape) -> Ro
         host=saved if config.save_steps > 0 else (),
         host_of_first=tuple(host),
         state=state,
+        stays=stays,
     )
+
+
+def _publication(config: ImageConfig, learned: int, shape: PictureShape) -> Part:
+    buffers, dtype = derived.weight_buffers(config), config.actor_infer.model_args.dtype
+    sent = learned if config.weight_update.content == "adapter" else shape.parameters
+    holder = "each rank" if derived.weight_transport(config) == "cuda_ipc" else "the first rank"
+    how = f"{count(buffers, 'buffer')} of {billions(sent)} weights in {dtype}, of {holder}"
+    return Part("publication", buffers * sent * ELEMENT_BYTES[dtype], how)
+
+
+def _reference(config: ImageConfig, role: WorkerConfig, shape: PictureShape) -> RoleMemory:
+    """Estimate a rank of the reference: no gradients, no optimizer, and one block that computes at a time."""
+    dtype, ranks, sampling = role.model_args.dtype, len(parse_device_mapping(role.device_mapping)), config.sampling
+    element, strategy = ELEMENT_BYTES[dtype], strategy_of("reference", role)
+    owners = 1 if strategy is not None and strategy.replicates else ranks
+    images = role.infer_batch_size
+    if role.use_dynamic_batching_in_infer:
+        images = max(1, role.max_tokens_per_microbatch_in_infer // (sampling.window_size + 1))
+    images = min(images, derived.samples_per_step(config))
+    rows, tokens = images * sampling.window_size * shape.passes(sampling), shape.tokens(sampling)
+    how = f"{count(rows, 'row')} of {tokens:,} tokens x {PASSING * shape.width * element / 1000:,.0f} kB of one block"
+    parts = [Part("activations", rows * tokens * PASSING * shape.width * element, how)]
+    if owners > 1:
+        parts.append(Part("gathered weights", 2 * element * shape.largest_block, f"two blocks in {dtype}"))
+    weights = states("weights", shape.parameters, owners, element, dtype)
+    phase = Phase("means of the steps are computed", tuple(parts))
+    on_gpu = config.cluster.device == "cuda"
+    return RoleMemory((weights, overhead(on_gpu, owners)), (phase,), processes=ranks)
 
 
 def _activations(config: ImageConfig, role: WorkerConfig, shape: PictureShape, options: Options) -> Part:
     """Return what a micro-batch keeps: all steps of its images share a forward pass."""
     sampling, element = config.sampling, ELEMENT_BYTES[role.model_args.dtype]
-    images = min(role.training_args.per_device_train_batch_size, derived.samples_per_step(config))
+    images = role.training_args.per_device_train_batch_size
     if role.use_dynamic_batching_in_train:
         images = max(1, role.max_tokens_per_microbatch_in_train // (sampling.window_size + 1))
+    images = min(images, derived.samples_per_step(config))
     tokens = images * sampling.window_size * shape.passes(sampling) * shape.tokens(sampling)
     one = shape.kept * shape.width * element
     if options.get("gradient_checkpointing", False):

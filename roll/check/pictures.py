@@ -34,7 +34,8 @@ _TEXT_KEYS = (
     "response_length", "sequence_length", "length_penalty", "repetition_penalty", "max_len_mask",
     "actor_infer.generating_args", "validation.generating_args", "actor_train.use_sequence_packing",
     "actor_train.model_args.attn_implementation", "entropy_loss_coef", "actor_train.data_args.template",
-    "validation.data_args.template", "on_control_tokens",
+    "validation.data_args.template", "on_control_tokens", "reference.use_sequence_packing",
+    "reference.model_args.attn_implementation",
 )  # fmt: skip
 """Keys that concern text only: its tokens, attention, probabilities and entropy."""
 _NOT_BUILT = (
@@ -86,19 +87,20 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
             message = "float16: velocities and their gradients are computed in float32 or bfloat16"
             yield ConfigProblem(f"{role}.model_args.dtype", message, "write `float32` or `bfloat16`")
     trained, drawn = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
+    reference = derived.present_roles(config).get("reference")
     if trained != drawn:
         message = f"{drawn}, but the trainer computes in {trained}: their log-probabilities would differ by rounding"
         yield ConfigProblem("actor_infer.model_args.dtype", message, f"write `{trained}`")
-    elif config.reference is not None and config.reference.model_args.dtype != trained:
+    elif reference is not None and reference.model_args.dtype != trained:
         message = f"the trainer computes in {trained}: part of the divergence would be one of rounding"
         yield ConfigProblem("reference.model_args.dtype", message, f"write `{trained}`")
     elif config.sampling.log_prob == "sum" and trained != "float32":
         message = f"sum: a sum over all dimensions is wrong by more than a clip range in {trained}"
         yield ConfigProblem("sampling.log_prob", message, "write `mean`, or `dtype: float32` for trainer and engine")
-    for role, section in (("actor_train", config.actor_train), ("actor_infer", config.actor_infer)):
-        if section.model_args.trust_remote_code:
+    for name, own in derived.present_roles(config).items():
+        if own.model_args.trust_remote_code:
             reason = "pipelines of pictures bring no code"
-            yield without_effect(f"{role}.model_args.trust_remote_code", True, reason, "remove this key")
+            yield without_effect(f"{name}.model_args.trust_remote_code", True, reason, "remove this key")
     if config.actor_infer.num_gpus_per_engine > 1:
         message = (
             f"{config.actor_infer.num_gpus_per_engine}: diffusers_infer computes on one GPU, the others would idle"

@@ -432,6 +432,15 @@ class ReferenceConfig(WorkerConfig):
 
 
 @dataclass
+class PictureReferenceConfig(ReferenceConfig):
+    """The frozen reference model of pictures."""
+
+    use_dynamic_batching_in_infer: bool = option(
+        False, "Build forward-only micro-batches by token budget in place of `infer_batch_size` pictures."
+    )
+
+
+@dataclass
 class TeacherConfig(ReferenceConfig):
     """The model that the policy learns from, by `distillation`."""
 

@@ -24,6 +24,7 @@ from roll.configs.roles import (
     ActorLogpConfig,
     ActorTrainConfig,
     PictureInferConfig,
+    PictureReferenceConfig,
     PictureSampling,
     PictureTrainConfig,
     ReferenceConfig,
@@ -504,6 +505,11 @@ class ImageConfig(PromptConfig):
     sampling: PictureSampling = option(PictureSampling, "Settings of the sampler.")
     actor_train: PictureTrainConfig = option(PictureTrainConfig, "The model that is trained.")
     actor_infer: PictureInferConfig = option(PictureInferConfig, "The engine that draws.")
+    reference: PictureReferenceConfig | None = option(
+        None,
+        "The frozen reference model, for `use_kl_loss`. If `actor_train` trains adapters (LoRA), and this section "
+        "names the same devices or none, the reference is actor_train with its adapters switched off.",
+    )
 
 
 @dataclass

@@ -58,7 +58,7 @@ def _data_url(file: Path) -> str | None:
     try:
         with Image.open(file) as image:
             small = image.convert("RGB")
-    except (OSError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # what Pillow raises for damaged files
         return None
     form = "PNG" if max(small.size) <= CRISP_SIDE else "JPEG"
     small.thumbnail((SIDE, SIDE))

@@ -81,7 +81,7 @@ class ScoringService(PreparedVerifier):
         self._make_client = partial(JsonClient, key, request_timeout_seconds)
         self._client = self._make_client(request_retries)
         self._waiting: deque[_Waiting] = deque()
-        self._senders: set[asyncio.Task[None]] = set()
+        self._senders: set[asyncio.Task[Any] | None] = set()
 
     def check_machine(self) -> None:
         """Raise `VerifierUnavailable` unless the service scores a grey picture. Must not be called on an event loop."""
@@ -92,9 +92,7 @@ class ScoringService(PreparedVerifier):
         waiting = _Waiting(prompt, image, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._senders) < self._max_requests:
-            sender = asyncio.create_task(self._send())
-            self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
+            self._senders.add(asyncio.create_task(self._send()))
         return await waiting.scores
 
     async def close(self) -> None:
@@ -103,8 +101,12 @@ class ScoringService(PreparedVerifier):
 
     async def _send(self) -> None:
         """Send what waits, batch by batch, until nothing does."""
-        while batch := self._next_batch():
-            await self._score(batch)
+        try:
+            while batch := self._next_batch():
+                await self._score(batch)
+        finally:
+            # Not as a callback: before it is called, a picture could come that this task will not send any more.
+            self._senders.discard(asyncio.current_task())
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
@@ -175,6 +177,13 @@ def _scores_of(answer: dict[str, Any], number: int) -> list[Scores]:
 def _numbers(score: Any) -> Scores:
     named = score if isinstance(score, dict) else {"score": score}
     for value in named.values():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise ValueError(f"{str(value)[:40]!r} is no finite number")
     return {name: float(value) for name, value in named.items()}
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False

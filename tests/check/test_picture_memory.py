@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from roll.check.memory import estimate_memory
-from roll.check.memory_parts import ShapeUnknown
-from roll.check.memory_pictures import KEPT, KEPT_BY_SECOND_ATTENTION, KNOWN, find_picture_shape
+from roll.check.memory_parts import RoleMemory, ShapeUnknown
+from roll.check.memory_pictures import KEPT, KEPT_BY_SECOND_ATTENTION, KNOWN, PASSING, find_picture_shape
 from roll.configs.loader import config_from_tree
+from roll.configs.run import LARGEST_DELTA
 from tests.tiers import need
 from tests.tiny_pictures import make_flux, make_picture_task, make_pipeline, make_qwen, picture_config
 
@@ -138,6 +139,40 @@ def test_a_run_is_estimated_by_role(tmp_path):
     assert saving["actor_train"] < plain["actor_train"] < guided["actor_train"]
     with_adapters = peaks(actor_train__model_args={"lora_target": "to_q", "lora_rank": 1})
     assert with_adapters["actor_train"] < plain["actor_train"]
+
+
+def test_a_reference_learns_nothing_and_deltas_have_their_base(tmp_path):
+    make_picture_task(tmp_path)
+
+    def roles(**changes) -> dict[str, RoleMemory]:
+        config = config_from_tree(picture_config(tmp_path, use_kl_loss=True, **changes))
+        return {role.role: role for role in estimate_memory(config).roles}
+
+    def sizes(parts) -> dict[str, float]:
+        return {part.name: part.size for part in parts}
+
+    plain = roles(reference={"device_mapping": [0, 1]})["reference"]
+    shape = find_picture_shape(str(tmp_path / "pictures"))
+    assert sizes(plain.always)["weights"] == 4 * shape.parameters / 2
+    assert "optimizer" not in sizes(plain.always) and plain.host_of_first == () and plain.state == 0
+    rows, tokens = 8 * 2, 16 + 77 + 2
+    assert sizes(plain.largest.parts)["activations"] == rows * tokens * PASSING * 16 * 4
+    fewer = roles(reference={"device_mapping": [0], "infer_batch_size": 2})["reference"]
+    assert sizes(fewer.largest.parts) == {"activations": 2 * 2 * tokens * PASSING * 16 * 4}
+    budget = {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": 9}
+    assert sizes(roles(reference={"device_mapping": [0], **budget})["reference"].largest.parts) == {
+        "activations": 3 * 2 * tokens * PASSING * 16 * 4
+    }
+    whole = {"strategy_args": {"strategy_name": "hf_infer"}}
+    assert sizes(roles(reference={"device_mapping": [0, 1], **whole})["reference"].always)["weights"] == (
+        4 * shape.parameters
+    )
+    both = {"reference": {"device_mapping": [0]}}
+    deltas, full = roles(**both, weight_update__content="delta"), roles(**both)
+    assert sizes(deltas["actor_infer"].host)["base of deltas"] == 4 * shape.parameters
+    buffers = sizes(full["actor_train"].host_of_first)["publication"]
+    assert sizes(deltas["actor_train"].host_of_first)["deltas"] == LARGEST_DELTA * buffers
+    assert "deltas" not in sizes(full["actor_train"].host_of_first)
 
 
 def test_a_model_of_unknown_size_is_named():

@@ -89,6 +89,9 @@ def test_a_configuration_that_works_has_no_problems(task):
     assert problems(task, **LORA, weight_update__content="adapter") == {}
     assert problems(task, reference={}, use_kl_loss=True, **LORA) == {}
     assert problems(task, reference={"device_mapping": [0]}, use_kl_loss=True) == {}
+    rounded = {"dtype": "bfloat16"}
+    in_bfloat16 = {"actor_train__model_args": LORA["actor_train__model_args"] | rounded, "use_kl_loss": True}
+    assert problems(task, actor_infer__model_args=rounded, reference={}, **in_bfloat16) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
     assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
     seen = {"verifier": "judge", "judge": JUDGE | {"template": "Like {prompt}? Score: 1"}}
@@ -149,6 +152,14 @@ def test_a_configuration_that_works_has_no_problems(task):
             {"reference": {"device_mapping": [0], "model_args": {"model_name_or_path": "other"}}, "use_kl_loss": True},
             "reference.model_args.model_name_or_path",
             "that training begins with",
+        ),
+        *(
+            ({"reference": {"device_mapping": [0], **unread}, "use_kl_loss": True}, path, "has no effect")
+            for unread, path in (
+                ({"model_args": {"trust_remote_code": True}}, "reference.model_args.trust_remote_code"),
+                ({"model_args": {"attn_implementation": "eager"}}, "reference.model_args.attn_implementation"),
+                ({"use_sequence_packing": True}, "reference.use_sequence_packing"),
+            )
         ),
         (
             {"actor_train__model_args": {"lora_target": "q_prj"}},

@@ -395,24 +395,38 @@ def test_adapters_learn_beside_a_frozen_model_and_are_exported_merged(pictures, 
         (
             make_distilled_flux,
             DISTILLED,
-            {"actor_train__model_args": ADAPTERS, "weight_update__content": "adapter", "async_generation_ratio": 1},
+            {
+                "actor_train__model_args": ADAPTERS,
+                "weight_update__content": "adapter",
+                "async_generation_ratio": 1,
+                "reference": {},
+                "use_kl_loss": True,
+            },
         ),
         (make_flux, FLUX, {"async_generation_ratio": 1}),
-        (make_qwen, QWEN, {}),
+        (
+            make_qwen,
+            QWEN,
+            {"reference": {"device_mapping": [0], "strategy_args": {"strategy_name": "hf_infer"}}, "use_kl_loss": True},
+        ),
     ],
-    ids=["FLUX, distilled, LoRA", "FLUX, distilled, LoRA alone", "FLUX", "Qwen-Image"],
+    ids=["FLUX, distilled, LoRA", "FLUX, distilled, LoRA alone near its base", "FLUX", "Qwen-Image near a reference"],
 )
 def test_models_of_other_families_learn_and_are_exported_whole(tmp_path, make, sampling, changes):
     from diffusers import DiffusionPipeline
 
     make_picture_task(tmp_path, make)
-    config = picture_config(tmp_path, max_steps=2, save_steps=1, sampling=SAMPLING | sampling, **changes)
+    checked = {"weight_update__canary_interval": 1, **changes}
+    config = picture_config(tmp_path, max_steps=2, save_steps=1, sampling=SAMPLING | sampling, **checked)
     config["actor_train"]["training_args"]["learning_rate"] = 1e-2
     config["actor_train"]["strategy_args"] = {"strategy_config": {"gradient_checkpointing": True}}
     run = run_pipeline(tmp_path, IN_THIS_PROCESS, config)
     assert run.summary["ledger"]["consumed"] == 4
     measured = [step["mismatch/abs_mean"] for step in run.metrics if step.get("mismatch/tokens")]
     assert measured and max(measured) < 1e-5
+    assert max(step["mismatch/canary_abs_mean"] for step in run.metrics) < 1e-5
+    divergences = [step["actor/kl_loss"] for step in run.metrics if "use_kl_loss" in changes]
+    assert not divergences or divergences[0] == 0 < divergences[1]
     exported = DiffusionPipeline.from_pretrained(run.folder / "checkpoints" / "step-2")
     exported.set_progress_bar_config(disable=True)
     trained, first = weights(run, 2), weights(run, 1)

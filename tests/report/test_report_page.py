@@ -160,6 +160,23 @@ def test_validation_pictures_are_a_grid_of_prompts_and_versions(make_run, make_s
     assert head == "data:image/jpeg;base64" and image.size == (128, 64)
 
 
+def test_a_damaged_picture_leaves_its_place_empty(make_run, make_sample):
+    run = make_run(samples=[make_sample(0, split="val", response="0.png")])
+    run.pictures.mkdir()
+    whole = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(whole, "PNG")
+    data = whole.getvalue()
+    size, pixels = data.index(b"IHDR"), data.index(b"IDAT")
+    for damaged in (
+        data[: size - 4] + b"\0\0\0\5" + data[size:],  # its header is too short: ValueError
+        data[:pixels] + b"\xd9L\xbc\x93" + data[pixels + 4 :],  # a chunk without a name: SyntaxError
+        data[: pixels + 8],  # cut off: OSError
+    ):
+        (run.pictures / "0.png").write_bytes(damaged)
+        (row,) = page_of(run).data["pictures"]["rows"]
+        assert row["pictures"] == [None]
+
+
 def test_a_grid_of_many_validations_has_the_first_the_last_and_some_between(make_run, make_sample):
     samples = [make_sample(step, split="val", response=f"{step}.png") for step in range(40)]
     run = make_run(samples=samples)

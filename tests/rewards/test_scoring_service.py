@@ -104,6 +104,7 @@ def test_a_picture_is_sent_when_it_is_there_while_others_are_under_way():
         (scores(1, 2, 3), "3 scores for 2 pictures"),
         (Answer(body='{"scores": [1, NaN]}'), "'nan' is no finite number"),
         (Answer(body='{"scores": [1, 1e999]}'), "'inf' is no finite number"),
+        (scores(1, 10**400), "'1000000000000000000000000000000000000000' is no finite number"),
         (scores(1, "2"), "'2' is no finite number"),
         (scores(1, None), "'None' is no finite number"),
         (scores({"score": 1}, {"score": True}), "'True' is no finite number"),
@@ -163,6 +164,20 @@ def test_a_picture_whose_time_is_up_is_not_sent_and_the_others_are_scored():
         first, second, third = asyncio.run(main())
     assert (first["score"], third["score"]) == (1, 3) and isinstance(second, asyncio.CancelledError)
     assert [pictures(request) for request in server.requests] == [[("red 1", 1)], [("red 3", 3)]]
+
+
+def test_a_picture_that_comes_as_a_request_ends_is_sent():
+    with chat_server(scores(1), scores(2)) as server:
+
+        async def main() -> list:
+            service = verifier(f"{server.base_url}/chat/completions", max_requests=1).prepared
+            try:
+                async with asyncio.timeout(5):
+                    return [(await service(red(level).image, "red"))["score"] for level in (1, 2)]
+            finally:
+                await service.close()
+
+        assert asyncio.run(main()) == [1, 2]
 
 
 def server_is_asked(judge) -> bool:
