@@ -19,7 +19,7 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.pictures import FAMILIES, MODEL_INDEX, PictureFamily, PictureModel
 from roll.configs.roles import ModelArguments, PictureSampling, WorkerConfig
-from roll.configs.run import ImageConfig
+from roll.configs.run import LARGEST_DELTA, ImageConfig
 from roll.configs.strategies import Options
 
 MAX_RUNNING = 64
@@ -169,6 +169,9 @@ def _engine(config: ImageConfig, shape: PictureShape) -> RoleMemory:
     pixels = sampling.height * sampling.width
     decoding = Part("decoding", pixels * DECODED_WIDTHS * element, f"one image of {sampling.width} x {sampling.height}")
     copy = Part("new weights", shape.parameters * element, "the next version beside the present one, mapped or staged")
+    host: tuple[Part, ...] = () if on_gpu else (copy,)
+    if config.weight_update.content == "delta":
+        host += (replace(copy, name="base of deltas", how="the last version, from which the next one is made"),)
     return RoleMemory(
         (
             states("weights", shape.parameters, 1, element, dtype),
@@ -177,7 +180,7 @@ def _engine(config: ImageConfig, shape: PictureShape) -> RoleMemory:
         ),
         (Phase("a step is drawn", (drawing,)), Phase("an image is decoded", (decoding,))),
         processes=derived.engine_replicas(config),
-        host=() if on_gpu else (copy,),
+        host=host,
     )
 
 
@@ -202,7 +205,10 @@ def _trainer(config: ImageConfig, role: WorkerConfig, shape: PictureShape) -> Ro
         sent = learned
     dtype = config.actor_infer.model_args.dtype
     how = f"{count(buffers, 'buffer')} of {billions(sent)} weights in {dtype}, of the first rank"
-    host = [Part("publication", buffers * sent * ELEMENT_BYTES[dtype], how)]
+    publication = Part("publication", buffers * sent * ELEMENT_BYTES[dtype], how)
+    host = [publication]
+    if config.weight_update.content == "delta":
+        host.append(Part("deltas", LARGEST_DELTA * publication.size, f"at most {LARGEST_DELTA:g} of each buffer"))
     host.append(Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written"))
     state = 12 * learned / ranks
     saved = (Part("state being saved", state, "actor_train: 12 bytes for each weight that learns"),)

@@ -259,6 +259,25 @@ def test_replicas_heal_are_counted_and_named_and_a_new_process_begins_with_whole
     run_virtual(scenario())
 
 
+def test_a_replica_that_kept_a_version_and_heals_as_it_is_let_go_is_counted(monkeypatch):
+    async def scenario():
+        pool = MappedPool(monkeypatch, ("a", "a"), pinned_replicas=1)
+        monkeypatch.setitem(TRANSPORTS, "nothing", TRANSPORTS["shared_memory"])
+        async with pool as local, asyncio.timeout(500):
+            trainer, tensors, counts = Trainer(corrupted=[2]), model(), []
+            for version in range(1, 4):
+                buffer = await local.pool.buffers.acquire(version)
+                counts.append((await local.pool.publish(trainer.publish(version, tensors, buffer=buffer))).healed)
+                tensors = trained(tensors)
+                if version == 1:
+                    local.pool.pin()
+                if version == 2:
+                    await local.pool.unpin()
+            assert counts == [0, 1, 1] and [each.engine.version for each in local.handles] == [3, 3]
+
+    run_virtual(scenario())
+
+
 @pytest.mark.tier("all")
 def test_a_trainer_that_is_killed_while_a_delta_is_fetched_leaves_no_half_of_it():
     code = """
