@@ -122,11 +122,14 @@ def _compare(options: argparse.Namespace, keys: Sequence[str], numbers: Sequence
     from roll.simulation.calibration import calibrated
     from roll.simulation.inputs import read_inputs
     from roll.simulation.prediction import origins, predict
-    from roll.simulation.replay import lines_of
+    from roll.simulation.replay import steps_of
 
     if keys:
         message = f"`{keys[0]}` would change a run that is over"
         raise problem("--after", message, "leave it out: the configuration is that of OTHER_RUN")
+    unused = {"--target": options.target != "throughput", "--max-lag": options.max_lag is not None}
+    for name in [name for name, given in {**unused, "--price": options.price is not None}.items() if given]:
+        raise problem(name, "a comparison with `--after` has no use for it", "leave it out")
     for folder in (options.subject, options.after):
         require_run(folder)
     runs = [RunDirectory(Path(folder)) for folder in (options.subject, options.after)]
@@ -137,7 +140,7 @@ def _compare(options: argparse.Namespace, keys: Sequence[str], numbers: Sequence
     inputs = aftermath.inputs_after(inputs, before, after)
     predicted = predict(after, inputs, draws=options.draws, seed=options.seed, progress=Progress())
     first, second = (
-        aftermath.measured(config, lines_of(run.metrics), with_validations=inputs.validation.seconds is not None)
+        aftermath.measured(config, steps_of(run.root), with_validations=inputs.validation.seconds is not None)
         for config, run in zip((before, after), runs, strict=True)
     )
     changed = [" -> ".join((f"{row['key']} {row['values'][0]}", row["values"][1]))

@@ -220,9 +220,10 @@ class InferencePool:
         await self._change_each(lambda replica: self._load(replica, loaded), at_once, self._names)
         self._verified.clear()
         self.buffers.published(publication.version)
-        # Include the parity checks of replicas that restarted since the last call.
+        # Include what was found in replicas that restarted, or were unpinned, since the last call.
         loaded.canaries += self._pulled.canaries
-        self._pulled.canaries = []
+        loaded.healed += self._pulled.healed
+        self._pulled.canaries, self._pulled.healed = [], 0
         return loaded
 
     def expect_weights(self) -> None:
@@ -454,6 +455,7 @@ class InferencePool:
                 self._pulled.add(loaded)
             else:
                 self._pulled.canaries += loaded.canaries
+                self._pulled.healed += loaded.healed
         self._tell_oldest()
 
     def _is_behind(self, name: str) -> bool:

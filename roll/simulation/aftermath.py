@@ -11,7 +11,7 @@ from typing import Any
 from roll.configs import derived
 from roll.configs.plugins import problem
 from roll.configs.run import PipelineConfig, PromptConfig
-from roll.simulation.inputs import Inputs, is_number
+from roll.simulation.inputs import Inputs
 from roll.simulation.prediction import Prediction, aligned
 from roll.simulation.replay import all_numbers, validation_seconds
 from roll.simulation.run import LEAST_STEPS, WARM_UP_STEPS
@@ -29,10 +29,9 @@ class Measured:
     """Tokens of a response."""
 
 
-def measured(config: PipelineConfig, records: Sequence[Mapping[str, Any]], *, with_validations: bool) -> Measured:
-    """Return the means of a run's metrics. Without validations, the time for which a step waited for one is taken out
-    of it. Raises `ConfigError` if it has too few steps."""
-    steps = [each for each in records if each["step"] > WARM_UP_STEPS and is_number(each.get("time/step"))]
+def measured(config: PipelineConfig, steps: Sequence[Mapping[str, Any]], *, with_validations: bool) -> Measured:
+    """Return the means of a run's steps (`steps_of`). Without validations, the time for which a step waited for one is
+    taken out of it. Raises `ConfigError` if they are too few."""
     if len(steps) < LEAST_STEPS:
         message = f"the run has {len(steps)} steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
         raise problem("--after", message, "let it take more steps")

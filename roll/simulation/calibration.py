@@ -183,7 +183,8 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
             message += f"; no number in the others: {', '.join(lacking or NEEDED)}"
         raise problem(str(folder), message, "let the run take more steps, or give another run")
     records, works = whole, recorded_groups(folder, FITTED_STEPS)
-    if sum(work.kept for work in works) < (WARM_UP_STEPS + LEAST_STEPS) * config.rollout_batch_size:
+    sizes, needed = {len(work.responses) for work in works}, (WARM_UP_STEPS + LEAST_STEPS) * config.rollout_batch_size
+    if sizes != {derived.group_size(config)} or sum(work.kept for work in works) < needed:
         works = []
     if works:
         whole = [each for each in whole if each["step"] > records[-1]["step"] - FITTED_STEPS + WARM_UP_STEPS]
@@ -326,9 +327,9 @@ def _quantiles(groups: Sequence[Sequence[float]], mean: float, *, scaled: bool) 
 
 def _correlation(groups: Sequence[Sequence[float]]) -> float | None:
     """Return the correlation of the logarithms of lengths within groups (the intraclass correlation of a one-way
-    analysis of variance), between 0 and 1; None if groups are too few, too small or all alike."""
-    size = len(groups[0]) if groups else 0
-    if len(groups) < 2 or size < 2:
+    analysis of variance), between 0 and 1; None if groups are too few, too small, of several sizes or all alike."""
+    sizes = {len(each) for each in groups}
+    if len(groups) < 2 or len(sizes) > 1 or (size := sizes.pop()) < 2:
         return None
     lengths = np.log(np.maximum(np.asarray(groups), 1))
     within = lengths.var(axis=1, ddof=1).mean()

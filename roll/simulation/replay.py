@@ -7,6 +7,7 @@ it might have been.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def recorded_groups(folder: Path, steps: int | None = None) -> list[GroupWork]:
         last = max((record["step"] for record in records), default=0)
         chosen = {record["group"]: record for record in records if steps is None or record["step"] > last - steps}
         return [_work(chosen[group]) for group in sorted(chosen)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise problem(str(path), f"it is damaged: {error!r}", "give a run whose files are whole") from error
 
 
@@ -67,6 +68,17 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         return read_json_lines(path)
     except ValueError as error:
         raise problem(str(path), str(error), "give a run whose files are whole") from error
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's steps after its warm-up; none if it has no metrics."""
+    path = RunDirectory(folder).metrics
+    records = lines_of(path) if path.is_file() else []
+    return [
+        each
+        for each in records
+        if is_number(each.get("step")) and each["step"] > WARM_UP_STEPS and is_number(each.get("time/step"))
+    ]
 
 
 def all_numbers(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
@@ -84,6 +96,8 @@ def validation_seconds(record: Mapping[str, Any]) -> float:
 
 def _work(record: Mapping[str, Any]) -> GroupWork:
     responses = [float(tokens) for tokens in record["responses"]]
+    if not responses or not all(0 <= tokens < math.inf for tokens in responses):
+        raise ValueError(f"responses of {responses} tokens")
     if "waits" in record:
         pairs = zip(record["waits"], record["turns"], strict=True)
         waits = [[seconds / turns] * turns for seconds, turns in pairs]
@@ -114,8 +128,7 @@ def recorded(folder: Path, inputs: Inputs) -> Recorded:
     if not groups:
         remedy = "give a run of this version: earlier ones have not recorded the lengths of all samples"
         raise problem("--replay", f"there is no groups.jsonl in {folder}, or nothing is in it", remedy)
-    records = lines_of(RunDirectory(folder).metrics)
-    times = [each["time/step"] for each in records if each["step"] > WARM_UP_STEPS and is_number(each.get("time/step"))]
+    times = [each["time/step"] for each in steps_of(folder)]
     if len(times) < LEAST_STEPS:
         message = f"the run has {len(times)} steps after the first {WARM_UP_STEPS}, and {LEAST_STEPS} are needed"
         raise problem("--replay", message, "give a longer run")

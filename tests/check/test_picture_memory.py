@@ -137,6 +137,12 @@ def test_a_run_is_estimated_by_role(tmp_path):
     assert guided["actor_infer"] == 2 * plain["actor_infer"]
     saving = peaks(actor_train__strategy_args={"strategy_config": {"gradient_checkpointing": True}})
     assert saving["actor_train"] < plain["actor_train"] < guided["actor_train"]
+    parts = []
+    for content in ("full", "delta"):
+        estimate = estimate_memory(config_from_tree(picture_config(tmp_path, weight_update__content=content)))
+        parts.append({part.name: part.size for role in estimate.roles for part in (*role.host, *role.host_of_first)})
+    full, delta = parts
+    assert delta == full | {"deltas": full["publication"] / 2, "base of deltas": full["new weights"]}
     with_adapters = peaks(actor_train__model_args={"lora_target": "to_q", "lora_rank": 1})
     assert with_adapters["actor_train"] < plain["actor_train"]
 

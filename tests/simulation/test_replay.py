@@ -34,6 +34,19 @@ def line(number, work, batch):
             "consumed": 9.0 if work.kept else None}  # fmt: skip
 
 
+def line_with(**changes):
+    usual = {
+        "step": 1,
+        "group": 0,
+        "prompt": 3.0,
+        "responses": [4, 5],
+        "generated": 1.0,
+        "judged": 2.0,
+        "consumed": 3.0,
+    }
+    return json.dumps(usual | changes) + "\n"
+
+
 def recorded_run(folder, name="run", slower=1.0, **changes):
     """Write the files of a run that took what a simulation of its groups says (or longer). Returns its configuration,
     its inputs and its groups."""
@@ -121,7 +134,14 @@ def test_what_cannot_be_replayed_is_said(tmp_path, capsys, words, told):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "there is no groups.jsonl"), ("{}\n", "it is damaged"), ("nonsense\n{}\n", "not a JSON object")],
+    [
+        (None, "there is no groups.jsonl"),
+        ("{}\n", "it is damaged"),
+        ("nonsense\n{}\n", "not a JSON object"),
+        (line_with(responses=[]), "it is damaged"),
+        (line_with(responses=[float("nan"), 1]), "it is damaged"),
+        (line_with(turns=[0, 1], waits=[1.0, 1.0]), "it is damaged"),
+    ],
 )
 def test_a_run_without_its_groups_is_refused(tmp_path, capsys, content, told):
     recorded_run(tmp_path)
@@ -131,6 +151,40 @@ def test_a_run_without_its_groups_is_refused(tmp_path, capsys, content, told):
     assert told in capsys.readouterr().err
     assert main(["simulate", "--replay", str(tmp_path)]) == 2
     assert "there is no run in this folder" in capsys.readouterr().err
+
+
+def test_a_run_without_steps_is_refused_by_a_replay_and_as_one_that_followed(tmp_path, capsys):
+    recorded_run(tmp_path)
+    recorded_run(tmp_path, "other")
+    metrics = tmp_path / "other" / "metrics.jsonl"
+    lines = metrics.read_text()
+    metrics.write_text("{}\n" + lines)
+    replay = ["simulate", "--replay", str(tmp_path / "other"), "--draws", "0"]
+    after = ["advise", str(tmp_path / "run"), "--after", str(tmp_path / "other"), "--draws", "0"]
+    assert main(replay) == main(after) == 0, "a line without a step is none of a step"
+    metrics.unlink()
+    for words, key in ((replay, "--replay"), (after, "--after")):
+        capsys.readouterr()
+        assert main(words) == 2
+        assert f"{key}: the run has 0 steps after the first 2" in capsys.readouterr().err
+
+
+def test_groups_of_another_size_calibrate_lengths_and_no_speed(tmp_path, capsys):
+    config, _, _ = recorded_run(tmp_path)
+    path = tmp_path / "run" / "groups.jsonl"
+    first, *others = path.read_text().splitlines()
+    longer = json.dumps(json.loads(first) | {"responses": [5000.0, 1.0]})
+    path.write_text("\n".join([longer, *others]) + "\n")
+    found, _ = calibrated(config, Inputs(), [tmp_path / "run"], rounds=0)
+    assert found.lengths.quantiles[-1] == 5000 and found.origin("lengths.correlation") != "measured"
+    assert main(["simulate", "--replay", str(tmp_path / "run")]) == 2
+    assert "the run recorded groups of 2, 4 samples, not 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--target", "gpu_hours"], ["--max-lag", "1"], ["--price", "2"]])
+def test_a_comparison_with_what_followed_refuses_what_it_does_not_use(tmp_path, capsys, words):
+    assert main(["advise", str(tmp_path), "--after", str(tmp_path), *words]) == 2
+    assert f"{words[0]}: a comparison with `--after` has no use for it" in capsys.readouterr().err
 
 
 def test_a_run_that_followed_is_compared_with_what_was_predicted_of_its_changes(tmp_path, capsys):

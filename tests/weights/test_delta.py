@@ -17,7 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from roll.engines.hf.weights import ModelEngine
 from roll.rollout.clock import run_virtual
 from roll.weights.buckets import WeightBucket, WeightMismatch, tensor_checksum, views
 from roll.weights.delta import BLOCK, DeltaReceiver, apply, encode
@@ -219,6 +221,7 @@ def test_a_trainer_that_begins_again_is_not_taken_for_the_one_before():
     assert is_delta(publication)
     got = tensors_of(engine.receive(publication))
     assert {name: tensor_checksum(tensor) for name, tensor in got.items()} == publication.checksums
+    assert not engine.healed, "the delta was not tried"
 
 
 def test_a_base_that_was_left_in_the_middle_of_a_change_is_never_used_again():
@@ -232,6 +235,23 @@ def test_a_base_that_was_left_in_the_middle_of_a_change_is_never_used_again():
     got = tensors_of(engine.receive(second))
     assert {name: tensor_checksum(tensor) for name, tensor in got.items()} == second.checksums
     assert len(fetched) == len(second.handles) and not engine.healed
+
+
+def test_an_engine_computes_with_its_own_version_while_the_next_one_is_rebuilt():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_hidden_layers=1, **sizes)).requires_grad_(False)
+    tensors = {name: each.clone() for name, each in model.named_parameters()}
+    engine, arriving, trainer = ModelEngine(model), receiver(), Trainer()
+    for version in range(3):
+        publication = trainer.publish(version, tensors, torch.float32)
+        assert is_delta(publication) == (version > 0)
+        before = {name: tensor_checksum(each) for name, each in model.named_parameters()}
+        staged = engine.stage_weights(arriving.receive(publication), version)
+        assert {name: tensor_checksum(each) for name, each in model.named_parameters()} == before
+        engine.load_weights(staged)
+        held = {name: tensor_checksum(each) for name, each in model.named_parameters()}
+        assert held == publication.checksums and (version == 0 or held != before)
+        tensors = {name: each * (1 + (torch.rand(each.shape) < 0.02)) for name, each in tensors.items()}
 
 
 def test_replicas_heal_are_counted_and_named_and_a_new_process_begins_with_whole_weights(monkeypatch):
@@ -255,6 +275,25 @@ def test_replicas_heal_are_counted_and_named_and_a_new_process_begins_with_whole
             assert len(local.handles) == 4 and [each.engine.version for each in local.handles[1:]] == [4, 4, 4]
             said = [event for event in local.events if "fetched whole" in event]
             assert len(said) == 3 and all("version 2: the delta of 'embed'" in event for event in said)
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_kept_a_version_and_heals_as_it_is_let_go_is_counted(monkeypatch):
+    async def scenario():
+        pool = MappedPool(monkeypatch, ("a", "a"), pinned_replicas=1)
+        monkeypatch.setitem(TRANSPORTS, "nothing", TRANSPORTS["shared_memory"])
+        async with pool as local, asyncio.timeout(500):
+            trainer, tensors, counts = Trainer(corrupted=[2]), model(), []
+            for version in range(1, 4):
+                buffer = await local.pool.buffers.acquire(version)
+                counts.append((await local.pool.publish(trainer.publish(version, tensors, buffer=buffer))).healed)
+                tensors = trained(tensors)
+                if version == 1:
+                    local.pool.pin()
+                if version == 2:
+                    await local.pool.unpin()
+            assert counts == [0, 1, 1] and [each.engine.version for each in local.handles] == [3, 3]
 
     run_virtual(scenario())
 
