@@ -128,6 +128,7 @@ def _simulate(options: argparse.Namespace) -> int:
         given = overridden(inputs, number)
         if replay is not None:
             refuse_given(given)
+            _refuse_steps(change)
         progress.of = f"{key}={value}, "
         rows.append((value, simulated(swept, given)))
     say(table(key, rows, options.price))
@@ -177,12 +178,20 @@ def _prepared(
             say("\n".join(notes))
         return config, inputs, None
     require_run(options.replay)
+    _refuse_steps(keys)
+    config = simulated_config(options.config, keys)
     replay = recorded(Path(options.replay), inputs)
     as_it_was = simulated_config(options.config, ANEW)
     inputs, notes = calibrated(as_it_was, inputs, [*runs, Path(options.replay)])
     outcome = simulate(as_it_was, inputs, seed=options.seed, replayed=replay.groups)
     say("\n".join([replay.compared(outcome), *notes]))
-    return simulated_config(options.config, keys), inputs, replay
+    return config, inputs, replay
+
+
+def _refuse_steps(keys: Sequence[str]) -> None:
+    """Raise `ConfigError` for a number of steps, which a replay takes from the run."""
+    if any(key.partition("=")[0] == "max_steps" for key in keys):
+        raise problem("max_steps", "a replay has as many steps as the run recorded", "leave it out")
 
 
 def require_run(folder: str) -> None:

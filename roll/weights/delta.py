@@ -228,7 +228,8 @@ class DeltaReceiver:
         """Apply a bucket's delta to the base; None if the result is not what was published."""
         base = self._base[index]
         try:
-            apply(base.data, base, parts[index])
+            if parts:  # else they could not be read
+                apply(base.data, base, parts[index])
         except (ValueError, IndexError) as error:
             logger.warning("the delta to version %d cannot be applied: %s", publication.version, error)
         spans = {name: span for (name, *_), span in zip(base.tensors, tensor_spans(base), strict=True)}

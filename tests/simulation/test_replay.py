@@ -123,6 +123,9 @@ def test_turns_share_the_wait_of_an_episode_and_a_shorter_limit_cuts(tmp_path):
         (["--sweep", "simulation.rewards.seconds=1"], "simulation.rewards.seconds: a replay takes it from the run"),
         (["num_return_sequences_in_group=2"], "groups of 4 samples, not 2"),
         (["rollout_batch_size=32"], "96 recorded groups are 3 steps of 32"),
+        (["max_steps=3"], "max_steps: a replay has as many steps as the run recorded"),
+        (["--sweep", "max_steps=3"], "max_steps: a replay has as many steps as the run recorded"),
+        (["other.yaml"], "other.yaml"),
         (["async_generation_rati=2"], "did you mean `async_generation_ratio`?"),
     ],
 )
