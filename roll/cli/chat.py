@@ -8,7 +8,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,8 +84,8 @@ class Client:
         Raises `NoAnswer`.
         """
         ended = False
-        with self._opened("chat/completions", {"model": self.model, "messages": messages, "stream": True}) as lines:
-            for line in lines:
+        with self._opened("chat/completions", {"model": self.model, "messages": messages, "stream": True}) as response:
+            for line in self._lines(response):
                 name, _, data = line.decode().strip().partition(":")
                 if name != "data":
                     continue
@@ -101,6 +101,12 @@ class Client:
                             yield kind, piece
         if not ended:
             raise NoAnswer(f"the answer of {self._url} broke off")
+
+    def _lines(self, response: Iterable[bytes]) -> Iterator[bytes]:
+        try:
+            yield from response
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswer(f"the answer of {self._url} broke off: {error}") from error
 
     @contextmanager
     def _opened(self, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
