@@ -179,8 +179,8 @@ def _prepared(
         return config, inputs, None
     require_run(options.replay)
     _refuse_steps(keys)
-    config = simulated_config(options.config, keys)
     replay = recorded(Path(options.replay), inputs)
+    config = simulated_config(options.config, keys)
     as_it_was = simulated_config(options.config, ANEW)
     inputs, notes = calibrated(as_it_was, inputs, [*runs, Path(options.replay)])
     outcome = simulate(as_it_was, inputs, seed=options.seed, replayed=replay.groups)
