@@ -17,15 +17,13 @@ from roll.check.memory_parts import ELEMENT_BYTES, Part, Phase, RoleMemory, Shap
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import count
-from roll.configs.pictures import FAMILIES, MODEL_INDEX, PictureFamily, PictureModel
+from roll.configs.pictures import FAMILIES, KEPT_PROMPTS, MODEL_INDEX, PictureFamily, PictureModel
 from roll.configs.roles import ModelArguments, PictureSampling, WorkerConfig
 from roll.configs.run import LARGEST_DELTA, ImageConfig
 from roll.configs.strategies import Options, strategy_of
 
 MAX_RUNNING = 64
 """Default of `DiffusersInferConfig.max_running_requests`."""
-KEPT_PROMPTS = 1024
-"""Prompts whose embeddings each process keeps: that of `roll.pictures.model`."""
 CLIP_TOKENS = 77
 """Tokens of the CLIP encoders in Stable Diffusion 3, besides those of T5."""
 PASSING = 16
@@ -44,12 +42,12 @@ class PictureShape:
 
     family: PictureFamily
     parameters: int
-    """Of the transformer."""
+    """Elements of the transformer."""
     blocks: int
     largest_block: int
     """Elements of the largest block."""
     width: int
-    """Of the transformer's stream."""
+    """Width of the transformer's stream."""
     kept: float
     """Activations of a block that its backward pass needs, per token, in multiples of the width."""
     encoders: int

@@ -12,6 +12,8 @@ from roll.configs.roles import PictureSampling
 
 MODEL_INDEX = "model_index.json"
 """Index file that marks a folder as a diffusers pipeline."""
+KEPT_PROMPTS = 1024
+"""Number of prompts whose embeddings each process caches in host memory (LRU). With a T5 encoder, each takes 5 MB."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of a diffusers pipeline class do in their own way."""
+    """Adapter for the models of one diffusers pipeline class."""
 
     encode: Callable[[Any, str, int, torch.device], Embeddings]
     """(pipeline, prompt, tokens, device) -> its embeddings. All prompts have embeddings of the same shape."""

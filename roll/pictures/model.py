@@ -24,15 +24,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from roll.algorithms import flow
-from roll.configs.pictures import MODEL_INDEX, PictureModel, settings
+from roll.configs.pictures import KEPT_PROMPTS, MODEL_INDEX, PictureModel, settings
 from roll.configs.roles import PictureSampling
 from roll.pictures.families import FAMILIES, Embeddings, Family
 
 # diffusers' progress bars and log messages at each start would hide a run's own warnings.
 diffusers_logging.disable_progress_bar()
 diffusers_logging.set_verbosity_error()
-KEPT_PROMPTS = 1024
-"""Number of prompts whose embeddings are cached in host memory (LRU). With a T5 encoder, each takes 5 MB."""
 
 
 def load_transformer(path: str, dtype: torch.dtype) -> ModelMixin:
@@ -129,7 +127,7 @@ class Schedule:
 
     @cached_property
     def family(self) -> Family:
-        """How the pipeline's models compute."""
+        """Adapter for the pipeline's models."""
         return FAMILIES[self.model.pipeline]
 
     @property

@@ -286,7 +286,7 @@ class ParityCheck:
     def __init__(
         self, config: PipelineConfig, prompts: Sequence[np.ndarray], steps: Sequence[PictureStep] | None = None
     ) -> None:
-        """Build the canary sequences from ``prompts`` (int32 ``[prompt]`` each); of pictures they are ``steps``."""
+        """Build the canary sequences from ``prompts`` (int32 ``[prompt]`` each), or take ``steps`` for pictures."""
         self._interval = config.weight_update.canary_interval
         self._tolerance, self._limit = derived.canary_tolerances(config)
         self._calibrated = False

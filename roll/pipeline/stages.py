@@ -95,8 +95,10 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
 
 
 async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
-    """Add the log-probabilities under the frozen reference policy, for a KL penalty or KL loss; of pictures the means
-    of their denoising steps."""
+    """Add the log-probabilities under the frozen reference policy, for a KL penalty or KL loss.
+
+    For pictures these are the means of their denoising steps under the reference.
+    """
     if derived.picture_sampling(run.config) is not None:
         with run.recorder.busy("reference"):
             batch.data.per_sample[REFERENCE_MEANS] = await run.compared["reference"].step_means(batch.data)

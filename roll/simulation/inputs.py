@@ -56,7 +56,7 @@ class EngineInputs:
     """
 
     scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
-    slowest: Positive = option(1.0, "Those of one replica are multiplied by this, too.")
+    slowest: Positive = option(1.0, "Further factor of these seconds for the slowest replica.")
     efficiency: Nucleus = option(0.4, "Share of the peak operations that matrix products reach.")
     bandwidth: Nucleus = option(0.6, "Share of the peak memory bandwidth that reading weights and caches reaches.")
     overhead_seconds: NotNegative = option(0.005, "Fixed time of a decoding step: scheduling, sampling, launches.")

@@ -45,7 +45,7 @@ BLOCK = 2**16
 
 @dataclass(frozen=True)
 class Delta:
-    """What changed since the publication before, where every replica may have that one."""
+    """Changes of a weight update since the one before, for the replicas that have that one."""
 
     since: int | None = None
     """`fingerprint` of the publication that it applies to; None: this publication is fetched whole, and kept."""

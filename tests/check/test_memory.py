@@ -24,6 +24,7 @@ from transformers import (
 
 from roll.algorithms import logprobs
 from roll.check import memory_parts as activations
+from roll.check import memory_pictures
 from roll.check import memory_roles as engines
 from roll.check.config import check_elsewhere, config_warnings
 from roll.check.memory import estimate_memory, render
@@ -31,7 +32,7 @@ from roll.check.memory_parts import COMMUNICATION, CONTEXT, GIB, KNOWN, ShapeUnk
 from roll.check.memory_roles import BACKWARD_ENDS, PUBLICATION, Learned
 from roll.configs.loader import config_from_tree, load_config
 from roll.configs.roles import ModelArguments
-from roll.engines.options import SGLANG_SLOTS, HFInferConfig
+from roll.engines.options import SGLANG_SLOTS, DiffusersInferConfig, HFInferConfig
 from roll.trainers.lora import is_adapter, resolve_targets
 from roll.trainers.packing import install_packed_attention
 from roll.trainers.step import Packing
@@ -195,6 +196,7 @@ def test_constants_are_those_of_the_code_they_speak_of():
     assert engines.SGLANG_MAX_RUNNING == SGLANG_SLOTS
     assert engines.HF_MAX_RUNNING == HFInferConfig().max_running_requests
     assert engines.HF_MAX_PREFILL == HFInferConfig().max_prefill_tokens
+    assert memory_pictures.MAX_RUNNING == DiffusersInferConfig().max_running_requests
 
 
 def test_states_of_a_7b_on_four_ranks_are_sixteen_bytes_a_parameter_and_a_quarter_each():

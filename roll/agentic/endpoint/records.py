@@ -104,11 +104,11 @@ Pause = Callable[[], Awaitable[None]]
 
 
 async def no_pause() -> None:
-    """Go on at once."""
+    """Return at once."""
 
 
 class Answerer(Protocol):
-    """What answers the requests to one address: an episode, or a model that is served."""
+    """An episode or a served model, which answers the requests to one address."""
 
     keeps_answers: bool
     """True if a repeated request gets its first answer again, even if its client disconnected meanwhile. False: each
