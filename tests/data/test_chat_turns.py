@@ -16,7 +16,11 @@ from tests.tiers import examples
 SYSTEM = {"role": "system", "content": "You play a game."}
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 
-plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+CONTROLS = {token for form in FORMATS.values() for token in form.special_tokens}
+plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
+    lambda text: not any(token in text for token in CONTROLS)
+)
+"""Without control tokens: an answer that spells the end of a turn has ended it."""
 content = plain_text.filter(lambda text: text and text.strip() == text)
 
 

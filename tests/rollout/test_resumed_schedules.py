@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.buffer import FinishedGroup
@@ -21,7 +21,7 @@ from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, dropped_record, finished_record, recover, went_back_record
 from roll.rollout.scheduler import FatalRolloutError, RolloutScheduler, SchedulePlan
 from tests.rollout.test_schedules import batch_in_parts
-from tests.tiers import examples, is_soak
+from tests.tiers import examples
 from tests.witness import Witness
 
 
@@ -252,10 +252,9 @@ def cases(draw, ratios=(0, 0.5, 1, 2), orders=("ready_first", "fifo")):
 
 
 LIFETIMES = st.lists(st.floats(0.1, 60.0), max_size=5)
-SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": not is_soak()}
 
 
-@settings(max_examples=examples(600), **SETTINGS)
+@settings(max_examples=examples(600))
 @given(cases(), LIFETIMES)
 def test_a_run_killed_at_any_moments_consumes_or_drops_every_group_exactly_once(case, lifetimes):
     run(case, lifetimes)
@@ -290,13 +289,13 @@ def test_a_crash_keeps_a_drop_together_with_its_successor_or_neither(order, new_
     run(case, [7.0])
 
 
-@settings(max_examples=examples(300), **SETTINGS)
+@settings(max_examples=examples(300))
 @given(cases(), st.sampled_from([0, 0.5, 1, 3]), LIFETIMES)
 def test_so_does_one_that_goes_on_with_another_ratio(case, later_ratio, lifetimes):
     run(replace(case, later_ratio=later_ratio), lifetimes)
 
 
-@settings(max_examples=examples(300), **SETTINGS)
+@settings(max_examples=examples(300))
 @given(cases(ratios=(0,), orders=("fifo",)), LIFETIMES)
 def test_at_ratio_zero_a_killed_run_is_the_undisturbed_one(case, lifetimes):
     case = replace(case, new_dice=False)  # A rollout's own dice come from the seed of the run and the group.

@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.clock import run_virtual
 from roll.rollout.scheduler import FatalRolloutError, RolloutScheduler, SchedulePlan
-from tests.tiers import examples, is_soak
+from tests.tiers import examples
 from tests.witness import Witness
 
 RATIOS = [0, 0.25, 0.5, 1, 1.5, 2, 3]
@@ -265,16 +265,13 @@ class World:
         return self
 
 
-SCHEDULES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": not is_soak()}
-
-
-@settings(max_examples=examples(1500), **SCHEDULES)
+@settings(max_examples=examples(1500))
 @given(cases())
 def test_any_schedule_keeps_bound_and_equation_and_ends(case):
     World(case).run()
 
 
-@settings(max_examples=examples(300), **SCHEDULES)
+@settings(max_examples=examples(300))
 @given(
     batch_size=st.integers(1, 2),
     ratio=st.sampled_from([1.5, 2, 3]),
@@ -293,7 +290,7 @@ def test_fast_young_groups_never_crowd_out_slow_old_ones(batch_size, ratio, poli
 HELD_UP = SchedulePlan(batch_size=1, max_steps=6, ratio=2, max_staleness=2)
 
 
-@settings(max_examples=examples(300), **SCHEDULES)
+@settings(max_examples=examples(300))
 @given(cases(policies=("wait",), clean=True))
 @example(Case(HELD_UP, 1, (0.01, 40.0, 0.01), (0.0,), (0.3,), (), 0.0, 0.0, 0.0, False, 0))
 def test_nothing_is_dropped_for_being_slow(case):
@@ -301,7 +298,7 @@ def test_nothing_is_dropped_for_being_slow(case):
     assert world.scheduler.ledger.issued == world.scheduler.ledger.consumed
 
 
-@settings(max_examples=examples(200), **SCHEDULES)
+@settings(max_examples=examples(200))
 @given(cases(ratios=(0,), policies=("wait",)))
 def test_ratio_zero_with_bound_zero_is_on_policy(case):
     world = World(case)
@@ -316,7 +313,7 @@ def test_ratio_zero_with_bound_zero_is_on_policy(case):
     world.run()
 
 
-@settings(max_examples=examples(200), **SCHEDULES)
+@settings(max_examples=examples(200))
 @given(cases(orders=("fifo",)))
 def test_fifo_is_issue_order(case):
     world = World(case).run()
@@ -326,7 +323,7 @@ def test_fifo_is_issue_order(case):
         assert consumed == list(range(len(consumed))), "the same groups meet in the same batches at any latency"
 
 
-@settings(max_examples=examples(100), **SCHEDULES)
+@settings(max_examples=examples(100))
 @given(cases(), st.integers(1, 60))
 def test_a_run_stopped_at_any_moment_still_adds_up(case, seconds):
     world = World(case)
