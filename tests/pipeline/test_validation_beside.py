@@ -93,6 +93,21 @@ def test_the_next_validation_waits_for_the_one_before(tmp_path, monkeypatch):
     check_records(done, list(range(6)))
 
 
+def test_after_the_last_step_all_replicas_validate(tmp_path, monkeypatch):
+    run = beside(tmp_path, monkeypatch, pool={}, max_steps=4, eval_steps=2, async_generation_ratio=2)
+    kept = {}
+
+    def look_at(version):
+        async def look():
+            kept[version] = run.pool._pinned is not None
+
+        return look
+
+    run.validator.before.update({version: look_at(version) for version in (2, 4)})
+    check_records(run.run(), [0, 2, 4])
+    assert kept == {2: True, 4: False}
+
+
 def test_an_error_in_a_validation_ends_the_run_and_what_was_measured_is_written(tmp_path, monkeypatch):
     run = beside(tmp_path, monkeypatch, pool={}, max_steps=20, eval_steps=3, async_generation_ratio=2)
 
