@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,17 @@ PACKAGES = (
     "langchain-openai==1.7.3",
     "smolagents==1.26.0",
 )
+APART = ("mini-swe-agent==2.4.6",)
+"""Packages that do not fit those of the run."""
 LENGTH = 16384
 WARM_UP_STEPS = 250
 TASK = {"question": make_model.question("Ada"), "numbers": {"Ada": "815", "Ben": "123"}, "answer": "815"}
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "{}"}}}}\n</tool_call><|im_end|>'
 TOOL_CALLS = (CALL.format("look_up", "name", "Ada"), CALL.format("final_answer", "answer", "815"))
+COMMANDS = (
+    CALL.format("bash", "command", "echo $Ada"),
+    CALL.format("bash", "command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo $Ada"),
+)
 CODE = ('Thought: I ask.\n<code>\nprint(look_up("Ada"))\n</code>', '<code>\nfinal_answer("815")\n</code>')
 
 
@@ -73,6 +80,10 @@ class Framework:
     """What the policy says; else the model chooses."""
     continues: bool = True
     """False if each of its turns begins a new history."""
+    looks_up: str = "look_up"
+    """A part of the policy's first answer."""
+    apart: bool = False
+    """Whether its packages do not fit those of the run."""
 
 
 FRAMEWORKS = {
@@ -86,6 +97,7 @@ FRAMEWORKS = {
     "langgraph": Framework("langchain.agents"),
     "smolagents, calls": Framework("smolagents", says=TOOL_CALLS, continues=False),
     "smolagents, code": Framework("smolagents", ("ToolCallingAgent([", "CodeAgent(["), says=CODE, continues=False),
+    "mini-swe-agent": Framework("minisweagent.agents.default", says=COMMANDS, looks_up="echo $Ada", apart=True),
 }
 
 
@@ -98,19 +110,21 @@ def lines_of(framework: Framework) -> str:
     return text.replace(before, after, 1)
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """An interpreter with the frameworks on top of the run's packages. It is kept for the next time."""
-    mark = hashlib.sha256("\n".join([sys.executable, *PACKAGES]).encode()).hexdigest()[:12]
+@cache
+def interpreter(*, apart: bool) -> str:
+    """An interpreter with frameworks, on top of the run's packages if they fit. It is kept for the next time."""
+    packages = APART if apart else PACKAGES
+    mark = hashlib.sha256("\n".join([sys.executable, *packages]).encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"roll-frameworks-{mark}"
-    interpreter = folder / "bin" / "python"
+    python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         (own,) = folder.glob("lib/python*/site-packages")
-        (own / "run.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([interpreter, "-m", "pip", "install", "-q", *PACKAGES], check=True)
+        if not apart:
+            (own / "run.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
         (folder / "complete").touch()
-    return str(interpreter)
+    return str(python)
 
 
 @pytest.fixture(scope="module")
@@ -204,16 +218,16 @@ def sampled_runs(mask: np.ndarray) -> Iterator[slice]:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_plays_as_the_documentation_shows(name, python, model, tmp_path):
+def test_a_framework_plays_as_the_documentation_shows(name, model, tmp_path):
     framework = FRAMEWORKS[name]
     program, tasks = tmp_path / "clerk.py", tmp_path / "tasks.jsonl"
     program.write_text(lines_of(framework))
     tasks.write_text(json.dumps(TASK))
-    played = play(model, [python, str(program)], tasks, framework.says)
+    played = play(model, [interpreter(apart=framework.apart), str(program)], tasks, framework.says)
     policy, samples = played.policy, played.samples
     assert played.result[1] == 1.0, "its answer is right"
     assert len(policy.sampled) == 2, "it has looked up"
-    assert "look_up" in policy.tokenizer.decode(policy.sampled[0].token_ids)
+    assert framework.looks_up in policy.tokenizer.decode(policy.sampled[0].token_ids)
     assert "815" in policy.tokenizer.decode(policy.prompts[1]), "what the tool answered is read"
     assert len(samples) == (1 if framework.continues else 2)
     assert played.metrics["new_samples/history"] == (0 if framework.continues else 1)
@@ -241,7 +255,7 @@ def pupil(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ratio", [0, 1])
 @pytest.mark.parametrize(("agent", "tasks"), [("run", 8), ("run_forgetful", 4)])
-def test_the_example_learns_with_an_unchanged_agent(agent, tasks, ratio, python, pupil, tmp_path):
+def test_the_example_learns_with_an_unchanged_agent(agent, tasks, ratio, pupil, tmp_path):
     """Also with one that forgets: each of its episodes has a history that could not be continued, and two samples."""
     settings = {
         "pretrain": pupil,
@@ -253,7 +267,7 @@ def test_the_example_learns_with_an_unchanged_agent(agent, tasks, ratio, python,
     example = ["-m", "roll.cli.main", "train", "examples/agent-tool-cpu/agent.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    subprocess.run([python, *example, *overrides], cwd=ROOT, env=environment, check=True)
+    subprocess.run([interpreter(apart=False), *example, *overrides], cwd=ROOT, env=environment, check=True)
     steps = [step for step in read_metrics(tmp_path / "run" / "metrics.jsonl") if step["step"] > 0]
     rewards = [step["reward/mean"] for step in steps]
     assert 0.3 < rewards[0] < 0.7 and statistics.mean(rewards[-5:]) >= 0.95
