@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -54,9 +54,9 @@ PACKAGES = (
     "langchain-openai==1.7.3",
     "smolagents==1.26.0",
 )
-APART = ("mini-swe-agent==2.4.6",)
+APART = ("mini-swe-agent==2.4.6", "claude-agent-sdk==0.2.187")
 """Packages that do not fit those of the run."""
-LENGTH = 16384
+LENGTH = 131072
 WARM_UP_STEPS = 250
 TASK = {"question": make_model.question("Ada"), "numbers": {"Ada": "815", "Ben": "123"}, "answer": "815"}
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "{}"}}}}\n</tool_call><|im_end|>'
@@ -65,6 +65,7 @@ COMMANDS = (
     CALL.format("bash", "command", "echo $Ada"),
     CALL.format("bash", "command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo $Ada"),
 )
+BASH = (CALL.format("Bash", "command", "echo $Ada"), "815<|im_end|>")
 CODE = ('Thought: I ask.\n<code>\nprint(look_up("Ada"))\n</code>', '<code>\nfinal_answer("815")\n</code>')
 
 
@@ -98,6 +99,7 @@ FRAMEWORKS = {
     "smolagents, calls": Framework("smolagents", says=TOOL_CALLS, continues=False),
     "smolagents, code": Framework("smolagents", ("ToolCallingAgent([", "CodeAgent(["), says=CODE, continues=False),
     "mini-swe-agent": Framework("minisweagent.agents.default", says=COMMANDS, looks_up="echo $Ada", apart=True),
+    "claude code": Framework("claude_agent_sdk", says=BASH, looks_up="echo $Ada", apart=True),
 }
 
 
@@ -128,15 +130,20 @@ def interpreter(*, apart: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """A model that always looks up."""
-    folder = tmp_path_factory.mktemp("clerk")
-    sizes = {**make_model.SIZES, "max_position_embeddings": LENGTH}
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(make_model, "HABIT", 1.0)
-        patches.setattr(make_model, "SIZES", sizes)
-        make_model.make(folder / "model", seed=0, steps=WARM_UP_STEPS)
-    return folder / "model"
+def clerks(tmp_path_factory) -> Callable[[bool], Path]:
+    """Makes a model that always looks up, or one that need not know what to say."""
+
+    @cache
+    def make(speaks: bool) -> Path:
+        folder = tmp_path_factory.mktemp("clerk") / "model"
+        sizes = {**make_model.SIZES, "max_position_embeddings": LENGTH}
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(make_model, "HABIT", 1.0)
+            patches.setattr(make_model, "SIZES", sizes)
+            make_model.make(folder, seed=0, steps=WARM_UP_STEPS if speaks else 1)
+        return folder
+
+    return make
 
 
 @dataclass
@@ -218,8 +225,9 @@ def sampled_runs(mask: np.ndarray) -> Iterator[slice]:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_plays_as_the_documentation_shows(name, model, tmp_path):
+def test_a_framework_plays_as_the_documentation_shows(name, clerks, tmp_path):
     framework = FRAMEWORKS[name]
+    model = clerks(not framework.says)
     program, tasks = tmp_path / "clerk.py", tmp_path / "tasks.jsonl"
     program.write_text(lines_of(framework))
     tasks.write_text(json.dumps(TASK))
