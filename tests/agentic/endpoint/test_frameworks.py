@@ -10,12 +10,17 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -280,3 +285,116 @@ def test_the_example_learns_with_an_unchanged_agent(agent, tasks, ratio, pupil, 
     rewards = [step["reward/mean"] for step in steps]
     assert 0.3 < rewards[0] < 0.7 and statistics.mean(rewards[-5:]) >= 0.95
     assert {step["env/directory/new_samples/history"] for step in steps} == {float(agent == "run_forgetful")}
+
+
+LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+        },
+    },
+}
+
+
+@contextmanager
+def server(command: list[str], environment: dict[str, str]) -> Iterator[str]:
+    """The address of a server of OpenAI's API, once it answers."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    base_url = f"http://127.0.0.1:{port}/v1"
+    with subprocess.Popen(
+        [sys.executable, "-m", *command, "--port", str(port)],
+        env={**os.environ, **environment}, start_new_session=True, stdout=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        try:
+            while process.poll() is None:
+                with suppress(OSError), urllib.request.urlopen(f"{base_url}/models", timeout=10):
+                    break
+                time.sleep(0.5)
+            yield base_url
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def told(base_url: str, messages: list[dict[str, Any]], *, stream: bool, **options: Any) -> dict[str, Any]:
+    """What a server says: text, calls, why it ended and how many tokens there were."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key="none")
+    model = client.models.list().data[0].id
+    asked = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": 40, "seed": 0, **options}
+    if not stream:
+        answer = client.chat.completions.create(**asked)
+        (choice,) = answer.choices
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        said, ended, usage = choice.message.content, choice.finish_reason, answer.usage
+    else:
+        said, parts, ended, usage = "", {}, None, None
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                ended = choice.finish_reason or ended
+                said += choice.delta.content or ""
+                for call in choice.delta.tool_calls or []:
+                    name, arguments = parts.get(call.index, ("", ""))
+                    more = call.function.arguments or ""
+                    parts[call.index] = (name + (call.function.name or ""), arguments + more)
+        calls = [parts[index] for index in sorted(parts)]
+    return {
+        "text": said or "",
+        "calls": [(name, json.loads(arguments)) for name, arguments in calls],
+        "ended": ended,
+        "tokens": (usage.prompt_tokens, usage.completion_tokens),
+    }
+
+
+@pytest.mark.needs("vllm")
+def test_answers_are_those_of_vllms_own_server(clerks):
+    """Greedy, whole and as a stream: a call, what follows its result, answers without tools, one of them cut short.
+
+    A call that is cut short is no call to either; of its text vLLM's stream, unlike its whole answer, leaves out all.
+    """
+    model, length = str(clerks(True)), "512"
+    called = {"name": "look_up", "arguments": json.dumps({"name": "Ada"})}
+    question = [{"role": "user", "content": TASK["question"]}]
+    conversations = [
+        (question, {"tools": [LOOK_UP]}),
+        (
+            [
+                *question,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": "1", "type": "function", "function": called}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "815"},
+            ],
+            {"tools": [LOOK_UP]},
+        ),
+        (question, {}),
+        (question, {"max_tokens": 3}),
+    ]
+    theirs = ["vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32", "--max-model-len", length]
+    theirs += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--gpu-memory-utilization", "0.1"]
+    ours = ["roll.cli.main", "serve", model, "--sequence-length", length]
+    found = []
+    for command in (theirs, ours):
+        with server(command, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as base_url:
+            found.append(
+                [
+                    told(base_url, messages, stream=stream, **options)
+                    for messages, options in conversations
+                    for stream in (False, True)
+                ]
+            )
+    assert found[0] == found[1]
+    assert found[1][::2] == found[1][1::2], "a stream is the whole answer"
+    first, second, third, fourth = found[1][::2]
+    assert first["calls"] == [("look_up", {"name": "Ada"})] and first["ended"] == "tool_calls"
+    assert "815" in second["text"] and not third["calls"] and fourth["ended"] == "length"
