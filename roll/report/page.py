@@ -288,7 +288,7 @@ def _named(pattern: str, step: Mapping[str, Any]) -> dict[str, Any]:
 def status_of(summary: Mapping[str, Any], held: bool) -> str:
     """Return the status of a run. ``held``: True if a process is using the run now."""
     status = str(summary.get("status") or "unknown")
-    return "ended without a word" if status == "running" and not held else status
+    return "died" if status == "running" and not held else status
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:
