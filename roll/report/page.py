@@ -319,9 +319,9 @@ NOT_COMPARED = ("output_dir", "exp_name", "resume_from_checkpoint")
 LONGEST_VALUE = 200
 
 
-def render_comparison(runs: Sequence[RunFiles], now: float | None = None) -> str:
-    """Return the comparison page of several runs as HTML. ``now``: see `render_page`."""
-    data = comparison_data(runs, time.time() if now is None else now)
+def render_comparison(runs: Sequence[RunFiles]) -> str:
+    """Return the comparison page of several runs as HTML."""
+    data = comparison_data(runs, time.time())
     return html_page(f"{' · '.join(data['labels'])} – comparison", data, ("comparison.js",))
 
 
