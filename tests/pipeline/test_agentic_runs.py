@@ -6,18 +6,11 @@ import json
 
 import pytest
 from runs import run_pipeline
-from tiny import changed, make_task, tiny_config
+from tiny import changed, tiny_config
 
 STEPS = 40
 
 tier = pytest.mark.tier
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agentic-task")
-    make_task(folder)
-    return folder
 
 
 def agentic_config(folder, envs=None, **changes):
