@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.pipeline.tiny import changed
+
 SAMPLING = {
     "height": 8,
     "width": 8,
@@ -274,10 +276,4 @@ def picture_config(folder: Path, **changes: Any) -> dict[str, Any]:
         "rewards": {"colours": {"verifier": "picture_rewards:redness"}},
         "stall_timeout_seconds": 120,
     }
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return config
+    return changed(config, changes)

@@ -23,6 +23,7 @@ from roll.agentic.endpoint.session import SessionSettings, normal_forms
 from roll.agentic.endpoint.turns import TurnReader, message_of
 from roll.agentic.episode import (
     EnvironmentFailed,
+    EnvSession,
     Episode,
     EpisodeRefused,
     Message,
@@ -140,28 +141,24 @@ class Rehearsal:
         return played
 
 
-class LocalSession:
-    """`EnvSession` for an environment in this process."""
+class LocalSession(EnvSession):
+    """A session with an environment in this process."""
 
     def __init__(self, host: EnvHost, tag: str) -> None:
         self._session: HostSession = host.open(tag, frames=False)
         self._given_up: str | None = None
 
     async def reset(self, seed: int) -> Observation:
-        """See `EnvSession`."""
         return self._raised(await self._session.reset(seed))
 
     async def step(self, text: str) -> Observation:
-        """See `EnvSession`."""
         return self._raised(await self._session.step(text))
 
     def give_up(self, cause: str) -> None:
-        """See `EnvSession`."""
         self._given_up = cause
         self._session.release()
 
     async def close(self) -> None:
-        """See `EnvSession`."""
         self._session.release()
 
     def _raised(self, outcome: Observation | SessionFailed) -> Observation:

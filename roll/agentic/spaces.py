@@ -45,7 +45,7 @@ class Actions(Protocol):
 
 
 @dataclass(frozen=True)
-class NamedActions:
+class NamedActions(Actions):
     """Actions that have names."""
 
     reader: ActionReader
@@ -53,30 +53,27 @@ class NamedActions:
     """Number of the first one."""
 
     def read(self, text: str) -> int:
-        """See `Actions`."""
         chosen = self.reader.read(text)
         if chosen is None:
             raise NoAction(self.reader.complaint())
         return self.first + chosen
 
     def instructions(self) -> str:
-        """See `Actions`."""
         return self.reader.instructions()
 
     def examples(self) -> tuple[str, ...]:
-        """See `Actions`."""
         return self.reader.examples()
 
 
 @dataclass(frozen=True)
-class JsonActions:
+class JsonActions(Actions):
     """Actions of a space that `can_be_written`."""
 
     space: Space[Any]
     action_format: ActionFormat
 
     def read(self, text: str) -> Any:
-        """See `Actions`. The brackets around a whole list may be left out."""
+        """Return the action that a text names; the brackets around a whole list may be left out. Raises `NoAction`."""
         answer = answer_in(text, self.action_format)
         if answer is None:
             raise NoAction(f"That was no action. {self.instructions()}")
@@ -88,12 +85,10 @@ class JsonActions:
             raise NoAction(f"That was no action: a number is too large. {self.instructions()}") from None
 
     def instructions(self) -> str:
-        """See `Actions`."""
         how = how_to_answer("your action", self.action_format)
         return f"An action is {described(self.space)}{'' if self._is_text else ', as JSON'}. {how}"
 
     def examples(self) -> tuple[str, ...]:
-        """See `Actions`."""
         space = copy.deepcopy(self.space)
         space.seed(0)
         drawn = [space.sample() for _ in range(_EXAMPLES)]

@@ -126,7 +126,7 @@ def _check_names(argument: str, given: Mapping[str, Any], section: Mapping[str, 
 
 def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
     """Return the section `rewards` with the given verifiers. A single verifier judges all domains."""
-    given = reward if isinstance(reward, Mapping) else {name: reward for name in section or [DEFAULT_DOMAIN]}
+    given = reward if isinstance(reward, Mapping) else dict.fromkeys(section or [DEFAULT_DOMAIN], reward)
     _check_names("reward", given, section)
     for name, verifier in given.items():
         before = section.get(name)
@@ -137,7 +137,7 @@ def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
 
 def _environments(section: dict[str, Any], env: Given) -> dict[str, Any]:
     """Return the section `custom_envs` with the given environment classes. A single class replaces all."""
-    given = env if isinstance(env, Mapping) else {tag: env for tag in section or [DEFAULT_DOMAIN]}
+    given = env if isinstance(env, Mapping) else dict.fromkeys(section or [DEFAULT_DOMAIN], env)
     _check_names("env", given, section)
     for tag, env_type in given.items():
         before = section.get(tag)

@@ -54,8 +54,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``running``, ``success``, ``failed``, ``interrupted``, ``ended without a word`` (its process was killed), or
-        ``unknown`` (no summary)."""
+        """``running``, ``success``, ``failed``, ``interrupted``, ``died`` (its process is gone, and the
+        summary still says that it runs), or ``unknown`` (no summary)."""
         return status_of(self.summary, self._files.is_held())
 
     @property

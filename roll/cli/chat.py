@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from roll.cli.main import command_parser
-from roll.cli.serve import BAD_OPTIONS, ENDED, FAILED, add_model_options, served_here, started
+from roll.cli.serve import BAD_OPTIONS, ENDED, FAILED, add_model_options, is_loopback, served_here, started
 from roll.configs.errors import ConfigError
 from roll.configs.plugins import problem
 from roll.tracking.files import say
@@ -69,7 +69,7 @@ class Client:
         """``url`` ends with `/v1`. Raises `NoAnswer` if no model is served there."""
         self._url, self._key = url, key
         try:
-            is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+            is_here = is_loopback(urlsplit(url).hostname)
         except ValueError as error:
             raise NoAnswer(f"no model answers at {url}: {error}") from error
         # No proxy between this process and a server on the same machine.

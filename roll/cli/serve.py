@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     try:
-        key = options.api_key or ("" if _is_loopback(options.host) else f"sk-{secrets.token_urlsafe(24)}")
+        key = options.api_key or ("" if is_loopback(options.host) else f"sk-{secrets.token_urlsafe(24)}")
         _require_free(options.host, options.port)
         what = served_here(options, host=options.host, port=options.port, key=key)
         with started(what) as served:
@@ -227,7 +227,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise ConfigError([ConfigProblem(name, "its number is out of range", "see `--help`") for name in wrong])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str | None) -> bool:
+    """Return True for a name of this machine that no other machine can reach."""
     return host in ("127.0.0.1", "localhost", "::1")
 
 

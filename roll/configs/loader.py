@@ -316,10 +316,9 @@ def _without(cls: type[RunConfig], tree: dict[str, Any], problems: Sequence[Conf
 
     def kept(value: Any, parts: tuple[PathPart, ...]) -> Any:
         if isinstance(value, dict):
-            below = {
+            return {
                 key: kept(each, (*parts, key)) for key, each in value.items() if join((*parts, key)) not in reported
             }
-            return below
         if isinstance(value, list):
             return [kept(each, (*parts, at)) for at, each in enumerate(value) if join((*parts, at)) not in reported]
         return value

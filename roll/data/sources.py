@@ -122,9 +122,7 @@ def select_rows(rows: list[PromptRow], max_samples: int | None, shuffle: bool, s
     return [rows[index] for index in np.sort(chosen)]
 
 
-def read_jsonl(
-    file_name: str, path: str, problems: Problems, columns: Mapping[str, str] | None = None
-) -> list[PromptRow]:
+def read_jsonl(file_name: str, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:
     """Return all good rows of a JSONL file, and note the problems of the other lines.
 
     ``path`` is the configuration path of the problems. ``columns``: field -> column.
@@ -137,7 +135,7 @@ def read_jsonl(
         problems.add(path, f"cannot read `{file_name}` ({reason})", "give the path of an existing JSONL file")
         return []
     numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
-    return _rows((numbered, _parse_line), (file.name, file_name), path, problems, columns or {})
+    return _rows((numbered, _parse_line), (file.name, file_name), path, problems, columns)
 
 
 def read_parquet(file_name: str, path: str, problems: Problems, columns: Mapping[str, str]) -> list[PromptRow]:

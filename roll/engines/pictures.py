@@ -10,7 +10,6 @@ Between two steps, the state of an image is just its latents, so weight updates 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,6 @@ from roll.configs.plugins import made
 from roll.configs.roles import PictureSampling
 from roll.data.records import PictureStep, derive_seed
 from roll.engines.base import (
-    BusyClock,
-    Completion,
     FinishReason,
     GenerateRequest,
     Picture,
@@ -111,7 +108,7 @@ class Drawing:
 class PictureEngine(ModelEngine):
     """Image engine: generates many independent images with one model. All methods must be called from one thread.
 
-    Has the interface of `HFEngine`."""
+    Has the interface of `HFEngine`. A denoising step of an image counts as a generated token."""
 
     def __init__(
         self,
@@ -132,36 +129,17 @@ class PictureEngine(ModelEngine):
             # Some kernels' results depend on memory alignment, which differs between mapped files and weight updates.
             parameter.data = parameter.data.clone()
         super().__init__(transformer, adapter_rank)
-        self.clock = BusyClock()
-        self.generated_tokens = 0
-        """Total number of denoising steps of all images."""
-        self.asleep = False
         self._path = path
         self._options = options
         self._frozen = FrozenParts(path, transformer, dtype, device, decodes=True)
         self._row_multiple = ROW_MULTIPLE * torch.get_num_threads() if device.type == "cpu" else 1
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._drawings: list[Drawing] = []
-        self._waiting: deque[ActiveRequest] = deque()
-        self._events: list[tuple[ActiveRequest, Completion | TokenChunk | Exception]] = []
 
     @property
     def running(self) -> int:
         """Number of images that are being generated."""
         return len(self._drawings)
-
-    @property
-    def waiting(self) -> int:
-        """Number of queued images."""
-        return len(self._waiting)
-
-    def submit(self, active: ActiveRequest) -> None:
-        """Queue a validated request, whose id is unique in the engine."""
-        self._waiting.append(active)
-
-    def refuse(self, active: ActiveRequest, error: Exception) -> None:
-        """Report an error as the request's result."""
-        self._events.append((active, error))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Abort these requests (None: all); their results have no image. Unknown ids are ignored."""
@@ -176,11 +154,6 @@ class PictureEngine(ModelEngine):
         for active in [each for each in self._waiting if chosen(each)]:
             self._waiting.remove(active)
             self._end(active, no_tokens(), "abort")
-
-    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
-        """Return the completions and errors since the last call."""
-        events, self._events = self._events, []
-        return events
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[ActiveRequest, TokenChunk]]:
         """Return the denoising steps of each image after the first ``known[id]`` ones, as placeholder tokens that only
@@ -347,15 +320,3 @@ class DiffusersInferStrategy(HFInferStrategy):
         engine: Any = self._live_thread().engine
         found: list[np.ndarray] = await self._live_thread().call(lambda _: engine.score_steps(steps))
         return found
-
-    def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`."""
-        engine = self._live_thread().engine
-        running = engine.running
-        return {
-            "running": running,
-            "waiting": max(len(self._requests) - running, 0),
-            "version": engine.version,
-            "generated_tokens": engine.generated_tokens,
-            **engine.clock.stats(),
-        }

@@ -113,7 +113,7 @@ class AdmissionGate:
             admitted.set_result(True)
 
 
-class AdmittedRequests:
+class EngineRequests:
     """All requests of one engine: those that wait for a slot, and those inside its library (vLLM or SGLang)."""
 
     def __init__(self, slots: int, on_change: Callable[[], None]) -> None:
@@ -337,7 +337,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._scoring = asyncio.Lock()
         self._engine, slots = await self._launch(config)
         # One slot is reserved for scoring, which follows a weight update and must not wait for requests.
-        self._requests = AdmittedRequests(slots - 1, self._tick)
+        self._requests = EngineRequests(slots - 1, self._tick)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         last: Response | None = None

@@ -27,6 +27,7 @@ from roll.rollout.journal import (
     went_back_record,
 )
 from roll.rollout.ledger import DropReason
+from roll.rollout.scheduler import SchedulerObserver
 from roll.tracking.files import naming, write_atomically
 from roll.tracking.run_directory import RunDirectory
 
@@ -37,8 +38,8 @@ MOST_BYTES_BEHIND = 2 * 2**30
 """Maximum number of bytes queued for writing. More means that the disk is too slow, and memory would fill up."""
 
 
-class JournalKeeper:
-    """A `SchedulerObserver` that writes to a `Journal`.
+class JournalKeeper(SchedulerObserver[Any, Group]):
+    """An observer that writes to a `Journal`.
 
     Its methods raise the error of an earlier write, usually an `OSError` that names the folder.
     """
@@ -68,7 +69,6 @@ class JournalKeeper:
         self._submit(self._journal.append, went_back_record(step))
 
     def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
-        """Record a finished group; see `SchedulerObserver`."""
         result = group.result
         newest = max(
             [group.start_version, result.baseline_version]
@@ -79,7 +79,6 @@ class JournalKeeper:
         self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))
 
     def group_dropped(self, group_id: int, reason: DropReason, version: int) -> None:
-        """Record a dropped group; see `SchedulerObserver`."""
         self._submit(self._journal.append, dropped_record(group_id, version, reason))
 
     def prune(self, oldest: RolloutProgress) -> None:

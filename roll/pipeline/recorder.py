@@ -420,13 +420,11 @@ class RunRecorder:
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         chosen, version = result.groups[:count], result.version
         drawn = await asyncio.to_thread(write_pictures, chosen, version, "val", self.run.pictures)
-        for group, path in drawn:
-            if self._events is not None:
-                self._events.picture(f"val/{group.prompt.domain}/{group.group_id}", path, version)
-        pictures = await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, result.version)
-        for name, path in pictures.items():
-            if self._events is not None:
-                self._events.picture(name, path, result.version)
+        pictures = {f"val/{group.prompt.domain}/{group.group_id}": path for group, path in drawn}
+        pictures |= await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, version)
+        if self._events is not None:
+            for name, path in pictures.items():
+                self._events.picture(name, path, version)
 
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> bool:
         """Write the outcome of the run to the summary. Call it before `close`, which may fail or hang.

@@ -288,7 +288,7 @@ def _named(pattern: str, step: Mapping[str, Any]) -> dict[str, Any]:
 def status_of(summary: Mapping[str, Any], held: bool) -> str:
     """Return the status of a run. ``held``: True if a process is using the run now."""
     status = str(summary.get("status") or "unknown")
-    return "ended without a word" if status == "running" and not held else status
+    return "died" if status == "running" and not held else status
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:
@@ -319,9 +319,9 @@ NOT_COMPARED = ("output_dir", "exp_name", "resume_from_checkpoint")
 LONGEST_VALUE = 200
 
 
-def render_comparison(runs: Sequence[RunFiles], now: float | None = None) -> str:
-    """Return the comparison page of several runs as HTML. ``now``: see `render_page`."""
-    data = comparison_data(runs, time.time() if now is None else now)
+def render_comparison(runs: Sequence[RunFiles]) -> str:
+    """Return the comparison page of several runs as HTML."""
+    data = comparison_data(runs, time.time())
     return html_page(f"{' · '.join(data['labels'])} – comparison", data, ("comparison.js",))
 
 

@@ -86,7 +86,7 @@ class Ledger:
         dropped and in flight than were issued.
         """
         ledger = cls()
-        ledger._open = {group_id: _State.IN_FLIGHT for group_id in sorted(in_flight)}
+        ledger._open = dict.fromkeys(sorted(in_flight), _State.IN_FLIGHT)
         ledger.issued, ledger.in_flight = issued, len(ledger._open)
         ledger.dropped.update(dropped)
         ledger.consumed = ledger.net_issued - ledger.in_flight

@@ -38,8 +38,8 @@ Rank = tuple[bool, int, int]
 request."""
 
 
-class Shelf(NamedTuple):
-    """Weight version and reservation of a replica. Replicas on the same shelf can serve the same requests."""
+class ReplicaGroup(NamedTuple):
+    """Weight version and reservation of a replica. Replicas of one group can serve the same requests."""
 
     version: int
     reserved: bool
@@ -61,8 +61,8 @@ class ReplicaState:
     rank: Rank = (False, 0, 0)
     """Current sort key. Heap entries are compared with it by identity: an equal tuple that is another object is
     outdated."""
-    shelf: Shelf = Shelf(-1, False)
-    """Shelf whose heap holds `rank`."""
+    group: ReplicaGroup = ReplicaGroup(-1, False)
+    """Group whose heap holds `rank`."""
     cause: str | None = None
     """First reported reason why it is not live. None while it is live, or if it has not started yet."""
 
@@ -89,8 +89,8 @@ class Router:
         self._replicas = {name: ReplicaState() for name in names}
         self._names = names
         self._place = {name: place for place, name in enumerate(names)}
-        self._ranks: dict[Shelf, list[Rank]] = {}
-        """Shelf -> heap of the ranks of its live replicas. Outdated ranks are removed when they reach the top."""
+        self._ranks: dict[ReplicaGroup, list[Rank]] = {}
+        """Group -> heap of the ranks of its live replicas. Outdated ranks are removed when they reach the top."""
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
         self._reserved: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ class Router:
         state.version = version
         state.draining = False
         state.incarnation += 1
-        self._shelve(replica_id)
+        self._regroup(replica_id)
         self._wake_waiting()
 
     def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
@@ -139,19 +139,19 @@ class Router:
         if version < state.version:
             raise ValueError(f"replica {replica_id} went back from version {state.version} to {version}")
         state.version = version
-        self._shelve(replica_id)
+        self._regroup(replica_id)
         self._wake_waiting()
 
     def oldest(self) -> int | None:
         """Return the smallest version over the live replicas that are not reserved; None if there is none."""
-        free = (shelf for shelf in list(self._ranks) if not shelf.reserved)
-        return min((shelf.version for shelf in free if self._first(shelf) is not None), default=None)
+        free = (group for group in list(self._ranks) if not group.reserved)
+        return min((group.version for group in free if self._first(group) is not None), default=None)
 
     def reserve(self, replica_ids: Iterable[str]) -> None:
         """Replace the set of reserved replicas. A reserved replica that dies and restarts is still reserved."""
         before, self._reserved = self._reserved, frozenset(replica_ids)
         for replica_id in before ^ self._reserved:
-            self._shelve(replica_id)
+            self._regroup(replica_id)
         self._wake_waiting()
 
     @contextmanager
@@ -239,9 +239,9 @@ class Router:
             if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
         wanted, best = bool(self._reserved) and reserved, None
-        for shelf in list(self._ranks):
-            first = self._first(shelf)  # also for other shelves, because it deletes empty ones
-            if first is not None and shelf.reserved == wanted and (min_version is None or shelf.version >= min_version):
+        for group in list(self._ranks):
+            first = self._first(group)  # also for other groups, because it deletes empty ones
+            if first is not None and group.reserved == wanted and (min_version is None or group.version >= min_version):
                 best = first if best is None else min(best, first)
         return None if best is None else self._names[best[-1]]
 
@@ -261,31 +261,31 @@ class Router:
             raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
         return replica_id
 
-    def _shelve(self, replica_id: str) -> None:
-        """Update the shelf of a replica whose version or reservation has changed."""
+    def _regroup(self, replica_id: str) -> None:
+        """Update the group of a replica whose version or reservation has changed."""
         state = self._replicas[replica_id]
-        state.shelf = Shelf(state.version, replica_id in self._reserved)
+        state.group = ReplicaGroup(state.version, replica_id in self._reserved)
         self._rank(replica_id)
 
     def _rank(self, replica_id: str) -> None:
-        """Update the rank of a replica that has changed, and push it on the heap of its shelf if it is live."""
+        """Update the rank of a replica that has changed, and push it on the heap of its group if it is live."""
         state = self._replicas[replica_id]
         if not state.live:
             return
-        ranks = self._ranks.setdefault(state.shelf, [])
+        ranks = self._ranks.setdefault(state.group, [])
         state.rank = (state.draining, state.load, self._place[replica_id])
         heapq.heappush(ranks, state.rank)
         if len(ranks) > 4 * len(self._names):
-            ranks[:] = [each.rank for each in self._replicas.values() if each.live and each.shelf == state.shelf]
+            ranks[:] = [each.rank for each in self._replicas.values() if each.live and each.group == state.group]
             heapq.heapify(ranks)
 
-    def _first(self, shelf: Shelf) -> Rank | None:
-        """Return the smallest current rank of a shelf. If it has no live replica, delete it and return None."""
-        ranks = self._ranks[shelf]
+    def _first(self, group: ReplicaGroup) -> Rank | None:
+        """Return the smallest current rank of a group. If it has no live replica, delete it and return None."""
+        ranks = self._ranks[group]
         while ranks and not self._is_rank(ranks[0]):
             heapq.heappop(ranks)
         if not ranks:
-            del self._ranks[shelf]
+            del self._ranks[group]
             return None
         return ranks[0]
 

@@ -130,7 +130,7 @@ def death_cause(error: BaseException) -> str:
     if exit_code := re.search(r"exit code:? (-?\d+)", detail, re.IGNORECASE):
         return f"it ended with exit code {exit_code[1]}"
     if "connection error" in detail:
-        return "it ended without a word, by an exit or a signal such as that of the system's memory killer"
+        return "it ended without a message, by an exit or a signal such as that of the system's memory killer"
     return detail or what
 
 

@@ -230,7 +230,7 @@ async def proven(pool: EnvPool, seed: int) -> None:
         await episode(pool, seed, "go", "die")
     assert caught.value.proven
     message = str(caught.value)
-    assert "seed 7, turn 1: worker environments/" in message and "died: it ended without a word" in message
+    assert "seed 7, turn 1: worker environments/" in message and "died: it ended without a message" in message
 
 
 def test_a_killer_among_many_slow_innocents_costs_nobody_but_itself(tmp_path):

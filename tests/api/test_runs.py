@@ -28,7 +28,7 @@ def test_a_run_tells_what_its_files_say(make_run):  # noqa: F811
 def test_a_living_run_is_read_anew(make_run):  # noqa: F811
     files = make_run(status="running")
     run = roll.open_run(files.root)
-    assert run.status == "ended without a word"
+    assert run.status == "died"
     with files.held():
         assert run.status == "running"
         files.metrics.write_text(files.metrics.read_text() + '{"step": 4}\n')

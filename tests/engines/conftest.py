@@ -32,6 +32,15 @@ def _sizes(**changes):
     return sizes | changes
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch computes in one thread, as long as the tests of the file run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def qwen_path(tmp_path_factory) -> str:
     torch.manual_seed(0)

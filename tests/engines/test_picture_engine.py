@@ -17,6 +17,7 @@ from tests.tiers import need
 from tests.tiny_pictures import SAMPLING, make_pipeline
 
 need("diffusers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 from roll.algorithms import flow  # noqa: E402
 from roll.engines.hf.engine import ActiveRequest  # noqa: E402
@@ -31,14 +32,6 @@ GUIDED = replace(PLAIN, kind="flow_sde", guidance_scale=4.0, negative_prompt="bl
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(make_pipeline(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def engine(model, at_once: int = 64) -> PictureEngine:

@@ -27,6 +27,7 @@ from tests.tiny_pictures import (
 )
 
 need("diffusers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 import diffusers  # noqa: E402
 
@@ -61,14 +62,6 @@ def models(tmp_path_factory):
         return made[make]
 
     return model_of
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def drawn(model: str, sampling: PictureSampling, prompts: dict[int, str], window: range | None) -> dict[int, Any]:

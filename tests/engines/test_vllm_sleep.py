@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.engines.base import BusyClock
-from roll.engines.process_engine import AdmittedRequests
+from roll.engines.process_engine import EngineRequests
 from roll.engines.vllm.strategy import VLLMInferStrategy
 from roll.weights.buckets import pack_buckets
 from tests.tiers import need
@@ -79,7 +79,7 @@ def strategy_over(engine, **settings):
     options = dict(device="cuda", dtype="float32", attn_implementation="sdpa", max_length=64, strategy_config={})
     strategy = VLLMInferStrategy("no/model", shares_devices=True, **options, **settings)
     strategy._engine, strategy._sleeps, strategy._shapes = engine, True, {"a": (3,)}
-    strategy._clock, strategy._requests = BusyClock(), AdmittedRequests(4, strategy._tick)
+    strategy._clock, strategy._requests = BusyClock(), EngineRequests(4, strategy._tick)
     return strategy
 
 

@@ -11,18 +11,10 @@ import pytest
 from fake_cluster import IN_THIS_PROCESS
 from runs import go_on_from, run_pipeline
 from test_agentic_runs import agentic_config, gain
-from tiny import make_task
 
 pytestmark = pytest.mark.needs("aiohttp")
 
 tier = pytest.mark.tier
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents-task")
-    make_task(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ from killed_runs import KilledRun, newest_checkpoint, recorded_steps
 from random_kills import DisturbedRun
 from runs import FinishedRun, run_pipeline
 from test_agent_runs import agent, agent_config
-from tiny import make_task
 
 from roll.engines.base import Completion
 from roll.engines.hf.engine import RequestTable
@@ -113,13 +112,6 @@ def check_causes(run: FinishedRun) -> float:
     assert last["env_tokens/sampled"] == trained + last["env_tokens/untrained"] + last["env_tokens/discarded"]
     assert last["env_tokens/discarded"] > 0
     return trained
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents-task")
-    make_task(folder)
-    return folder
 
 
 def config_of(task, **changes):

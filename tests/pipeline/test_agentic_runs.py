@@ -6,18 +6,11 @@ import json
 
 import pytest
 from runs import run_pipeline
-from tiny import make_task, tiny_config
+from tiny import changed, tiny_config
 
 STEPS = 40
 
 tier = pytest.mark.tier
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agentic-task")
-    make_task(folder)
-    return folder
 
 
 def agentic_config(folder, envs=None, **changes):
@@ -34,17 +27,7 @@ def agentic_config(folder, envs=None, **changes):
         "train_env_manager": {"group_size": 8},
         "eval_steps": 0,
     }
-    return tiny_config_with(config | base, changes)
-
-
-def tiny_config_with(config, changes):
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return config
+    return changed(config | base, changes)
 
 
 def gain(run) -> float:

@@ -16,7 +16,6 @@ import pytest
 from fake_cluster import IN_THIS_PROCESS
 from runs import run_pipeline
 from test_agentic_runs import agentic_config, gain
-from tiny import make_task
 
 from roll.agentic.base import observation_from
 from roll.agentic.library.openenv import OpenEnvEnv
@@ -26,13 +25,6 @@ AGENTIC = HERE.parent / "agentic"
 OPENENV = [sys.executable, str(AGENTIC / "openenv_server.py"), "{port}"]
 
 tier = pytest.mark.tier
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("services-task")
-    make_task(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

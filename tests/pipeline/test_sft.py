@@ -17,7 +17,7 @@ from fake_cluster import IN_THIS_PROCESS
 from killed_runs import newest_checkpoint, recorded_steps
 from runs import command, go_on_from, run_pipeline, start_command, start_process
 from safetensors.torch import load_file
-from tiny import make_task, make_tokenizer, tiny_config, write_config
+from tiny import changed, make_task, make_tokenizer, tiny_config, write_config
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
@@ -62,13 +62,7 @@ def supervised(task: Path, **changes: Any) -> dict[str, Any]:
         },
         "stall_timeout_seconds": 120,
     }
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return config
+    return changed(config, changes)
 
 
 def weights_of(run_folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from fake_cluster import IN_THIS_PROCESS
 from in_process import train_in_process
 from reward_functions import digit_reward, two_rewards
 from runs import run_pipeline
-from tiny import make_task, tiny_config
+from tiny import tiny_config
 
 from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS, make_advantage_estimator
 from roll.algorithms.losses.base import POLICY_LOSSES
@@ -41,13 +41,6 @@ ESTIMATORS = [
     for name in ADVANTAGE_ESTIMATORS.names()
     if not ((needs := make_advantage_estimator(name).requirements).for_episodes or needs.needs_values)
 ]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 def config_of(task, **changes):

@@ -69,6 +69,11 @@ def tiny_config(folder: Path, **changes: Any) -> dict[str, Any]:
         "rewards": {"addition": {"verifier": "reward_functions:digit_reward"}},
         "stall_timeout_seconds": 120,
     }
+    return changed(config, changes)
+
+
+def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with ``changes``, dotted keys with ``__`` for the dots."""
     for path, value in changes.items():
         *parents, last = path.split("__")
         section = config

@@ -236,10 +236,10 @@ def test_a_run_that_has_just_begun_has_a_page(make_run):
 
 def test_a_run_that_nobody_works_on_any_more_does_not_look_alive(make_run):
     run = make_run(status="running")
-    assert page_of(run).data["state"]["status"] == "ended without a word"
+    assert page_of(run).data["state"]["status"] == "died"
     with run.held():
         assert page_of(run).data["state"]["status"] == "running"
-    assert page_of(run).data["state"]["status"] == "ended without a word"
+    assert page_of(run).data["state"]["status"] == "died"
     with open(run.root / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a report has given the lock back
 

@@ -61,7 +61,7 @@ def test_a_death_for_want_of_memory_is_said_in_a_few_words_with_the_figures():
         (
             f"{HEAD}{EXIT}Worker unexpectedly exits with a connection error code 2. End of file. Some common causes "
             "include: (1) the process was killed by the OOM killer, (2) ray stop --force was called.",
-            "it ended without a word, by an exit or a signal such as that of the system's memory killer",
+            "it ended without a message, by an exit or a signal such as that of the system's memory killer",
         ),
         (
             f"{HEAD}{EXIT}Worker exits unexpectedly. Worker exits with an exit code 4.",

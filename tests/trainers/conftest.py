@@ -14,3 +14,13 @@ def leave_process_group():
 
     yield leave
     leave()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny model of each family that `megatron_train` takes, for all tests of a file."""
+    from tests.trainers.megatron_models import write_models
+
+    path = tmp_path_factory.mktemp("megatron")
+    write_models(path)
+    return path

@@ -16,7 +16,6 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments
 from roll.trainers.base import build_trainer
 from tests.tiers import need
-from tests.trainers.megatron_models import write_models
 from tests.trainers.megatron_runs import OBJECTIVE, TRAINING, make_batch
 from tests.trainers.moves import Moves, moments_of, on_a_gpu, place_of
 from tests.trainers.nursery import on_ranks
@@ -24,13 +23,6 @@ from tests.trainers.trainers import ALMOST_SGD, trainer_setup
 
 need("megatron.core")
 pytestmark = pytest.mark.tier("all")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("megatron")
-    write_models(path)
-    return path
 
 
 def start(folder: Path, model: str = "qwen2", strategy: str = "megatron_train", **changes):

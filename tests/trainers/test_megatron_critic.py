@@ -14,7 +14,6 @@ from roll.configs.roles import TrainingArguments
 from roll.trainers.model import save
 from roll.trainers.state import SavedState, write_state
 from tests.tiers import need
-from tests.trainers.megatron_models import write_models
 from tests.trainers.megatron_runs import make_batch
 from tests.trainers.ranks import Job, Results
 from tests.trainers.tiny_models import weights_of
@@ -66,13 +65,6 @@ def go_on(trainer, folder):
 
 def look(trainer, _):
     return trainer.values(with_returns(0))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("critic")
-    write_models(path)
-    return path
 
 
 @pytest.fixture(scope="module")

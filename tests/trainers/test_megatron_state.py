@@ -15,7 +15,7 @@ from roll.configs.roles import ModelArguments
 from roll.trainers.state import SavedState, write_state
 from tests.tiers import need, soak_but
 from tests.trainers.histories import Histories, assert_alike, assert_equal_to_the_bit, refuse
-from tests.trainers.megatron_models import VOCABULARY, write_models
+from tests.trainers.megatron_models import VOCABULARY
 from tests.trainers.megatron_runs import OBJECTIVE, TRAINING, make_batch
 from tests.trainers.ranks import Job, Results, run_job
 
@@ -96,13 +96,6 @@ def go_on_elsewhere(trainer, folders):
     trainer.restore(SavedState(Path(saved)))
     write_state(Path(again), trainer.setup.rank, trainer.snapshot())
     return HISTORIES.trained(trainer, [2, 3])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("megatron")
-    write_models(path)
-    return path
 
 
 @pytest.fixture(scope="module")

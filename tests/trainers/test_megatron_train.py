@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiers import need, soak_but
-from tests.trainers.megatron_models import MODELS, VOCABULARY, write_models
+from tests.trainers.megatron_models import MODELS, VOCABULARY
 from tests.trainers.megatron_runs import LEFT_OUT, Run, every_next_token
 from tests.trainers.ranks import Results
 
@@ -55,13 +55,6 @@ FOR_EACH_CHANGE = {
     *("qwen3_moe-experts", "llama-recompute", "qwen3_moe-reference", "qwen3_moe-all", "qwen2-virtual"),
 }
 """Each model and each way to share it."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("megatron")
-    write_models(path)
-    return path
 
 
 @pytest.fixture(scope="module")

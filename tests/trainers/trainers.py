@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from roll.configs.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.runtime.placement import free_port
@@ -43,3 +46,11 @@ def trainer_setup(
     )
     settings = {"total_optimizer_steps": 10, "seed": 0, "master_port": port or free_port()}
     return TrainerSetup(config, model_path, **settings | changes)
+
+
+def assert_close(results: Mapping[str, Any], expected: Mapping[str, Any], *, rtol: float, atol: float) -> None:
+    """The same names, and finite values that differ by rounding only."""
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.isfinite(value).all(), name
+        np.testing.assert_allclose(results[name], value, rtol=rtol, atol=atol, err_msg=name)

@@ -268,8 +268,7 @@ def event(data: Json | str, name: str | None = None) -> str:
 
 def rest(text: str | None, told: str | None) -> str:
     """Return the remainder of ``text`` after the part that was already sent."""
-    text, told = text or "", told or ""
-    return text[len(told) :] if text.startswith(told) else text
+    return (text or "").removeprefix(told or "")
 
 
 def _news(answer: ModelAnswer, told: ModelAnswer | None) -> tuple[str, str]:

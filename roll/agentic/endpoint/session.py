@@ -18,13 +18,13 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll.agentic.endpoint.records import ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
+from roll.agentic.endpoint.records import Answerer, ModelAnswer, ModelRequest, Pause, RequestRefused, Tell, no_pause
 from roll.agentic.endpoint.tool_calls import Parser
 from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_folded
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
@@ -139,7 +139,7 @@ class _Place:
         return self.read if self.parent is None else np.concatenate([self.parent.token_ids, self.read])
 
 
-class EpisodeSession:
+class EpisodeSession(Answerer):
     """An episode: answers requests with the policy, and turns the answers into training samples."""
 
     keeps_answers = True
@@ -150,8 +150,6 @@ class EpisodeSession:
         decoder: PreTrainedTokenizerBase,
         policy: Policy,
         settings: SessionSettings,
-        *,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Begin an episode. ``policy`` will be called in the event loop that is running now."""
         self._template = template
@@ -159,7 +157,6 @@ class EpisodeSession:
         self._policy = policy
         self._settings = settings
         self._reader = TurnReader(template, decoder, settings.parser)
-        self._clock = clock
         self._home = asyncio.get_running_loop()
         self._turns: list[_Turn] = []
         self._sampled = 0
@@ -171,7 +168,6 @@ class EpisodeSession:
 
     @property
     def room(self) -> int:
-        """Largest number of tokens in a prompt with its answer."""
         return self._settings.limits.sequence_length
 
     @property
@@ -206,7 +202,7 @@ class EpisodeSession:
             prompt,
             sampled,
             answer_id=uuid.uuid4().hex,
-            created=int(self._clock()),
+            created=int(time.time()),
             calls_id=str(number),  # a template may write the ids, so they must be the same in each run of the episode
         )
         message = message_of(answer)
@@ -233,7 +229,6 @@ class EpisodeSession:
         return answer
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a request's prompt. Raises `RequestRefused`."""
         return len((await self._found(request)).token_ids)
 
     def leave_out(self, answer_id: str, cause: str) -> None:

@@ -293,10 +293,8 @@ class _Server:
             except urllib.error.HTTPError:
                 return self._runs()
             except (OSError, HTTPException):
-                try:
+                with suppress(TimeoutExpired):
                     self._process.wait(_POLL_SECONDS)
-                except TimeoutExpired:
-                    pass
         self.end()
         return False
 

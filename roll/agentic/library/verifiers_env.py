@@ -186,10 +186,8 @@ class _Rollouts:
         self._is_over = True
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(verifiers_program.END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

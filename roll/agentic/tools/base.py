@@ -68,7 +68,8 @@ class Tool(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources. May be called twice, and the tool may be used again afterwards."""
+        """Release all resources; by default there are none. May be called twice, and the tool used again afterwards."""
+        return
 
 
 @runtime_checkable
@@ -97,8 +98,8 @@ def argument_problem(tool: Tool, arguments: dict[str, Any]) -> str | None:
     return f"the arguments of `{tool.name}` do not fit: {'; '.join(problems)}"
 
 
-def _shortened(text: str, longest: int = 200) -> str:
-    return text if len(text) <= longest else text[:longest] + "..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 CALL_BEGIN = "<tool_call>"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from roll.agentic.tools.base import Answer, Deadline
+from roll.agentic.tools.base import Answer, Deadline, Tool
 
 _Number = Fraction | float
 _MOST_BITS = 4096
@@ -26,7 +26,7 @@ class CannotCalculate(Exception):
     """An expression cannot be calculated. The message says why."""
 
 
-class Calculator:
+class Calculator(Tool):
     """The tool `calculator`."""
 
     name = "calculator"
@@ -42,14 +42,10 @@ class Calculator:
     }
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """See `Tool.call`. ``expression`` is the text to evaluate."""
         try:
             return Answer(calculate(arguments["expression"]))
         except CannotCalculate as error:
             return Answer(f"cannot calculate: {error}", is_error=True)
-
-    def close(self) -> None:
-        """Do nothing: there are no resources."""
 
 
 def calculate(expression: str) -> str:

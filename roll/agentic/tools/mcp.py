@@ -111,7 +111,7 @@ class McpServer:
 
 
 @dataclass(eq=False, repr=False)
-class McpTool:
+class McpTool(Tool):
     """One tool of an MCP server."""
 
     server: McpServer
@@ -121,7 +121,6 @@ class McpTool:
     parameters: dict[str, Any]
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """See `Tool.call`; the server executes the call."""
         try:
             result = self.server.session(deadline).do(
                 lambda client: client.call_tool(self.remote_name, arguments), deadline
@@ -133,9 +132,6 @@ class McpTool:
             self.server.close()
             return Answer(f"the tool `{self.name}` failed: {error}", is_error=True)
         return Answer(_text_of(result), is_error=result.is_error)
-
-    def close(self) -> None:
-        """Do nothing: closing the server closes all its tools."""
 
 
 class McpFailed(Exception):

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from roll.agentic.tools.base import Answer, Deadline, ToolUnavailable
+from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable
 from roll.sandbox.sandbox import Limits, Sandbox, SandboxFailed, SandboxResult, SandboxUnavailable, default_sandbox
 
 _MEBIBYTE = 2**20
@@ -21,7 +21,7 @@ _REASONS = {
 _logger = logging.getLogger(__name__)
 
 
-class PythonTool:
+class PythonTool(Tool):
     """The tool `python`."""
 
     name = "python"
@@ -83,9 +83,6 @@ class PythonTool:
             _logger.warning("a call of the tool `python` failed: %s", error)
             return Answer("the program could not be run; try again", is_error=True)
         return Answer(_as_text(result), is_error=result.returncode != 0 or result.killed_because is not None)
-
-    def close(self) -> None:
-        """Do nothing: a call leaves nothing behind."""
 
 
 def _as_text(result: SandboxResult) -> str:

@@ -317,7 +317,7 @@ def _devices(done: Translation) -> None:
         return
     total = max(devices) + 1
     if done.ours("cluster.num_devices_per_node") is None:
-        per_node = total if total <= GPUS_PER_NODE else GPUS_PER_NODE
+        per_node = min(total, GPUS_PER_NODE)
         done.put("cluster.num_devices_per_node", per_node, f"the mappings name {total} devices; ROLL asks Ray")
     per_node = done.ours("cluster.num_devices_per_node")
     if done.ours("cluster.num_nodes") is None and isinstance(per_node, int) and 0 < per_node < total:

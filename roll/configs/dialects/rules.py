@@ -183,10 +183,10 @@ class Translation:
             what = f"{origin} is read as `{name}: {shown(value, parts[-1])}`" if origin else f"{name}: {shown(value)}"
             self.lines.append(what + (f" ({note})" if note else ""))
 
-    def put_given(self, path: str, value: Any, note: str = "") -> None:
+    def put_given(self, path: str, value: Any) -> None:
         """Set our key, unless ``value`` is None."""
         if value is not None:
-            self.put(path, value, note)
+            self.put(path, value)
 
     def put_name(self, value: Any) -> None:
         """Set the experiment's name, unless it is None. It becomes a folder name, so slashes are replaced."""

@@ -15,7 +15,6 @@ only in `release`.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,6 @@ from transformers.cache_utils import DynamicCache
 
 from roll.algorithms.logprobs import token_logprobs
 from roll.engines.base import (
-    BusyClock,
-    Completion,
     EngineLoad,
     FinishReason,
     GenerateRequest,
@@ -75,9 +72,7 @@ class HFEngine(ModelEngine):
         """``max_length``: maximum length of prompt plus response. ``end_tokens``: end-of-sequence tokens.
         ``adapter_rank``: rank of the LoRA adapters in weight updates; None: updates contain all weights."""
         super().__init__(model, adapter_rank)
-        self.clock = BusyClock()
         self.load = EngineLoad()
-        self.generated_tokens = 0
         self.prefill_tokens = 0
         """Total number of prefilled tokens. A prompt shared by several requests counts once."""
         self._max_length = max_length
@@ -90,14 +85,10 @@ class HFEngine(ModelEngine):
         max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
         self._cache = SlotCache(max_rows, max_length)
         self._table = RequestTable(max_length)
-        self._waiting: deque[ActiveRequest] = deque()
         self._watched: set[ActiveRequest] = set()
         self._streaming: set[ActiveRequest] = set()
-        self._events: list[tuple[ActiveRequest, Completion | TokenChunk | Exception]] = []
         self._caches_dropped = False
         self._steps_since_admission = 0
-        self.asleep = False
-        """True between `sleep` and `wake`."""
 
     @property
     def running(self) -> int:
@@ -105,22 +96,14 @@ class HFEngine(ModelEngine):
         return len(self._table)
 
     @property
-    def waiting(self) -> int:
-        """Number of queued requests."""
-        return len(self._waiting)
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes allocated for the KV cache."""
         return self._cache.num_bytes
 
-    def submit(self, active: ActiveRequest) -> None:
-        """Queue a validated request, whose id is unique in the engine."""
-        self._waiting.append(active)
-
-    def refuse(self, active: ActiveRequest, error: Exception) -> None:
-        """Report an error as the request's result."""
-        self._events.append((active, error))
+    def figures(self) -> dict[str, Any]:
+        """Return ``kv_bytes``, the total ``prefill_tokens``, and the ``load``; see `EngineLoad`."""
+        load = {name: total for name, total in vars(self.load).items() if name != "preemptions"}
+        return {"prefill_tokens": self.prefill_tokens, "kv_bytes": self.kv_bytes, "load": load}
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Abort these requests (None: all); their results are the tokens so far. Unknown ids are ignored."""
@@ -133,12 +116,6 @@ class HFEngine(ModelEngine):
         for active in waiting:
             self._waiting.remove(active)
             self._events.append((active, no_tokens().completion(active.request.request_id, "abort")))
-
-    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
-        """Return the completions and errors since the last call, and the chunks of streaming requests (except their
-        last token, which comes with the completion)."""
-        events, self._events = self._events, []
-        return events
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[ActiveRequest, TokenChunk]]:
         """Return, for running requests, the tokens after the first ``known[id]`` ones (default 0), if there are any."""

@@ -309,7 +309,7 @@ class HFInferStrategy(InferStrategy):
         await self._live_thread().call(lambda engine: engine.wake())
 
     def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`. Also returns `kv_bytes` and the total `prefill_tokens`."""
+        """See `InferStrategy.stats` and `HFEngine.figures`."""
         engine = self._live_thread().engine
         running = engine.running
         return {
@@ -317,9 +317,7 @@ class HFInferStrategy(InferStrategy):
             "waiting": max(len(self._requests) - running, 0),
             "version": engine.version,
             "generated_tokens": engine.generated_tokens,
-            "prefill_tokens": engine.prefill_tokens,
-            "kv_bytes": engine.kv_bytes,
-            "load": {name: total for name, total in vars(engine.load).items() if name != "preemptions"},
+            **engine.figures(),
             **engine.clock.stats(),
         }
 

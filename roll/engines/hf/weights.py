@@ -6,13 +6,14 @@ themselves, so a weight update in persistent shared memory is loaded without cop
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll.engines.base import EngineFailed, Layout, PreparedWeights, checked
+from roll.engines.base import BusyClock, Completion, EngineFailed, Layout, PreparedWeights, TokenChunk, checked
 from roll.engines.hf.model import add_adapter
 from roll.weights.adapters import adapted_layers, adapter_shapes, base_checksums, linear_layers
 from roll.weights.buckets import DTYPES, HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
@@ -22,13 +23,21 @@ if TYPE_CHECKING:
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
+    from roll.engines.hf.engine import ActiveRequest
+
 
 class ModelEngine:
-    """Base class of engines with a model whose weights can be updated while it generates."""
+    """Base class of engines with a queue of requests, and a model whose weights can be updated while it generates."""
 
     def __init__(self, model: PreTrainedModel | ModelMixin, adapter_rank: int | None = None) -> None:
         """``adapter_rank``: rank of the LoRA adapters in weight updates; None: updates contain all weights."""
         self.version = 0
+        self.clock = BusyClock()
+        self.generated_tokens = 0
+        self.asleep = False
+        """True between `sleep` and `wake`."""
+        self._waiting: deque[ActiveRequest] = deque()
+        self._events: list[tuple[ActiveRequest, Completion | TokenChunk | Exception]] = []
         self._model = model
         self._device = model.device
         self._names = CheckpointNames.like(model)
@@ -36,6 +45,29 @@ class ModelEngine:
         self._layers = {} if adapter_rank is None else linear_layers(model)
         self._adapter: dict[str, torch.nn.Parameter] = {}
         """Name in weight updates -> LoRA matrix in the model."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued requests."""
+        return len(self._waiting)
+
+    def submit(self, active: ActiveRequest) -> None:
+        """Queue a validated request, whose id is unique in the engine."""
+        self._waiting.append(active)
+
+    def refuse(self, active: ActiveRequest, error: Exception) -> None:
+        """Report an error as the request's result."""
+        self._events.append((active, error))
+
+    def take_events(self) -> list[tuple[ActiveRequest, Completion | TokenChunk | Exception]]:
+        """Return the completions and errors since the last call, and the chunks of streaming requests (except their
+        last token, which comes with the completion)."""
+        events, self._events = self._events, []
+        return events
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the engine's statistics have besides those of every engine."""
+        return {}
 
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
         """Prepare a weight update without changing the model. May be called from any thread, also during a step.

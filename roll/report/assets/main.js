@@ -133,7 +133,7 @@ function page() {
   const timeline = run.timeline ? timelineView(run.timeline) : absent(run.absent["timeline.json"]);
   const main = h("main", {},
     h("h1", {}, run.name), h("p", { class: "quiet" }, run.folder),
-    run.state.status === "ended without a word" ? h("p", {}, "The summary says that the run goes on, but no process works on it: it was killed, or its machine went away. A run with checkpoints goes on with resume_from_checkpoint.") : "",
+    run.state.status === "died" ? h("p", {}, "The summary says that the run goes on, but no process works on it: it was killed, or its machine went away. A run with checkpoints goes on with resume_from_checkpoint.") : "",
     run.state.error ? h("div", { class: "error", role: "alert" }, run.state.error) : "", tiles(),
     section("What slows this run down", "Verdict", findingsView()),
     section("Learning", "Learning", Object.keys(run.metrics.series).length ? curveControls() : "", curves("Learning")),

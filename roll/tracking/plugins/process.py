@@ -145,7 +145,7 @@ def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
         reply(failed=describe_error(error))
         return 1
     reply(where=plug_in.where)
-    ending = Ending("failed", {}, "the process of the run ended without a word")
+    ending = Ending("failed", {}, "the process of the run died")
     for line in incoming:
         record = json.loads(line)
         if "ending" in record:
