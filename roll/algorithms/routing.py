@@ -5,9 +5,9 @@ The weights of these experts are computed from the trainer's own router, so grad
 difference between trainer and engine can choose another expert, and change a log-probability by much.
 
 transformers' models choose experts by top-k over all of them, and hand the choice to a module with the argument
-``top_k_index`` (or ``router_indices``). Both are observed from outside, by hooks and torch's own override of functions, whatever the family
-computes before (softmax, sigmoid, biases, groups) and after (normalisation, scale). A model in which this does not work
-is refused at start.
+``top_k_index`` (or ``router_indices``). Both are observed from outside, by hooks and torch's own override of functions,
+whatever the family computes before (softmax, sigmoid, biases, groups) and after (normalisation, scale). A model in
+which this does not work is refused at start.
 """
 
 from __future__ import annotations

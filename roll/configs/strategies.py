@@ -106,6 +106,7 @@ TRAINERS = Kind(
             package_tells="the names under `zero_optimization`",
             chooses_attention=True,
             packs=True,
+            replays_routing=True,
         ),
         "megatron_train": Trainer(
             "roll.trainers.megatron.strategy:MegatronTrainStrategy",

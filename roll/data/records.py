@@ -198,9 +198,10 @@ class SampleBatch:
 
     ``tokens`` maps a name to an array ``[total_tokens]``. It always has ``token_ids`` and ``response_mask``; for
     training also ``behaviour_logprobs``, ``versions``, ``advantages`` and the objective's fields; for episodes also
-    ``turns``, ``turn_rewards`` and ``turn_states``, with router replay `ROUTED` (see `Sample`). ``per_sample`` maps a name to an array
-    ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there. ``loss_mask`` (bool) is the part
-    of the response mask that is trained on, if not all of it. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
+    ``turns``, ``turn_rewards`` and ``turn_states``; with router replay `ROUTED` (see `Sample`). ``per_sample`` maps a
+    name to an array ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there. ``loss_mask``
+    (bool) is the part of the response mask that is trained on, if not all of it. Sample ``i`` owns
+    ``offsets[i]:offsets[i + 1]``.
     """
 
     lengths: np.ndarray

@@ -360,9 +360,7 @@ def _stand_in(batch: SampleBatch) -> SampleBatch:
     """Return a dummy batch with the same fields: one sample of two tokens, all zeros."""
     return SampleBatch(
         lengths=np.array([2], dtype=np.int64),
-        tokens={
-            name: np.zeros((2, *values.shape[1:]), dtype=values.dtype) for name, values in batch.tokens.items()
-        },
+        tokens={name: np.zeros((2, *values.shape[1:]), dtype=values.dtype) for name, values in batch.tokens.items()},
         per_sample={
             name: np.zeros((1, *values.shape[1:]), dtype=values.dtype) for name, values in batch.per_sample.items()
         },

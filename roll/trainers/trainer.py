@@ -385,7 +385,9 @@ class TrainStrategy(ForwardStrategy):
         if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
         if self.setup.replays_routing and ROUTED not in batch.tokens:
-            raise ValueError("actor_train.router_replay: the samples have no `routed_experts`, which the engine records")
+            raise ValueError(
+                "actor_train.router_replay: the samples have no `routed_experts`, which the engine records"
+            )
         return TrainingStep.of(batch, objective, is_part)
 
     def _finish(self, metrics: dict[str, float], nothing_to_learn: bool) -> dict[str, float]:
