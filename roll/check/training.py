@@ -88,7 +88,7 @@ def _no_experts_recorded(config: PipelineConfig) -> Iterator[tuple[str, str]]:
         yield message, "remove `actor_infer.generating_args.stop_strings`"
     if name == "vllm" and config.cluster.device == "cpu":
         yield "vLLM tells experts on GPUs only: its model runner for CPUs does not record them", "use `hf_infer`"
-    if name == "vllm" and role.strategy_args.strategy_config.get("enable_prefix_caching") is False:
+    if name == "vllm" and not Options.of(role).get("enable_prefix_caching", True):
         yield "vLLM keeps the experts of shared prompts with their caches", "remove `enable_prefix_caching`"
 
 

@@ -254,6 +254,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": _Size | None,
         "max_num_seqs": _Size | None,
         "enforce_eager": bool,
+        "enable_prefix_caching": bool | None,
     },
     "sglang": {
         "mem_fraction_static": _Share | None,

@@ -333,6 +333,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     _engine: Engine | None = None
     _paused = _asleep = _without_weights = False
     _version = _generated_tokens = 0
+    _routing: RoutingShape | None = None
+    """Sizes of the records of experts; None: they are not recorded."""
     _known_load: Collection[str] = ()
     """Fields of the load that the library tells."""
     _loads = 0
