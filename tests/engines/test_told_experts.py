@@ -59,10 +59,8 @@ def test_sglang_tells_the_experts_of_requests_that_ask_for_them(moe_path):
 
 
 def test_experts_in_a_message_of_sglang():
-    body = generate_body(routed(), "roll-1", 0, (), 40)
-    assert (
-        body["return_routed_experts"] and not generate_body(request("a"), "roll-1", 0, (), 40)["return_routed_experts"]
-    )
+    for asked in (routed(), request("a")):
+        assert generate_body(asked, "roll-1", 0, (), 40)["return_routed_experts"] is asked.with_routing
     told = np.arange(18, dtype=np.int32) % 8
     found = told_experts({"meta_info": {"routed_experts": b64encode(told.tobytes()).decode()}}, SHAPE)
     assert found.dtype == np.uint8 and np.array_equal(found, told.reshape(2, 3, 3))
@@ -138,7 +136,7 @@ def test_vllm_has_no_experts_to_tell_on_a_cpu(moe_path):
     need("vllm")
     from vllm import AsyncEngineArgs
 
-    arguments = AsyncEngineArgs(moe_path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64)
-    arguments.enable_return_routed_experts = True
+    told = {"enable_return_routed_experts": True}
+    arguments = AsyncEngineArgs(moe_path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, **told)
     with pytest.raises(ValueError, match="requires Model Runner V2"):
         arguments.create_engine_config()

@@ -12,9 +12,7 @@ from test_exact import difference_from_plain_loop, run_of
 from tiny import CHARACTERS, make_task, make_tokenizer, tiny_config
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 
-from roll.data.records import Group, Sample, decode_group, encode_group
 from roll.pipeline.checkpoints import checkpoint_folder
-from tests.pipeline.test_advantage_stage import PROMPT
 from tests.tiers import quick
 
 __all__ = ["run_of"]
@@ -115,12 +113,3 @@ def test_a_run_is_a_plain_loop_with_the_experts_that_were_recorded(task, run_of)
     config, run = run_of(tiny_config(task, **REPLAYED, **RECOMPUTED))
     assert difference_from_plain_loop(config, run) is None
     assert np.load(run.root / "exact" / "step-1.npz")["routed_experts"].dtype == np.uint8
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
-def test_a_group_keeps_its_experts_as_bytes(dtype):
-    experts = np.arange(5 * 2 * 3, dtype=dtype).reshape(5, 2, 3)
-    nothing = np.zeros(5, np.int32)
-    sample = Sample(nothing, nothing > 0, nothing.astype(np.float32), nothing, "stop", routed_experts=experts)
-    (found,) = decode_group(encode_group(Group(0, PROMPT, [sample]))).samples
-    assert found.routed_experts.dtype == dtype and np.array_equal(found.routed_experts, experts)

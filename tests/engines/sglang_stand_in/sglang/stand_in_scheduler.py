@@ -120,10 +120,9 @@ class Scheduler:
         def keep(layer: int) -> Any:
             return lambda module, args: found.__setitem__((slice(None), layer), args[1][:-1].numpy())
 
-        names = (
-            (re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts", name), m) for name, m in self.model.named_modules()
-        )
-        hooks = [module.register_forward_pre_hook(keep(int(name[1]))) for name, module in names if name]
+        layers = ((number, block.mlp) for number, block in enumerate(self.model.model.layers))
+        routed = [(number, mlp.experts) for number, mlp in layers if hasattr(mlp, "experts")]
+        hooks = [experts.register_forward_pre_hook(keep(number)) for number, experts in routed]
         self.model(torch.tensor([tokens]), use_cache=False)
         for hook in hooks:
             hook.remove()
