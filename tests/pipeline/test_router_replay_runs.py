@@ -73,6 +73,7 @@ def test_trainer_and_engine_agree_although_their_routers_do_not(task):
     assert "actor/routing_mismatch" not in alone.metrics[0]
 
 
+@pytest.mark.tier("all")
 def test_with_routers_that_agree_nothing_changes(task):
     runs = [run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, **changes)) for changes in (REPLAYED, {})]
     assert column(runs[0], "actor/routing_mismatch") == [0, 0, 0]
@@ -101,7 +102,7 @@ def test_a_run_that_is_resumed_has_the_experts_of_the_groups_in_its_journal(task
     assert min(column(run, "actor/routing_mismatch")) > 0.5
 
 
-@pytest.mark.parametrize("manager", ["trajectory", "step"])
+@pytest.mark.parametrize("manager", quick(["trajectory", "step"], "trajectory"))
 def test_turns_of_an_episode_have_the_experts_of_their_own_requests(task, manager):
     changes = {**REPLAYED, **OPPOSITE, "custom_envs__copy__env_manager_cls": manager}
     run = run_pipeline(task, IN_THIS_PROCESS, agentic_config(task, **changes))
@@ -109,7 +110,20 @@ def test_turns_of_an_episode_have_the_experts_of_their_own_requests(task, manage
     assert min(column(run, "actor/routing_mismatch")) > 0.5
 
 
+@pytest.mark.tier("all")
 def test_a_run_is_a_plain_loop_with_the_experts_that_were_recorded(task, run_of):
     config, run = run_of(tiny_config(task, **REPLAYED, **RECOMPUTED))
     assert difference_from_plain_loop(config, run) is None
     assert np.load(run.root / "exact" / "step-1.npz")["routed_experts"].dtype == np.uint8
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_that_is_resumed_with_the_key_changed_makes_the_groups_of_its_journal_again(task, first):
+    steps = dict(max_steps=4, save_steps=2, async_generation_ratio=1, consumption="fifo")
+    config = tiny_config(task, **{**REPLAYED, "actor_train__router_replay": first}, **steps)
+    run = run_pipeline(task, IN_THIS_PROCESS, config)
+    config["actor_train"]["router_replay"] = not first
+    go_on_from(2, run, task, IN_THIS_PROCESS, {**config, "accept_config_changes": True})
+    told = ["actor/routing_mismatch" in record for record in run.metrics]
+    assert told == [first, first, not first, not first]
