@@ -119,6 +119,8 @@ class SampledTurn:
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: Literal["stop", "length", "abort"]
+    routed_experts: np.ndarray | None = None
+    """Experts of prompt and response but for the last token, ``[tokens, layers, top_k]``; None: not recorded."""
 
 
 class Policy(Protocol):

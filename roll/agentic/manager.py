@@ -36,7 +36,7 @@ from roll.agentic.episode import (
 )
 from roll.configs.plugins import Kind, PlugIn
 from roll.data.chat import ControlTokenSpelled, Conversation, TurnTemplate
-from roll.data.records import Sample
+from roll.data.records import Sample, joined_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -354,6 +354,7 @@ def _sample_of(played: PlayedEpisode, turns: Sequence[PlayedTurn], text: str) ->
         turns=numbers,
         turn_rewards=credited,
         turn_states=states,
+        routed_experts=joined_routing([turn.sampled.routed_experts for turn in turns], length),
     )
     for turn in turns:
         span = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled.token_ids))

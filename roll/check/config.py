@@ -57,6 +57,7 @@ ROLLOUT_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] =
     training.log_probabilities_have_the_weights,
     training.rewards_keep_a_meaning,
     training.mismatch_can_be_measured,
+    training.experts_can_be_replayed,
     rules.restarts_can_help,
     rules.chaos_can_happen,
 )

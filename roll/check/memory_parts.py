@@ -313,6 +313,14 @@ def has_experts(model: str) -> bool:
         return False
 
 
+def is_dense(model: str) -> bool:
+    """Return True if a model is known to have no experts; False if it has some or its sizes are unknown."""
+    try:
+        return find_shape(model).experts == 0
+    except ShapeUnknown:
+        return False
+
+
 def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
     family, heads, hidden = facts["model_type"], int(facts["num_attention_heads"]), int(facts["hidden_size"])
     experts = int(next(filter(None, map(facts.get, _EXPERTS)), 0))

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 
 from roll.check.devices import adapters_cannot_travel, generating_arguments, readable_mappings
+from roll.check.memory_parts import is_dense
 from roll.configs import derived
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.roles import TRAINED_ROLES, UNREAD_KEYS
 from roll.configs.run import AgenticConfig, PipelineConfig, RunConfig, SFTConfig
-from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, Options, Trainer, strategy_of
+from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, TRAINERS, Engine, Options, Trainer, strategy_of
 
 
 def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -53,6 +54,42 @@ def _float16_problems(role: str, strategy: str) -> Iterator[ConfigProblem]:
     message = f"{strategy} computes in float32 and bfloat16 only{scale}"
     remedy = f"write `bfloat16`, or use `fsdp2_train`{'' if role in TRAINED_ROLES else ' or `hf_infer`'}"
     yield ConfigProblem(f"{role}.model_args.dtype", message, remedy)
+
+
+def experts_can_be_replayed(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject router replay with a model, an engine, a trainer or settings that cannot have it."""
+    if not derived.replays_routing(config):
+        return
+    path, remedy = "actor_train.router_replay", "set it to false"
+    for role in ("actor_train", "actor_logp"):
+        section = derived.present_roles(config).get(role)
+        strategy = None if section is None else strategy_of(role, section)
+        if section is not None and isinstance(strategy, Trainer) and not strategy.replays_routing:
+            able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.replays_routing]
+            message = f"true, but {section.strategy_args.strategy_name} ({role}) chooses experts by itself"
+            yield ConfigProblem(path, message, f"{remedy}, or use {' or '.join(able)}")
+    for message, other in _no_experts_recorded(config):
+        yield ConfigProblem(path, f"true, but {message}", f"{remedy}, or {other}")
+
+
+def _no_experts_recorded(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why no experts would be recorded, each with a remedy."""
+    role = config.actor_infer
+    engine, name = strategy_of("actor_infer", role), role.strategy_args.strategy_name
+    model = derived.model_path(config, config.actor_train)
+    if derived.picture_sampling(config) is not None or is_dense(model):
+        yield f"the model has no experts ({model})", "train a mixture of experts"
+        return
+    if not isinstance(engine, Engine) or not engine.records_routing:
+        able = [f"`{each}`" for each, record in ENGINES.built_in.items() if record.records_routing]
+        yield f"{name} does not tell the experts of tokens", f"use {' or '.join(able)}"
+    if name in ("vllm", "sglang") and role.generating_args.stop_strings:
+        message = f"{name} tells experts when it ends a request itself, and `stop_strings` end it outside"
+        yield message, "remove `actor_infer.generating_args.stop_strings`"
+    if name == "vllm" and config.cluster.device == "cpu":
+        yield "vLLM tells experts on GPUs only: its model runner for CPUs does not record them", "use `hf_infer`"
+    if name == "vllm" and not Options.of(role).get("enable_prefix_caching", True):
+        yield "vLLM keeps the experts of shared prompts with their caches", "remove `enable_prefix_caching`"
 
 
 def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -261,6 +261,11 @@ def adapter_rank(config: PipelineConfig) -> int | None:
     return config.actor_train.model_args.lora_rank if config.weight_update.content == "adapter" else None
 
 
+def replays_routing(config: RunConfig) -> bool:
+    """Return True if the trainer sends tokens to the experts that the engine chose."""
+    return isinstance(config, PipelineConfig) and config.actor_train.router_replay
+
+
 def publication_nodes(config: PipelineConfig) -> set[int]:
     """Return the nodes of the trainer and of the roles that receive its weights."""
     roles = present_roles(config)

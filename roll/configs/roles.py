@@ -354,6 +354,12 @@ class ActorTrainConfig(WorkerConfig):
         "batch has come. Loss and gradient are those of the whole batch, but for rounding. `true` is refused where "
         "something needs the whole batch; `auto` then waits for it, and says so.",
     )
+    router_replay: bool = option(
+        False,
+        "For mixtures of experts: train with the experts that the engine chose for each token when it generated (R3), "
+        "in place of the trainer's own choice; their weights are computed from the trainer's router. See "
+        "`docs/trainers.md`.",
+    )
     tis_lower_bound: Finite | None = _roll_name("lower", "tis")
     tis_upper_bound: Finite | None = _roll_name("upper", "tis")
     topr_positive_weight: Finite | None = _roll_name("positive_weight", "topr")

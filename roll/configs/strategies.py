@@ -65,6 +65,8 @@ class Trainer(Strategy):
     """True if a forward-only role with this strategy can take new weights while it runs."""
     draws: bool = False
     """True if it can train models of pictures as well as models of text."""
+    replays_routing: bool = False
+    """True if it can send tokens to recorded experts."""
     layout: str | None = None
     """Import path of the function that checks how a role's model is split over its devices; see
     `roll.trainers.megatron.facts.layout_problems`."""
@@ -78,6 +80,8 @@ class Engine(Strategy):
     """Largest LoRA rank for which weight updates may carry adapters only; 0: they always carry all weights."""
     draws: bool = False
     """True if it draws pictures, False if it generates text."""
+    records_routing: bool = False
+    """True if it can return the experts of each token."""
 
 
 TRAINERS = Kind(
@@ -92,6 +96,7 @@ TRAINERS = Kind(
             adapters=True,
             receives=True,
             draws=True,
+            replays_routing=True,
         ),
         "deepspeed_train": Trainer(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
@@ -101,6 +106,7 @@ TRAINERS = Kind(
             package_tells="the names under `zero_optimization`",
             chooses_attention=True,
             packs=True,
+            replays_routing=True,
         ),
         "megatron_train": Trainer(
             "roll.trainers.megatron.strategy:MegatronTrainStrategy",
@@ -127,6 +133,7 @@ FORWARD_STRATEGIES = replace(
             packs=True,
             receives=True,
             draws=True,
+            replays_routing=True,
         ),
     },
     base="roll.trainers.trainer:ForwardStrategy",
@@ -151,6 +158,7 @@ ENGINES = Kind(
             chooses_attention=True,
             replicates=True,
             largest_adapter=math.inf,
+            records_routing=True,
         ),
         "sglang": Engine(
             "roll.engines.sglang.strategy:SGLangInferStrategy",
@@ -158,6 +166,7 @@ ENGINES = Kind(
             install=f"{install_command('sglang')}, in an environment of its own: docs/engines.md",
             options="roll.engines.options:check_sglang_options",
             package_tells="the names in `strategy_config`",
+            records_routing=True,
         ),
         "vllm": Engine(
             "roll.engines.vllm.strategy:VLLMInferStrategy",
@@ -166,6 +175,7 @@ ENGINES = Kind(
             options="roll.engines.options:check_vllm_options",
             package_tells="the names in `strategy_config`",
             largest_adapter=512,
+            records_routing=True,
         ),
     },
     Engine,
@@ -244,6 +254,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": _Size | None,
         "max_num_seqs": _Size | None,
         "enforce_eager": bool,
+        "enable_prefix_caching": bool | None,
     },
     "sglang": {
         "mem_fraction_static": _Share | None,

@@ -27,6 +27,8 @@ from roll.configs.roles import PictureSampling
 _SCORING_ONLY = ("ground_truth", "metadata", "messages")
 _SEEN_ONLY = ("image",)
 _SIZE_BYTES = 8
+ROUTED = "routed_experts"
+"""Name of the recorded experts in samples and batches."""
 
 
 def encode_group(group: Group) -> bytes:
@@ -130,6 +132,9 @@ class Sample:
     """uint8 ``[height, width, 3]``, for pictures only: the decoded picture."""
     newest_version: int = -1
     """Newest policy version behind any denoising step, for pictures only; just some of these steps are tokens."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 ``[length, layers, experts per token]``, with router replay only: the experts that the engine sent
+    each token to. Nothing is known of the last token (0), whose results the engine never computed."""
 
     @property
     def response_tokens(self) -> int:
@@ -193,9 +198,10 @@ class SampleBatch:
 
     ``tokens`` maps a name to an array ``[total_tokens]``. It always has ``token_ids`` and ``response_mask``; for
     training also ``behaviour_logprobs``, ``versions``, ``advantages`` and the objective's fields; for episodes also
-    ``turns``, ``turn_rewards`` and ``turn_states`` (see `Sample`). ``per_sample`` maps a name to an array
-    ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there. ``loss_mask`` (bool) is the part
-    of the response mask that is trained on, if not all of it. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
+    ``turns``, ``turn_rewards`` and ``turn_states``; with router replay `ROUTED` (see `Sample`). ``per_sample`` maps a
+    name to an array ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there. ``loss_mask``
+    (bool) is the part of the response mask that is trained on, if not all of it. Sample ``i`` owns
+    ``offsets[i]:offsets[i + 1]``.
     """
 
     lengths: np.ndarray
@@ -231,6 +237,11 @@ class SampleBatch:
             raise ValueError("some samples of the batch record turns and others do not: their rewards would be lost")
         if all(with_turns):
             names += ["turns", "turn_rewards", "turn_states"]
+        routed = [sample.routed_experts is not None for sample in samples]
+        if any(routed) and not all(routed):
+            raise ValueError("some samples of the batch record their experts and others do not: set `routed_experts`")
+        if all(routed):
+            names.append(ROUTED)
         return cls(
             lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
             tokens={name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names},
@@ -251,6 +262,11 @@ class SampleBatch:
                 name: np.concatenate([batch.per_sample[name] for batch in batches]) for name in batches[0].per_sample
             },
         )
+
+    def unrouted(self) -> SampleBatch:
+        """Return the batch without recorded experts, for models that route by themselves. Other fields are shared."""
+        tokens = {name: values for name, values in self.tokens.items() if name != ROUTED}
+        return SampleBatch(self.lengths, tokens, self.per_sample)
 
     def joined(self, parts: Sequence[int] | np.ndarray) -> SampleBatch:
         """Join neighbouring samples: each entry of ``parts`` is the number of samples that become one.
@@ -281,13 +297,30 @@ class SampleBatch:
         )
 
     def padded(self, name: str, fill: float = 0, length: int | None = None) -> np.ndarray:
-        """Return a token field as ``[samples, length]``, padded on the right with ``fill``."""
+        """Return a token field as ``[samples, length, ...]``, padded on the right with ``fill``."""
         width = int(self.lengths.max(initial=0)) if length is None else length
         values = self.tokens[name]
-        out = np.full((len(self), width), fill, dtype=values.dtype)
+        out = np.full((len(self), width, *values.shape[1:]), fill, dtype=values.dtype)
         inside = np.arange(width)[None, :] < self.lengths[:, None]
         out[inside] = values
         return out
+
+
+def joined_routing(turns: Sequence[np.ndarray | None], length: int) -> np.ndarray | None:
+    """Return the `Sample.routed_experts` of ``length`` tokens; None if one turn has none.
+
+    ``turns``: the experts of each turn's prompt and response but for its last token, ``[tokens, layers, top_k]``. Each
+    prompt begins with all tokens of the turns before, whose own records, made when they were sampled, are kept.
+    """
+    whole, known = None, 0
+    for routed in turns:
+        if routed is None:
+            return None
+        if whole is None:
+            whole = np.zeros((length, *routed.shape[1:]), dtype=routed.dtype)
+        whole[known : len(routed)] = routed[known:]
+        known = len(routed)
+    return whole
 
 
 def _of_pictures(samples: Sequence[Sample]) -> dict[str, np.ndarray]:

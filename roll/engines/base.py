@@ -100,6 +100,8 @@ class GenerateRequest:
     one."""
     with_text: bool = False
     """True to also decode the response to text in the engine's process, which relieves the driver process."""
+    with_routing: bool = False
+    """True to return the experts of each token, from an engine that records them."""
     picture: PictureRequest | None = None
     """The image to generate, for an image engine, which uses only the seed of `sampling`."""
 
@@ -120,6 +122,9 @@ class Completion:
     """The response as text, without special tokens; None if it was not decoded."""
     picture: Picture | None = None
     """The image, whose tokens are the numbers of its stochastic steps; None for a text response."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 ``[prompt + new - 1, layers, experts per token]``: the experts of each token but the last one;
+    None if they were not requested, or the request was aborted."""
 
     def after(self, known: int) -> TokenChunk:
         """Return the tokens after the first ``known`` ones, as the last chunk of the request."""
@@ -134,6 +139,10 @@ class TokenChunk:
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: FinishReason | None = None
+
+    def before_last(self) -> TokenChunk:
+        """Return all tokens except the last one, of a request that has not finished."""
+        return TokenChunk(self.token_ids[:-1], self.logprobs[:-1], self.versions[:-1])
 
     def completion(self, request_id: str, finish_reason: FinishReason) -> Completion:
         """Return these tokens as a complete response."""
@@ -203,6 +212,7 @@ class InferStrategy(ABC):
         shares_devices: bool = False,
         transport: str = "object_store",
         adapter_rank: int | None = None,
+        records_routing: bool = False,
         strategy_config: dict[str, Any],
     ) -> None:
         """Set the engine's arguments; `start` loads the model.
@@ -210,13 +220,15 @@ class InferStrategy(ABC):
         ``eos_token_ids`` default to the model's own. On GPUs the model is split over ``devices_per_engine``.
         ``shares_devices``: other roles use the devices too, so the engine must support `sleep`. ``transport``: name of
         the transport of weight updates. ``adapter_rank``: updates contain LoRA adapters of this rank
-        (`roll.weights.adapters`) for the loaded base model; None: all weights."""
+        (`roll.weights.adapters`) for the loaded base model; None: all weights. ``records_routing``: the experts of
+        tokens can be requested (`GenerateRequest.with_routing`)."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._devices = devices_per_engine if device == "cuda" else 1
         self._shares_devices = shares_devices
         self._transport = transport
         self._adapter_rank = adapter_rank
+        self._records_routing = records_routing
         self._strategy_config = strategy_config
         self._tokenizer: Decoder | None = None
 

@@ -145,6 +145,7 @@ VLLM_RESERVED = {
     "fully_sharded_loras": "nothing: adapters are read back from each device as a whole",
     "max_lora_rank": "`actor_train.model_args.lora_rank`",
     "enable_sleep_mode": "nothing: set where the engine shares its devices",
+    "enable_return_routed_experts": "`actor_train.router_replay`",
 }
 """Engine argument of vLLM -> the setting to use instead."""
 
@@ -182,12 +183,14 @@ def engine_arguments(
     sleeps: bool,
     cache_bytes_per_token: int,
     adapter_rank: int | None = None,
+    records_routing: bool = False,
 ) -> dict[str, Any]:
     """Return keyword arguments for ``AsyncEngineArgs``: our defaults, overridden by the user's keys, then by the run's
     settings.
 
     ``cache_bytes_per_token``: size of the KV cache per token. ``sleeps``: the engine shares its devices.
-    ``adapter_rank``: rank of the LoRA adapter that the engine serves; None: no adapter.
+    ``adapter_rank``: rank of the LoRA adapter that the engine serves; None: no adapter. ``records_routing``: it returns
+    the experts of each token.
     """
     arguments: dict[str, Any] = {
         "enable_prefix_caching": True,
@@ -202,6 +205,8 @@ def engine_arguments(
     if adapter_rank is not None:
         rank = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    if records_routing:
+        arguments["enable_return_routed_experts"] = True
     arguments |= strategy_config
     return arguments | {
         "model": model.model_path,
@@ -279,6 +284,7 @@ SGLANG_RESERVED = {
     "incremental_streaming_output": "nothing: the run reads what is new",
     "enable_memory_saver": "nothing: set where the engine shares its devices",
     "enable_weights_cpu_backup": "nothing: set where the engine shares its devices",
+    "enable_return_routed_experts": "`actor_train.router_replay`",
 }
 """Server argument of SGLang -> the setting to use instead."""
 SGLANG_HARMFUL = {
@@ -335,9 +341,10 @@ def server_arguments(
     sleeps: bool,
     port: int,
     api_key: str,
+    records_routing: bool = False,
 ) -> dict[str, Any]:
     """Return keyword arguments for ``ServerArgs``: our defaults, overridden by the user's keys, then by the run's
-    settings. ``sleeps``: the engine shares its devices."""
+    settings. ``sleeps``: the engine shares its devices. ``records_routing``: it returns the experts of each token."""
     defaults = {
         "log_level": "warning",
         "max_running_requests": SGLANG_SLOTS,
@@ -362,5 +369,6 @@ def server_arguments(
             "incremental_streaming_output": True,
             "enable_memory_saver": sleeps,
             "enable_weights_cpu_backup": sleeps,
+            "enable_return_routed_experts": records_routing,
         }
     )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 import numpy as np
 import torch
 
+from roll.algorithms.routing import RoutingShape
 from roll.engines.base import (
     BusyClock,
     Completion,
@@ -228,6 +229,8 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    routed_experts: np.ndarray | None = None
+    """Experts of all tokens but the last, as the library told them at the end."""
     aborted: bool = False
     """True if an abort was requested."""
     begins_again: bool = False
@@ -283,8 +286,17 @@ class Response:
         )
 
     def completion(self) -> Completion:
-        """Return the response as a completion; ``abort`` if it has no finish reason."""
-        return self.chunk(0).completion(self.request.request_id, self.finish_reason or "abort")
+        """Return the response as a completion; ``abort`` if it has no finish reason.
+
+        Raises `EngineFailed` if experts were requested, and the library did not tell those of all tokens."""
+        whole = self.chunk(0).completion(self.request.request_id, self.finish_reason or "abort")
+        if self.request.with_routing and whole.finish_reason != "abort":
+            told = 0 if self.routed_experts is None else len(self.routed_experts)
+            expected = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+            if told != expected:
+                raise EngineFailed(f"the engine tells the experts of {told} tokens out of {expected}")
+            whole.routed_experts = self.routed_experts
+        return whole
 
     def _stop_at_string(self, new: int) -> bool:
         if self.matcher is None or not new:
@@ -321,6 +333,8 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
     _engine: Engine | None = None
     _paused = _asleep = _without_weights = False
     _version = _generated_tokens = 0
+    _routing: RoutingShape | None = None
+    """Sizes of the records of experts; None: they are not recorded."""
     _known_load: Collection[str] = ()
     """Fields of the load that the library tells."""
     _loads = 0
@@ -333,6 +347,7 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         config, self._names, self._layers = model_facts(self._spec)
         self._shapes, self._buffers = self._names.shapes, self._names.uncast
         self._read_facts(config)
+        self._routing = RoutingShape.of(config) if self._records_routing else None
         self._clock, self._load_totals = BusyClock(), EngineLoad()
         self._scoring = asyncio.Lock()
         self._engine, slots = await self._launch(config)
@@ -508,6 +523,11 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         self._live_engine()
         self._check_request(request)
         self._check_sampling(request)
+        if request.with_routing and request.sampling.watches_text:
+            raise ValueError(
+                f"request {request.request_id!r} cannot run: stop strings end it outside the engine, which tells the "
+                "experts of its tokens only when it ends a request itself"
+            )
         matcher = self._matcher_for(request)
         return self._requests.run(request, matcher, self._updates)
 

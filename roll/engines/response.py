@@ -65,13 +65,18 @@ class PartialResponse:
     def cut_off(self) -> int:
         """End the current attempt after its engine died. Keep its reported tokens, and return their number.
 
-        An image is generated again from the same seed, because its latents are lost with the engine.
+        An image is generated again from the same seed, because its latents are lost with the engine. With recorded
+        experts the last token is not kept.
         """
         if self._request.picture is not None:
             self._attempt = []
         kept = self.attempt_tokens
         self._settled = _joined([self._settled, *self._attempt])
         self._attempt = []
+        if self._request.with_routing and kept:
+            # Engines tell the experts of all tokens when they end a response, so one must compute its end.
+            self._settled = self._settled.before_last()
+            kept -= 1
         return kept
 
     @property
@@ -89,7 +94,7 @@ class PartialResponse:
         if not len(self._settled.token_ids):
             return replace(completion, request_id=self.request_id)
         whole = _joined([self._settled, completion.after(0)]).completion(self.request_id, completion.finish_reason)
-        return replace(whole, text=completion.text)
+        return replace(whole, text=completion.text, routed_experts=completion.routed_experts)
 
 
 def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:

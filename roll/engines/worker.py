@@ -59,6 +59,8 @@ class EngineSpec:
     """Name of the transport of weight updates."""
     adapter_rank: int | None = None
     """Rank of the LoRA adapters in weight updates; None: updates contain all weights."""
+    records_routing: bool = False
+    """True if the experts of each token will be requested."""
     strategy_cls: str | None = None
     """Import path of the user's own strategy class, to use instead of the named one."""
 
@@ -71,8 +73,9 @@ class EngineSpec:
     def build(self, device: Literal["cpu", "cuda"]) -> InferStrategy:
         """Build the engine, without starting it."""
         options = dict(vars(self))
-        if self.adapter_rank is None:
-            del options["adapter_rank"]  # a user's class may not accept it
+        for name in ("adapter_rank", "records_routing"):
+            if not options[name]:
+                del options[name]  # a user's class may not accept it
         strategy = strategy_class(ENGINES, options.pop("strategy_name"), options.pop("strategy_cls"))
         engine: InferStrategy = strategy(options.pop("model_path"), device=device, **options)
         return engine

@@ -128,6 +128,7 @@ class AgenticSide(RolloutSide):
             run_seed=self._config.seed,
             purpose=purpose,
             counts_control_tokens=self._config.on_control_tokens == "refuse",
+            with_routing=purpose == "train" and self._config.actor_train.router_replay,
         )
 
     def _manager(self, tag: str, manager: EnvManagerConfig, arguments: GeneratingArguments) -> EnvManager:
@@ -233,6 +234,8 @@ class EpisodeRollout:
     """True to record a rendered frame at each turn."""
     counts_control_tokens: bool = False
     """True to give each episode the metric ``control_tokens``: 1 if one that was spelled ended it, else 0."""
+    with_routing: bool = False
+    """True to record the experts of each token."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Totals of sampled tokens: ``sampled`` counts all completed turns, ``untrained`` the tokens that finished episodes
     left out of their samples, ``discarded`` those of episodes that ended up in no group. All other tokens are in
@@ -304,7 +307,7 @@ class EpisodeRollout:
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, turn)
             stops = self.sampling.stop_strings + stop_strings
             sampling = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stops)
-            request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling)
+            request = GenerateRequest(f"{name}-{turn}", prompt_token_ids, sampling, with_routing=self.with_routing)
             # All turns on one replica, for its prefix cache.
             began = loop.time()
             done = await self.generator.generate(request, sticky_key=name, min_version=min_version)
@@ -312,7 +315,8 @@ class EpisodeRollout:
             sampled += len(done.token_ids)
             # Copies, because the arrays share memory with the results of other requests.
             token_ids, logprobs, versions = map(np.array, (done.token_ids, done.logprobs, done.versions))
-            return SampledTurn(token_ids, logprobs, versions, done.finish_reason)
+            routed = None if done.routed_experts is None else np.array(done.routed_experts)
+            return SampledTurn(token_ids, logprobs, versions, done.finish_reason, routed)
 
         losses = 0
         try:

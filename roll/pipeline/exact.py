@@ -53,9 +53,9 @@ NOTES = "exact"
 """Folder, within the run directory, of the recorded tensors; also the name of the stage that records them."""
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
-    "token_ids", "latents", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs",
-    "reference_means", "teacher_logprobs", "values", "advantages", "returns", "proximal_logprobs",
-    "correction_weights", "loss_mask",
+    "token_ids", "latents", "behaviour_logprobs", "versions", "routed_experts", "scores", "rewards",
+    "reference_logprobs", "reference_means", "teacher_logprobs", "values", "advantages", "returns",
+    "proximal_logprobs", "correction_weights", "loss_mask",
     "critic/loss", "critic/grad_norm", "actor/loss", "actor/grad_norm",
 )  # fmt: skip
 """Names of the compared values of a training step, in the order in which they are computed."""
@@ -204,7 +204,7 @@ class PlainLoop:
             if derived.is_base(config, role):
                 logprobs = self.trainer.base_log_probs(seen, temperature)
             elif derived.is_policy(config, role):
-                logprobs = self.trainer.log_probs(seen, temperature)
+                logprobs = self.trainer.log_probs(seen.unrouted(), temperature)
             elif role in self._compared:
                 logprobs = self._compared[role].log_probs(seen, temperature)
             else:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from roll.data.records import SampleBatch
+from roll.data.records import ROUTED, SampleBatch
 from roll.tracking.waits import LOGP, TRAIN, waiting
 from roll.weights.buffers import WeightBuffers
 from roll.weights.publisher import Publication
@@ -194,7 +194,8 @@ class LogProbRole:
 
 def wanted_of(data: SampleBatch) -> SampleBatch:
     """Return the fields that a forward pass needs, without copying them."""
-    return SampleBatch(data.lengths, {name: data.tokens[name] for name in ("token_ids", "response_mask")})
+    names = ("token_ids", "response_mask", ROUTED)
+    return SampleBatch(data.lengths, {name: data.tokens[name] for name in names if name in data.tokens})
 
 
 def token_places(data: SampleBatch, rows: np.ndarray) -> np.ndarray:

@@ -166,6 +166,8 @@ def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
     """
     leaves = _leaves(masked(asdict(config)))
     settings = {path: value for path, value in leaves if not _matches(path, (*HARMLESS, *AFTER_THE_ROLLOUT))}
+    if derived.replays_routing(config):
+        settings["actor_train.router_replay"] = True  # a group has its experts, or has not
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 

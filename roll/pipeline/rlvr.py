@@ -22,7 +22,7 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.roles import GeneratingArguments
 from roll.configs.run import PromptConfig
 from roll.data.prompts import PromptStream
-from roll.data.records import Group, Prompt, Sample, derive_seed
+from roll.data.records import Group, Prompt, Sample, derive_seed, joined_routing
 from roll.engines.base import Completion, GenerateRequest, SamplingParams
 from roll.pipeline.preflight import Prepared, RLVRPlan
 from roll.pipeline.rollouts import (
@@ -211,6 +211,7 @@ class RLVRSide(RolloutSide):
             purpose=purpose,
             separate_requests=config.is_num_return_sequences_expand,
             decoded_there=same_tokenizer,
+            with_routing=training and trainer.router_replay,
             sample_weight=config.sample_weight if training else None,
             greedy_baseline=training and self._prepared.advantages.estimator.requirements.needs_greedy_baseline,
         )
@@ -234,6 +235,8 @@ class RolloutFunction:
     """True to add the score of a greedy response to each group."""
     sample_weight: str | None = None
     """Name of the sample weight, which may come from the metadata of the prompt."""
+    with_routing: bool = False
+    """True to record the experts of each token."""
     decoded_there: bool = False
     """True if the engines decode the responses, because they use the same tokenizer as the trainer."""
 
@@ -262,7 +265,8 @@ class RolloutFunction:
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
             sampling = replace(sampling, seed=seed)
             request_id = f"{self._name(group_id)}-{index}"
-            requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
+            request = GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there)
+            requests.append(replace(request, with_routing=self.with_routing and index < self.samples_per_group))
         return requests
 
     async def _judged_samples(
@@ -343,6 +347,7 @@ def sample_from_completion(prompt: Prompt, completion: Completion, text: str) ->
         versions=filled(-1, completion.versions, np.int32),
         finish_reason=completion.finish_reason,
         response_text=text,
+        routed_experts=joined_routing([completion.routed_experts], length),
     )
 
 

@@ -244,6 +244,7 @@ def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
         kind="value" if role == "critic" else "policy",
         forward_only=role in FORWARD_ROLES,
         pictures=derived.picture_sampling(config),
+        replays_routing=role in ("actor_train", "actor_logp") and derived.replays_routing(config),
     )
 
 
@@ -262,5 +263,6 @@ def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
         shares_devices=derived.shares_devices(config, "actor_infer"),
         transport=transport,
         adapter_rank=derived.adapter_rank(config),
+        records_routing=derived.replays_routing(config),
         strategy_cls=role.strategy_args.strategy_cls,
     )

@@ -117,7 +117,8 @@ async def _compared(run: RunContext, batch: TrainingBatch, role: str) -> Trainin
     data = batch.data
     seen = data if role != "teacher" else await asyncio.to_thread(seen_by_teacher, batch, run.teacher_prompts)
     with run.recorder.busy(role):
-        logprobs = await run.compared[role].log_probs(seen, run.train_temperature)
+        # These are other models, which choose their own experts.
+        logprobs = await run.compared[role].log_probs(seen.unrouted(), run.train_temperature)
     data.tokens[f"{role}_logprobs"] = on_samples(data, logprobs, seen)
     run.recorder.count_tokens(role, int(seen.lengths.sum()))
     return batch
@@ -126,7 +127,7 @@ async def _compared(run: RunContext, batch: TrainingBatch, role: str) -> Trainin
 async def value(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Add the critic's values, for the advantage estimation."""
     with run.recorder.busy("critic"):
-        batch.data.tokens["values"] = await run.require_critic().values(batch.data)
+        batch.data.tokens["values"] = await run.require_critic().values(batch.data.unrouted())
     return batch
 
 
@@ -155,7 +156,7 @@ async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Take the critic's optimizer steps on the returns of this batch, in parallel to the policy's steps."""
     with run.recorder.busy("critic"):
         plan = train_plan(run.config, "critic", batch)
-        metrics = await run.require_critic().train(batch.data, run.value_objective, plan)
+        metrics = await run.require_critic().train(batch.data.unrouted(), run.value_objective, plan)
         if run.checkpoints.due(batch.step + 1):
             await run.checkpoints.copy_state(batch.step + 1, "critic")
     batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})

@@ -43,6 +43,8 @@ class TrainerSetup:
     """True if the role has no optimizer. Its weights are then stored in the precision of `model_args`."""
     pictures: PictureSampling | None = None
     """Sampling settings of the pictures that an image model trains on; None for a text model."""
+    replays_routing: bool = False
+    """True to send tokens to the experts that the engine chose, as far as a batch has them."""
     end_tokens: tuple[int, ...] = ()
     """Additional end-of-sequence tokens to list in the generation settings of an exported model."""
     rank: int = 0

@@ -73,7 +73,8 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         if rounds:
             self._set_weights(masters.__getitem__)
         computing = self.engine if self.has_engine else self.model
-        self.forward = HfForward(setup.kind, computing, head, self.device, signature_of=self.model)
+        replays = setup.replays_routing
+        self.forward = HfForward(setup.kind, computing, head, self.device, signature_of=self.model, replays=replays)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():

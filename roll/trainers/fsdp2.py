@@ -74,7 +74,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         if self.adapters is None:
             return super().base_log_probs(batch, temperature)
         with self.adapters.disabled():
-            return self.log_probs(batch, temperature)
+            return self.log_probs(batch.unrouted(), temperature)
 
     def step_means(self, batch: SampleBatch) -> np.ndarray:
         found = super().step_means(batch)

@@ -36,6 +36,7 @@ from roll.algorithms.logprobs import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
+from roll.algorithms.routing import RouterReplay
 from roll.configs.roles import ModelArguments
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import ModelKind, TrainerSetup
@@ -136,15 +137,19 @@ class HfForward:
         head: OutputHead | None,
         device: torch.device,
         signature_of: nn.Module | None = None,
+        replays: bool = False,
     ) -> None:
         """Test on a few tokens whether the head can compute results itself. Collective.
 
         ``head`` is the result of `install_output_head`. ``signature_of`` is the unwrapped model, if ``model`` is a
-        wrapper that hides its forward arguments.
+        wrapper that hides its forward arguments. ``replays``: use recorded experts where a micro-batch has some; raises
+        `UnroutableModel` if the model's cannot be replaced.
         """
         self.kind = kind
         self.model = model
-        arguments = inspect.signature((signature_of or model).forward).parameters
+        plain: Any = signature_of or model
+        arguments = inspect.signature(plain.forward).parameters
+        self.replay = RouterReplay(plain, model, device) if replays else None
         self.keeps_positions = "logits_to_keep" in arguments
         self.head = head if head is not None and gives_back_head_results(model, head, device) else None
         self.chunk_elements = LINEAR_CHUNK_ELEMENTS
@@ -196,9 +201,15 @@ class HfForward:
     def move(self, device: torch.device) -> None:
         """Do nothing. Only image models have auxiliary models to move (`PictureForward.move`)."""
 
+    def _arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Return the arguments for the model, and set the experts of its tokens until the next micro-batch."""
+        if self.replay is not None:
+            self.replay.use(micro_batch.routing)
+        return micro_batch.model_arguments()
+
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
-        arguments = micro_batch.model_arguments()
+        arguments = self._arguments(micro_batch)
         if self.keeps_positions:
             return self.model(**arguments, logits_to_keep=micro_batch.positions).logits
         return self.model(**arguments).logits[:, micro_batch.positions]
@@ -212,7 +223,7 @@ class HfForward:
             return torch.stack(compute(hidden[:, micro_batch.positions], weight, bias), dim=-1)
 
         with head.computing(compute_kept):
-            results = self.model(**micro_batch.model_arguments()).logits
+            results = self.model(**self._arguments(micro_batch)).logits
         return [micro_batch.by_sample(values) for values in results.unbind(-1)]
 
 
@@ -428,7 +439,7 @@ def forward_pass(
 ) -> HfForward | PictureForward:
     """Return the `HfForward` or `PictureForward` of a rank's model, which may be sharded. Collective."""
     if setup.pictures is None:
-        return HfForward(setup.kind, model, head, device)
+        return HfForward(setup.kind, model, head, device, replays=setup.replays_routing)
     return _pictures().PictureForward(setup, model, device)
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from roll.algorithms.aggregation import LossNormalizers
 from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, PartMetrics, combine
 from roll.algorithms.objective import PolicyObjective, SupervisedObjective, ValueObjective
-from roll.data.records import SampleBatch
+from roll.algorithms.routing import Routing
+from roll.data.records import ROUTED, SampleBatch
 from roll.trainers.base import MicroBatchLimits
 
 
@@ -221,6 +222,8 @@ class MicroBatch:
     """Sample indices in the batch; none in a dummy."""
     pictures: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The `PICTURE_FIELDS` of an image model, one row per sample. Its targets are denoising step numbers."""
+    routing: Routing | None = None
+    """Recorded experts of the tokens in `input_ids`, if the batch has them."""
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for a transformers model.
@@ -251,7 +254,8 @@ def build_micro_batch(
     token, which no logit predicts). Only the range of positions with a wanted target is kept. If ``rows`` is empty,
     returns a dummy micro-batch: one row of two tokens, with no wanted target.
     """
-    needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
+    routed = [ROUTED] if ROUTED in batch.tokens else []
+    needed = {name: batch.tokens[name] for name in ("token_ids", *field_names, *routed)} | {"wanted": wanted}
     of_pictures = [name for name in PICTURE_FIELDS if name in batch.per_sample]
     per_sample = {name: batch.per_sample[name] for name in (*sample_fields, *of_pictures)}
     whole = SampleBatch(batch.lengths, needed, per_sample)
@@ -280,7 +284,21 @@ def build_micro_batch(
         fields=fields,
         rows=rows,
         pictures={name: part.per_sample[name] for name in of_pictures},
+        routing=_routing(part, device, width, rows) if routed else None,
     )
+
+
+def _routing(part: SampleBatch, device: torch.device, width: int | None, rows: Sequence[int]) -> Routing:
+    """Return the recorded experts of all tokens of a micro-batch. ``width``: that of padded rows; None: packed."""
+    # Nothing is recorded of a sample's last token, nor of a dummy's.
+    known = np.full(int(part.lengths.sum()), bool(rows))
+    known[part.offsets[1:][part.lengths > 0] - 1] = False
+    experts = part.tokens[ROUTED]
+    if width is not None:
+        flat = SampleBatch(part.lengths, {ROUTED: experts, "known": known})
+        experts, known = flat.padded(ROUTED, 0, width), flat.padded("known", False, width)
+        experts, known = experts.reshape(-1, *experts.shape[2:]), known.ravel()
+    return Routing(torch.from_numpy(experts).to(device), torch.from_numpy(known).to(device))
 
 
 def _packed(
@@ -303,6 +321,7 @@ def _packed(
         fields=fields,
         packing=Packing.of(lengths, device),
         rows=rows,
+        routing=_routing(part, device, None, rows) if ROUTED in part.tokens else None,
     )
 
 
@@ -341,7 +360,7 @@ def _stand_in(batch: SampleBatch) -> SampleBatch:
     """Return a dummy batch with the same fields: one sample of two tokens, all zeros."""
     return SampleBatch(
         lengths=np.array([2], dtype=np.int64),
-        tokens={name: np.zeros(2, dtype=values.dtype) for name, values in batch.tokens.items()},
+        tokens={name: np.zeros((2, *values.shape[1:]), dtype=values.dtype) for name, values in batch.tokens.items()},
         per_sample={
             name: np.zeros((1, *values.shape[1:]), dtype=values.dtype) for name, values in batch.per_sample.items()
         },

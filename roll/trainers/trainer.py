@@ -31,7 +31,7 @@ from roll.algorithms.metrics import PartMetrics
 from roll.configs.derived import warmup_steps_of
 from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
-from roll.data.records import SampleBatch
+from roll.data.records import ROUTED, SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
 from roll.trainers.model import HfForward, ModelExport, build_export, forward_pass, prepare_model
 from roll.trainers.options import HfReplicaOptions
@@ -384,6 +384,10 @@ class TrainStrategy(ForwardStrategy):
     def _step(self, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:
         if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
+        if self.setup.replays_routing and ROUTED not in batch.tokens:
+            raise ValueError(
+                "actor_train.router_replay: the samples have no `routed_experts`, which the engine records"
+            )
         return TrainingStep.of(batch, objective, is_part)
 
     def _finish(self, metrics: dict[str, float], nothing_to_learn: bool) -> dict[str, float]:
@@ -396,7 +400,16 @@ class TrainStrategy(ForwardStrategy):
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "skipped_updates": float(not updated),
+            **self._routing_metrics(),
         }
+
+    def _routing_metrics(self) -> dict[str, float]:
+        """Return with router replay the share of tokens that the model would have sent to other experts, the mean over
+        layers, in the passes since the last call. Collective."""
+        if not self.setup.replays_routing or not isinstance(self.forward, HfForward) or self.forward.replay is None:
+            return {}
+        differing, replayed = self._shared(self.forward.replay.take_counts())
+        return {"routing_mismatch": float(differing / replayed) if replayed else 0.0}
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -121,6 +121,7 @@ REWARD = {"verifier": "exact", "tag_included": ["a"]}
         {"rewards": {"a": {**REWARD, "verifier_args": {"strict": True}}}},
         {"rewards": {"a": REWARD, "b": REWARD}},
         {"adv_estimator": "remax"},
+        {"actor_train": {"router_replay": True}},
         {"pipeline": "agentic", "train_env_manager": {"group_size": 3}},
         {"pipeline": "agentic", "custom_envs": {"maze": {"env_type": "frozen_lake", "max_steps": 3}}},
     ],

@@ -34,6 +34,13 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.fields import walk
 from roll.configs.loader import PIPELINES, config_from_tree, dump_config
 from roll.configs.roles import UNREAD_KEYS
+from roll.engines.base import InferStrategy
+from roll.pipeline.roles import engine_spec, trainer_setup
+
+
+class Outside(InferStrategy):
+    """An engine of one's own."""
+
 
 GYM = {"dataset": "basic_arithmetic", "domain": "math"}
 
@@ -838,6 +845,63 @@ def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, 
     assert "adapters alone" in plan(config)
     problem = problems_of(merged(tree, ADAPTERS | changes))[path]
     assert words in problem.message and "full" in problem.remedy
+
+
+EXPERTS = {"pretrain": "Qwen/Qwen3-30B-A3B", "actor_train.router_replay": True}
+ON_GPUS = {"cluster.device": "cuda", "cluster.address": "head:6379"}
+
+
+def engine_named(name: str, **changes: Any) -> dict[str, Any]:
+    return {"actor_infer.strategy_args": {"strategy_name": name, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pretrain": "Qwen/Qwen3-8B"}, "the model has no experts"),
+        (
+            {"actor_train.strategy_args": {"strategy_name": "megatron_train"}},
+            "megatron_train (actor_train) chooses experts by itself",
+        ),
+        (
+            {"actor_logp": {"device_mapping": [2], "strategy_args": {"strategy_name": "megatron_train"}}},
+            "megatron_train (actor_logp) chooses experts by itself",
+        ),
+        (engine_named("vllm"), "on GPUs only"),
+        (
+            ON_GPUS | engine_named("vllm") | {"actor_infer.generating_args.stop_strings": ["x"]},
+            "vllm tells experts when it ends a request itself",
+        ),
+        (
+            ON_GPUS | engine_named("sglang") | {"actor_infer.generating_args.stop_strings": ["x"]},
+            "sglang tells experts when it ends a request itself",
+        ),
+        (
+            ON_GPUS | engine_named("vllm", strategy_config={"enable_prefix_caching": False}),
+            "keeps the experts of shared prompts with their caches",
+        ),
+        (
+            engine_named("tests.configs.test_config_checks:Outside"),
+            "tests.configs.test_config_checks:Outside does not tell the experts",
+        ),
+    ],
+)
+def test_experts_are_replayed_only_where_an_engine_tells_them_and_a_trainer_takes_them(tree, changes, words):
+    for engine in ({}, ON_GPUS | engine_named("vllm"), ON_GPUS | engine_named("sglang")):
+        check_config(config_from_tree(merged(tree, EXPERTS | engine)))
+    for trainer in ("fsdp2_train", "deepspeed_train"):
+        check_config(config_from_tree(merged(tree, EXPERTS | {"actor_train.strategy_args.strategy_name": trainer})))
+    problem = problems_of(merged(tree, EXPERTS | changes))["actor_train.router_replay"]
+    assert words in problem.message and "set it to false, or" in problem.remedy
+
+
+def test_who_records_and_who_replays_experts(tree):
+    tree = merged(tree, EXPERTS | {"actor_logp": {"device_mapping": [2]}, "reference": {"device_mapping": [3]}})
+    for on in (True, False):
+        config = config_from_tree(merged(tree, {"actor_train.router_replay": on, "cluster.num_devices_per_node": 4}))
+        assert engine_spec(config, "object_store").records_routing is on
+        replays = {role: trainer_setup(config, role).replays_routing for role in present_roles(config)}
+        assert replays == dict.fromkeys(replays, False) | {"actor_train": on, "actor_logp": on}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from roll.configs.strategies import OPTIONS, Options
 ENGINES = ("vllm", "sglang", "hf_infer")
 SWITCHES = {
     "enforce_eager", "disable_cuda_graph", "reshard_after_forward", "gradient_checkpointing", "sequence_parallel",
-    "use_distributed_optimizer",
+    "use_distributed_optimizer", "enable_prefix_caching",
 }  # fmt: skip
 SECTIONS = {"zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"}
 NUMBERS_THAT_WORK = {
@@ -44,6 +44,7 @@ TAKEN = [
     *(("vllm", "gpu_memory_utilization", value) for value in (1, 0.5)),
     *(("vllm", "kv_cache_memory_bytes", value) for value in (None, 2e9, 20_000_000_000)),
     *(("vllm", key, value) for key in ("max_num_seqs", "max_num_batched_tokens") for value in (None, 8192, 8192.0)),
+    *(("vllm", "enable_prefix_caching", value) for value in (None, True)),
     *(("sglang", "mem_fraction_static", value) for value in (None, 0.8)),
     *(("sglang", "chunked_prefill_size", value) for value in (None, 4096)),
     ("sglang", "max_running_requests", None),

@@ -34,6 +34,9 @@ def samples(draw) -> Sample:
         turn_rewards=rng.random(length).astype(np.float32) if with_turns else None,
         turn_states=rng.integers(-1, 2**62, length) if with_turns else None,
         latents=rng.random((draw(st.integers(1, 4)), 2, 3, 1)).astype(np.float32) if draw(st.booleans()) else None,
+        routed_experts=rng.integers(0, 99, (length, 2, 3)).astype(draw(st.sampled_from(["uint8", "int16"])))
+        if draw(st.booleans())
+        else None,
     )
 
 

@@ -24,7 +24,9 @@ def make_wide_model(seed: int = 0, **changes):
     return make_model(seed, hidden_size=256, **changes)
 
 
-def sglang_strategy(model_path: str, device: str = "cpu", shares_devices: bool = False, **config):
+def sglang_strategy(
+    model_path: str, device: str = "cpu", shares_devices: bool = False, records_routing: bool = False, **config
+):
     return SGLangInferStrategy(
         model_path,
         device=device,
@@ -32,19 +34,26 @@ def sglang_strategy(model_path: str, device: str = "cpu", shares_devices: bool =
         attn_implementation="sdpa",
         max_length=MAX_LENGTH,
         shares_devices=shares_devices,
+        records_routing=records_routing,
         strategy_config={"max_running_requests": PLACES + 1, **config},
     )
 
 
 @contextmanager
 def running_stand_in(
-    model_path: str, *, fault_file: Path | None = None, shares_devices: bool = False, **config
+    model_path: str,
+    *,
+    fault_file: Path | None = None,
+    shares_devices: bool = False,
+    records_routing: bool = False,
+    **config,
 ) -> Iterator[RunningEngine]:
     """An engine whose server is the stand-in. What is written into ``fault_file`` goes wrong from then on."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "SGLANG_STAND_IN_FAULT")}
     os.environ |= {"PYTHONPATH": str(STAND_IN), "SGLANG_STAND_IN_FAULT": str(fault_file or "")}
     try:
-        strategy = sglang_strategy(model_path, shares_devices=shares_devices, **config)
+        settings = {"shares_devices": shares_devices, "records_routing": records_routing}
+        strategy = sglang_strategy(model_path, **settings, **config)
         engine = RunningEngine(model_path, strategy=strategy)
     finally:
         for name, value in before.items():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -82,3 +84,17 @@ def test_an_attempt_of_which_nothing_is_known_leaves_everything_to_the_next():
     assert partial.completion is None
     assert partial.remaining().prompt_token_ids.tolist() == [7, 8]
     assert partial.min_version is None
+
+
+def test_with_experts_each_attempt_computes_at_least_the_last_token():
+    partial = response(tokens=3)
+    partial._request = replace(partial._request, with_routing=True)
+    partial.add(chunk(10, 11, version=1))
+    partial.add(chunk(12, version=2, finish_reason="length"))
+    assert partial.cut_off() == 2 and partial.completion is None
+    assert partial.remaining().prompt_token_ids.tolist() == [7, 8, 10, 11] and partial.min_version == 1
+    assert partial.cut_off() == 0, "an attempt of which nothing is known takes nothing away"
+    last, routed = chunk(13, version=4), np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3)
+    told = Completion("other", last.token_ids, last.logprobs, last.versions, "stop", routed_experts=routed)
+    whole = partial.joined_to(told)
+    assert whole.token_ids.tolist() == [10, 11, 13] and whole.routed_experts is routed

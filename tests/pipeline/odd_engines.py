@@ -97,3 +97,13 @@ class ShiftedScores(InferWorker):
     async def score(self, token_ids):
         shift = SHIFT if self._strategy.stats()["version"] else 0.0
         return [scores - np.float32(shift) for scores in await super().score(token_ids)]
+
+
+class OppositeExperts(InferWorker):
+    """Its routers choose those experts that the same weights would choose last elsewhere."""
+
+    async def start(self, spec):
+        await super().start(spec)
+        for name, module in self._strategy._thread.engine._model.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.register_forward_pre_hook(lambda module, args: (-args[0],))

@@ -30,7 +30,7 @@ from roll.agentic.endpoint.turns import TurnReader, message_of, with_system_fold
 from roll.agentic.episode import ManagerSettings, Message, Policy, SampledTurn, TurnRecord
 from roll.data.chat import ChatTurns, Conversation, TemplateRefused, TurnTemplate
 from roll.data.encoding import decoded, tokenise
-from roll.data.records import Sample
+from roll.data.records import Sample, joined_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -474,6 +474,7 @@ class EpisodeSession(Answerer):
             turns=turns,
             turn_rewards=rewards,
             turn_states=np.full(length, -1, dtype=np.int64),
+            routed_experts=joined_routing([turn.sampled.routed_experts for turn in path], length),
         )
         end = 0
         for turn in path:

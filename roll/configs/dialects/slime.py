@@ -164,7 +164,8 @@ _TABLE = {
     "recompute-method": to(f"{_OPTIONS}.recompute_method"),
     "recompute-num-layers": to(f"{_OPTIONS}.recompute_num_layers"),
     "enable-mtp-training mtp-num-layers mtp-loss-scaling-factor": lost("heads for several tokens are not trained"),
-    "use-routing-replay use-rollout-routing-replay": lost("the routing of experts is not replayed"),
+    "use-routing-replay": lost("passes of the trainer choose their experts anew"),
+    "use-rollout-routing-replay": lost("`fsdp2_train` has it: `actor_train.router_replay: true`"),
     # rewards and rollouts
     "rm-type": later("write `rewards.<name>.verifier`"),
     "custom-rm-path": later("write `rewards.<name>.verifier: module:function`"),

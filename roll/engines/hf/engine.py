@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from roll.algorithms.logprobs import token_logprobs
+from roll.algorithms.routing import RoutingRecorder, RoutingShape
 from roll.engines.base import (
     EngineLoad,
     FinishReason,
@@ -85,10 +86,16 @@ class HFEngine(ModelEngine):
         max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
         self._cache = SlotCache(max_rows, max_length)
         self._table = RequestTable(max_length)
+        self._recorder: RoutingRecorder | None = None
         self._watched: set[ActiveRequest] = set()
         self._streaming: set[ActiveRequest] = set()
         self._caches_dropped = False
         self._steps_since_admission = 0
+
+    def record_routing(self) -> None:
+        """Record the experts of all tokens. Call before the first request. Raises `UnroutableModel`."""
+        self._recorder = RoutingRecorder(self._model)
+        self._table.record_routing(self._recorder.shape)
 
     @property
     def running(self) -> int:
@@ -245,6 +252,10 @@ class HFEngine(ModelEngine):
         self._cache.reserve(self._padded_rows(), length)
         for layer, states in enumerate(cache.layers):
             self._cache.store(layer, states.keys, states.values, sources, targets)
+        if self._recorder is not None:
+            routed = self._recorder.take().reshape(prompts, length, *self._recorder.shape.of_token)
+            for experts, rows in zip(routed, groups, strict=False):
+                self._table.add_routing(rows, experts)
 
     def _padded_rows(self) -> int:
         return round_up(max(self.running, self._min_rows), _ROW_MULTIPLE)
@@ -253,6 +264,8 @@ class HFEngine(ModelEngine):
         """Run one forward pass over the last token of every row, sample, and update the table."""
         count = self.running
         logits = self._next_logits()[:count]
+        if self._recorder is not None:
+            self._table.append_routing(self._recorder.take()[:count])
         temperature, top_k, top_p = (self._table.column(name) for name in ("temperature", "top_k", "top_p"))
         uniforms = counter_uniforms(self._table.column("seed"), self._table.token_indices())
         chosen, logprobs = sample(logits, temperature, top_k, top_p, uniforms)
@@ -302,6 +315,8 @@ class HFEngine(ModelEngine):
         for row, reason in zip(rows, reasons, strict=True):
             active = self._table.requests[row]
             whole = self._table.chunk(row, 0).completion(active.request.request_id, reason)
+            if active.request.with_routing and reason != "abort":
+                whole.routed_experts = self._table.routing(row)
             self._events.append((active, whole))
             self._watched.discard(active)
             self._streaming.discard(active)
@@ -322,6 +337,7 @@ _PARAMETERS = np.dtype(
     [
         ("length", np.int64),
         ("prompt_length", np.int64),
+        ("routed", np.int64),
         ("limit", np.int64),
         ("first_token_index", np.int64),
         ("seed", np.uint64),
@@ -344,10 +360,38 @@ class RequestTable:
         self._tokens = np.zeros((0, max_length), dtype=np.int64)
         self._logprobs = np.zeros((0, max_length), dtype=np.float32)
         self._versions = np.zeros((0, max_length), dtype=np.int32)
+        self._experts: np.ndarray | None = None
         self._stop_ids = np.zeros((0, 0), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def record_routing(self, shape: RoutingShape) -> None:
+        """Make room for the experts of each token. Call while the table is empty."""
+        self._experts = np.zeros((0, self._max_length, *shape.of_token), dtype=shape.dtype)
+
+    def add_routing(self, rows: Sequence[int], experts: np.ndarray) -> None:
+        """Record the experts of the first tokens of these rows, ``[tokens, layers, top_k]``, which are the same.
+
+        Those that a token had when the next one was sampled stay, also if its cache is computed again.
+        """
+        assert self._experts is not None
+        for row in rows:
+            known, end = self._parameters["routed"][row], self._parameters["length"][row] - 1
+            self._experts[row, known:end] = experts[known:end]
+            self._parameters["routed"][row] = end
+
+    def append_routing(self, experts: np.ndarray) -> None:
+        """Record the experts of the last token of every row, ``[rows, layers, top_k]``."""
+        assert self._experts is not None
+        lengths = self.column("length")
+        self._experts[np.arange(len(self)), lengths - 1] = experts
+        self.column("routed")[:] = lengths
+
+    def routing(self, row: int) -> np.ndarray | None:
+        """Return the experts of the row's tokens except the last, ``[tokens - 1, layers, top_k]``; None if they are not
+        recorded."""
+        return None if self._experts is None else self._experts[row, : self._parameters["length"][row] - 1].copy()
 
     def column(self, name: str) -> np.ndarray:
         """Return one parameter of all rows, ``[rows]``, as a view."""
@@ -362,6 +406,7 @@ class RequestTable:
         self._parameters[row] = (
             len(prompt),
             len(prompt),
+            0,
             min(len(prompt) + sampling.max_new_tokens, self._max_length),
             active.request.first_token_index,
             sampling.seed & _SEED_MASK,
@@ -428,8 +473,9 @@ class RequestTable:
         sources = remaining + np.flatnonzero(~leaving[remaining:])
         if len(sources):
             longest = int(self.column("length").max())
-            for array in (self._tokens, self._logprobs, self._versions):
-                array[targets, :longest] = array[sources, :longest]
+            for array in (self._tokens, self._logprobs, self._versions, self._experts):
+                if array is not None:
+                    array[targets, :longest] = array[sources, :longest]
             self._parameters[targets] = self._parameters[sources]
             self._stop_ids[targets] = self._stop_ids[sources]
         for source, target in zip(sources, targets, strict=True):
@@ -447,10 +493,13 @@ class RequestTable:
         self._tokens, self._logprobs, self._versions = (
             _enlarged(array, rows, longest) for array in (self._tokens, self._logprobs, self._versions)
         )
+        if self._experts is not None:
+            self._experts = _enlarged(self._experts, rows, longest)
 
 
 def _enlarged(array: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:
     """Return the array enlarged with rows of zeros. Only the first ``columns`` (None: all) are copied."""
     grown = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
-    grown[: len(array)][..., :columns] = array[..., :columns]
+    kept = (slice(len(array)), slice(columns))[: array.ndim]
+    grown[kept] = array[kept]
     return grown

@@ -331,7 +331,10 @@ class HFInferStrategy(InferStrategy):
             torch.set_num_threads(self._options.threads)
         model = load_model(self._spec)
         self._read_facts(model.config)
-        return HFEngine(model, self._spec.max_length, self._options, self._end_tokens, self._adapter_rank)
+        engine = HFEngine(model, self._spec.max_length, self._options, self._end_tokens, self._adapter_rank)
+        if self._records_routing:
+            engine.record_routing()
+        return engine
 
     def _live_thread(self) -> EngineThread:
         if self._thread is None:

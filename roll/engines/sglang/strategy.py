@@ -22,6 +22,7 @@ import math
 import secrets
 import shutil
 import weakref
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from roll.algorithms.routing import RoutingShape
 from roll.data.records import derive_seed
 from roll.engines.base import (
     EngineFailed,
@@ -69,6 +71,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
             sleeps=self._shares_devices,
             port=free_port(),
             api_key=secrets.token_hex(16),
+            records_routing=self._records_routing,
         )
         self._overlaps = not arguments["disable_overlap_schedule"]
         self._mask_limit = arguments.get("sampling_mask_max_tokens", SGLANG_MASK_LIMIT)
@@ -112,6 +115,8 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         if isinstance(message, Exception):
             raise message
         known = len(response.token_ids)
+        if self._routing is not None:
+            response.routed_experts = told_experts(message, self._routing)
         stopped_here = take_message(response, message)
         self._generated_tokens += len(response.token_ids) - known
         if response.finish_reason is not None and not stopped_here:
@@ -350,6 +355,7 @@ def generate_body(
         "stream": True,
         "return_logprob": not mask,
         "return_sampling_mask": mask,
+        "return_routed_experts": request.with_routing,
         "cache_salt": f"weights {loads}",
         "sampling_params": {
             "max_new_tokens": min(sampling.max_new_tokens, max_length - len(prompt)),
@@ -405,6 +411,14 @@ def take_message(response: Response, message: Mapping[str, Any]) -> bool:
     else:
         logprobs = [entry[0] for entry in report.get("output_token_logprobs", [])]
     return response.take(token_ids, logprobs, int(report["weight_version"]), spans, reason)
+
+
+def told_experts(message: Mapping[str, Any], shape: RoutingShape) -> np.ndarray | None:
+    """Return the experts in a message, ``[tokens, layers, top_k]``; None if it has none.
+
+    SGLang sends those of all tokens but the last, with the end of a request: int32, in base64."""
+    text = message.get("meta_info", {}).get("routed_experts")
+    return None if text is None else shape.record(np.frombuffer(b64decode(text), dtype=np.int32))
 
 
 def scores_of(reply: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:

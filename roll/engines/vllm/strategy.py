@@ -97,6 +97,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             sleeps=self._sleeps,
             cache_bytes_per_token=cache_bytes_per_token(config, self._spec.dtype),
             adapter_rank=self._adapter_rank,
+            records_routing=self._records_routing,
         )
         if not arguments["disable_log_stats"]:
             self._known_load = tuple(field.name for field in fields(EngineLoad))
@@ -151,6 +152,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                         return
                     (completion,) = output.outputs
                     self._generated_tokens += len(completion.token_ids)
+                    if self._routing is not None and completion.routed_experts is not None:
+                        response.routed_experts = self._routing.record(completion.routed_experts)
                     stopped = take_output(response, completion, self._version)
                     # vLLM ignores an abort of an id that it does not know yet; such a request is ended here.
                     if response.aborted and response.finish_reason is None:

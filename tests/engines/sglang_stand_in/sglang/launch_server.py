@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import os
@@ -109,6 +110,8 @@ class StandIn:
             told["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         if req.finished is not None:
             told["weight_versions"] = req.spans(self.scheduler.version)
+            if req.routed and self.args.enable_return_routed_experts:
+                told["routed_experts"] = base64.b64encode(self.scheduler.experts(req).tobytes()).decode()
         message = {"output_ids": req.output_ids[new], "meta_info": told}
         check_answer("/generate", message)
         self.outputs[req.rid].put_nowait(message)
@@ -124,6 +127,7 @@ class StandIn:
             body.get("cache_salt"),
             body.get("return_sampling_mask", False),
             body.get("logprob_start_len", -1),
+            routed=body.get("return_routed_experts", False),
         )
         if not stream:
             req.params["stream_interval"] = 1 << 30

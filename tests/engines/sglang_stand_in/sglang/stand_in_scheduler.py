@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -34,6 +35,7 @@ class Req:
     salt: str | None
     masked: bool
     logprob_start: int
+    routed: bool = False
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask_logprobs: list[float] = field(default_factory=list)
@@ -108,6 +110,23 @@ class Scheduler:
         told = [req for req in self.running if self._has_news(req)]
         self.running = [req for req in self.running if req.finished is None]
         return told
+
+    @torch.no_grad()
+    def experts(self, req: Req) -> np.ndarray:
+        """Of all tokens but the last, int32 ``[tokens, layers, top_k]``. The real one has kept them."""
+        config, tokens = self.model.config, req.input_ids + req.output_ids
+        found = np.zeros((len(tokens) - 1, config.num_hidden_layers, config.num_experts_per_tok), np.int32)
+
+        def keep(layer: int) -> Any:
+            return lambda module, args: found.__setitem__((slice(None), layer), args[1][:-1].numpy())
+
+        layers = ((number, block.mlp) for number, block in enumerate(self.model.model.layers))
+        routed = [(number, mlp.experts) for number, mlp in layers if hasattr(mlp, "experts")]
+        hooks = [experts.register_forward_pre_hook(keep(number)) for number, experts in routed]
+        self.model(torch.tensor([tokens]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return found
 
     def _has_news(self, req: Req) -> bool:
         unsent = len(req.output_ids) - req.sent

@@ -36,3 +36,4 @@ class ServerArgs:
     attention_backend: str | None = None
     quantization: str | None = None
     random_seed: int | None = None
+    enable_return_routed_experts: bool = False
