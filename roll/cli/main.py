@@ -287,7 +287,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="dotted keys that replace values of the file"
     )
-    tune_help = "first make up to N short probes, and keep what makes a step shorter and changes nothing that is learned"
+    tune_help = "first make up to N short probes, and keep what makes a step shorter without changing what is learned"
     parser.add_argument("--tune", type=int, metavar="N", help=tune_help)
     lag_help = "with --tune: also try other ratios, with which tokens are up to N versions old"
     parser.add_argument("--max-lag", type=int, metavar="N", help=lag_help)

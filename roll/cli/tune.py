@@ -155,8 +155,8 @@ def _overrides_of(root: Path, options: argparse.Namespace, own: RunConfig, *, be
     folder = root / "tune"
     chosen = folder / "chosen.yaml"
     if began:
-        told = "the run goes on with the settings that were chosen" if chosen.exists() else "the run began without probes"
-        say(f"{told}; nothing is tuned")
+        told = "goes on with the settings that were chosen" if chosen.exists() else "began without probes"
+        say(f"the run {told}; nothing is tuned")
         return _written(chosen) if chosen.exists() else []
     folder.mkdir(parents=True, exist_ok=True)
     with RunDirectory(root).held():

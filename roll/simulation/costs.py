@@ -8,8 +8,7 @@
   (Kaplan et al. 2020, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"). n ranks are as fast as n
   to the power of `trainer.exponent` single ones. A step takes at least as long as its longest sequence takes on the
   ranks that hold one copy of the model; in a pipeline, on those of one stage. The stages of a pipeline wait for
-  (stages - 1) / micro-batches of the time in which they compute, or less with several chunks of the model a stage
-  (Narayanan et al. 2021, section 2.2).
+  (stages - 1) / micro-batches of the time in which they compute (Narayanan et al. 2021, section 2.2).
 - Measured times replace any of these.
 """
 
@@ -232,11 +231,8 @@ class _Passes:
         self._ranks = len(parse_device_mapping(role.device_mapping)) or 1
         self._of_one_model = self._ranks / max(1, derived.data_parallel_ranks(role))
         self._flops, self._role = hardware.flops, role
-        self._stages = self._chunks = 1
-        if role.strategy_args.strategy_name == "megatron_train":
-            options = Options.of(role)
-            self._stages = options.get("pipeline_model_parallel_size", 1)
-            self._chunks = options.get("virtual_pipeline_model_parallel_size", None) or 1
+        pipelined = role.strategy_args.strategy_name == "megatron_train"
+        self._stages = Options.of(role).get("pipeline_model_parallel_size", 1) if pipelined else 1
 
     def trained(self, tokens: Tokens) -> float:
         """Return the seconds of forward and backward passes over these tokens."""
@@ -253,7 +249,7 @@ class _Passes:
         together = self._shape.forward_operations(tokens.total, tokens.squares) / (
             peak * self._ranks**self._given.exponent
         )
-        together *= 1 + (self._stages - 1) / (self._chunks * max(1, micro_batches(self._role, tokens)))
+        together *= 1 + (self._stages - 1) / max(1, micro_batches(self._role, tokens))
         of_one_stage = self._of_one_model / self._stages
         longest = self._shape.forward_operations(tokens.longest, tokens.longest**2) / (peak * of_one_stage)
         return self._given.scale * max(together, longest)

@@ -29,6 +29,6 @@ def test_settings_can_work(name, tmp_path, monkeypatch):
     assert configs["streaming-0"].actor_train.stream_groups is True
     assert 2 * configs["half-the-batch-0"].rollout_batch_size == configs["ratio-1-0"].rollout_batch_size
     for config in configs.values():
-        problems = [each for each in _faults(config) if not str(tmp_path) in each.message]
+        problems = [each for each in _faults(config) if str(tmp_path) not in each.message]
         assert not problems, problems
     assert Path(configs["ratio-0-0"].pretrain) == tmp_path / "model"

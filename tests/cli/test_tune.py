@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from runs import placed
 from tiny import make_task, tiny_config, write_config
 
 from roll.check.config import read_config
@@ -100,7 +101,7 @@ def test_a_lag_that_is_allowed_lets_the_ratio_change(file):
 
 
 def test_a_probe_that_fails_is_named_and_skipped(file, capsys):
-    tuned, folder = tuning(file, System(broken=2))
+    tuned, folder = tuning(file, System(broken=2), max_lag=1)
     best = tuned.best_of(3)
     first, second, *others = read_json_lines(folder / "probes.jsonl")
     assert "out of memory" in second["failure"] and second["step_seconds"] is None and not second["kept"]
@@ -198,6 +199,28 @@ def test_without_a_folder_one_is_made_and_is_the_latest_once_the_run_begins(file
     assert (place / "tune" / "chosen.yaml").exists()
 
 
+@pytest.mark.tier("all")
+def test_a_whole_run_is_tuned_and_computes_what_it_would_without_probes(tmp_path, ray_cluster):
+    make_task(tmp_path)
+    tree = tiny_config(tmp_path, async_generation_ratio=0, save_steps=2, track_with=["tensorboard"])
+    file = str(write_config(tmp_path, placed(tree, ray_cluster)))
+    tuned, plain = tmp_path / "tuned", tmp_path / "plain"
+    assert main(["train", file, f"output_dir={tuned}", "--tune", "2"]) == 0
+    probes = read_json_lines(tuned / "tune" / "probes.jsonl")
+    assert probes[0]["step_seconds"] > 0
+    for probe in probes:
+        place = tuned / "tune" / f"probe-{probe['number']}"
+        assert not list((place / "checkpoints").iterdir()) and not (place / "tensorboard").exists()
+    chosen = [each for probe in probes if probe["kept"] for each in probe["overrides"]]
+    assert main(["train", file, f"output_dir={plain}", *chosen]) == 0
+    assert read_json_lines(tuned / "metrics.jsonl")[0]["step"] == 0
+    for run in (tuned, plain):
+        assert (run / "checkpoints" / "step-3").is_dir()
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
+        values = [[each.get(name) for each in read_json_lines(run / "metrics.jsonl")] for run in (tuned, plain)]
+        assert values[0] == values[1] and any(values[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -208,8 +231,8 @@ def test_without_a_folder_one_is_made_and_is_the_latest_once_the_run_begins(file
         (["--tune", "2", "resume_from_checkpoint=nowhere"], "resume_from_checkpoint"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_before_anything_starts(file, tmp_path, monkeypatch, started, capsys, arguments, told):  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_tuned_is_refused_before_anything_starts(file, monkeypatch, started, capsys, arguments, told):
+    monkeypatch.chdir(Path(file).parent)
     system = System()
     monkeypatch.setattr(tune, "run_probe", system.probe)
     assert main(["train", file, *arguments]) == 2
