@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tune is not None:
         from roll.cli.tune import tune
 
-        return tune(options, started)
+        return tune(options)
     load = partial(read_config, options.config, options.overrides, say)
     return run_to_its_end(options.config, load, started).exit_code
 

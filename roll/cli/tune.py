@@ -104,7 +104,7 @@ class Probe:
         return f"probe {self.number}, {self.name}: a step takes {self.step_seconds:.3g} s ± {self.error:.2g}{told}"
 
 
-def tune(options: argparse.Namespace, started: float) -> int:
+def tune(options: argparse.Namespace) -> int:
     """Tune the configuration on the command line, then run it; return the exit code."""
     reserved: Path | None = None
     try:
@@ -134,7 +134,7 @@ def tune(options: argparse.Namespace, started: float) -> int:
         if reserved is not None:
             point_latest_to(run.root)
 
-    return run_to_its_end(options.config, load, started, begins).exit_code
+    return run_to_its_end(options.config, load, time.monotonic(), begins).exit_code
 
 
 def _folder(config: RunConfig) -> tuple[Path | None, bool]:
