@@ -76,7 +76,7 @@ WORLDS = {
     "lake": World(
         LAKE / "agentic.yaml",
         make_lake_player,
-        lambda folder: {"pretrain": folder / "model", "val_env_manager": "null", "validation": "null"},
+        lambda folder: {"pretrain": folder / "model", "val_env_manager": "null"},
         16,
     ),
 }
