@@ -37,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check types style test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-scaling bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
-	bench-engines bench-episodes bench-agents bench-environments clean
+	bench-engines bench-simulation bench-episodes bench-agents bench-environments clean
 
 venv: $(INSTALLED)
 
@@ -155,6 +155,9 @@ bench-scheduler: venv
 bench-scaling: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/scaling.py --how weak
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/scaling.py --how strong
+
+bench-simulation: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/simulation_on_cpu.py
 
 # About a minute.
 bench-driver: venv

@@ -80,8 +80,11 @@ class Case:
             train = generate = gpus.get("sync") or gpus["count"]
         of_engine = settings.get("engine_tensor_parallel") or settings["engine_tp_" + self._name]
         replicas, batch = max(1, generate // of_engine), row["batch"]
-        part, ranks = 1, train
-        while batch * row["group"] / part > LARGEST and not math.gcd(replicas, batch, train) % (2 * part):
+        tensor, context, _, stages = settings.get(f"train_{self._name}[TP,CP,EP,PP]", (1, 1, 1, 1))
+        part, ranks, of_model = 1, train, tensor * context * stages
+        while batch * row["group"] / part > LARGEST and not (
+            math.gcd(replicas, batch, train) % (2 * part) or train % (2 * part * of_model)
+        ):
             part *= 2
         train, generate, batch = train // part, replicas * of_engine // part, batch // part
         devices = max(train, generate) if not self.asynchronous else train + generate
@@ -97,7 +100,22 @@ class Case:
             "response_length": longest,
             "async_generation_ratio": ratio,
             "old_logprobs": "behaviour" if self.asynchronous and row["system"].startswith("verl") else "recompute",
-            "actor_train": {"device_mapping": f"0-{train - 1}", "model_args": {"dtype": "bfloat16"}},
+            "actor_train": {
+                "device_mapping": f"0-{train - 1}",
+                "model_args": {"dtype": "bfloat16"},
+                # Ranks that share sequences count as tensor-parallel ones; micro-batches are packed to the longest.
+                "strategy_args": {
+                    "strategy_name": "megatron_train" if of_model > 1 else "fsdp2_train",
+                    "strategy_config": {
+                        "tensor_model_parallel_size": tensor * context,
+                        "pipeline_model_parallel_size": stages,
+                    }
+                    if of_model > 1
+                    else {},
+                },
+                "use_dynamic_batching_in_train": True,
+                "max_tokens_per_microbatch_in_train": longest + (row["lengths"].get("prompt_max") or PROMPT),
+            },
             "actor_infer": {
                 "device_mapping": f"{first}-{first + generate - 1}",
                 "num_gpus_per_engine": of_engine,

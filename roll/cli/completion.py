@@ -29,7 +29,7 @@ _roll() {{
         COMPREPLY=($(compgen -f -X '!*.y*ml' -- "$word") $(compgen -d -S / -- "$word"))
         compopt -o nospace
     elif [[ $word == -* ]]; then
-        COMPREPLY=($(compgen -W "--exact --gpu-memory --help" -- "$word"))
+        COMPREPLY=($(compgen -W "--exact --gpu-memory --help --max-lag --tune" -- "$word"))
     else
         COMPREPLY=($(compgen -W "{keys}" -- "$word"))
         compopt -o nospace
@@ -50,7 +50,7 @@ _roll() {{
     elif (( CURRENT == 3 )); then
         _files -g '*.y*ml'
     else
-        compadd -S '' -- --exact --gpu-memory {keys}
+        compadd -S '' -- --exact --gpu-memory --max-lag --tune {keys}
     fi
 }}
 compdef _roll roll

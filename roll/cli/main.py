@@ -100,6 +100,7 @@ examples:
   roll chat output/quickstart/latest
   roll doctor output/quickstart/latest
   roll report output/quickstart/latest
+  roll train run.yaml --tune 4 --max-lag 1
   roll train run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
@@ -125,7 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (wrong := _no_command(arguments)) is not None:
         say(wrong, error=True)
         return BAD_CONFIGURATION
-    options = _parser(arguments).parse_args(arguments)
+    parser = _parser(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.max_lag is not None and options.tune is None:
+        parser.error("--max-lag belongs to --tune")
+    if options.tune is not None:
+        from roll.cli.tune import tune
+
+        return tune(options)
     load = partial(read_config, options.config, options.overrides, say)
     return run_to_its_end(options.config, load, started).exit_code
 
@@ -186,7 +194,7 @@ def begin_again(
     while (again := restarts.after_failure(config, run)) is not None:
         config, words = again
         try:
-            _end_in_order_on_signals()
+            end_in_order_on_signals()
             say(words)
             time.sleep(config.restarts.delay_seconds)
         except KeyboardInterrupt:
@@ -263,10 +271,10 @@ def _no_command(arguments: Sequence[str]) -> str | None:
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser for `roll train FILE`, or for `roll --config FILE`, which means the same."""
-    trains = arguments[:1] == ["train"]
+    trains, keys = arguments[:1] == ["train"], "[key=value ...] [--tune N [--max-lag N]]"
     parser = argparse.ArgumentParser(
         prog="roll",
-        usage="roll train FILE [key=value ...]" if trains else "roll COMMAND ... | roll --config FILE [key=value ...]",
+        usage=f"roll train FILE {keys}" if trains else f"roll COMMAND ... | roll --config FILE {keys}",
         description="Train a language model, by reinforcement learning or supervised, as a YAML file describes it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -279,6 +287,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="dotted keys that replace values of the file"
     )
+    tune_help = "first make up to N short probes, and keep what makes a step shorter without changing what is learned"
+    parser.add_argument("--tune", type=int, metavar="N", help=tune_help)
+    lag_help = "with --tune: also try other ratios, with which tokens are up to N versions old"
+    parser.add_argument("--max-lag", type=int, metavar="N", help=lag_help)
     return parser
 
 
@@ -372,7 +384,7 @@ def _run(
             recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
         try:
             with ray_session(config.cluster, link=run.logs / "ray"):
-                _end_in_order_on_signals()
+                end_in_order_on_signals()
                 if isinstance(prepared, Prepared):
                     running = run_pipeline(prepared, recorder, status_file, point, restarts)
                 else:
@@ -462,7 +474,7 @@ def _interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _end_in_order_on_signals() -> None:
+def end_in_order_on_signals() -> None:
     """Make SIGTERM end a run in the same orderly way as Ctrl-C, in place of Ray's handler.
 
     Background jobs of a shell ignore SIGINT by default. It is handled here, since it was sent on purpose.

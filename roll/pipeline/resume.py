@@ -303,7 +303,7 @@ def find_resume_point(config: RunConfig, source: str) -> ResumePoint | None:
     if config.resume_from_checkpoint is False:
         return None
     try:
-        run, wanted = _named_run(config)
+        run, wanted = named_run(config)
     except FileNotFoundError as error:
         remedy = "give the folder of a run or of one of its checkpoints (`.../checkpoints/step-<n>`), or `true`"
         raise problem(KEY, str(error), remedy) from None
@@ -390,7 +390,7 @@ def _number(aside: Path) -> int:
     return int(number) if number.isdecimal() else 1
 
 
-def _named_run(config: RunConfig) -> tuple[RunDirectory | None, int | None]:
+def named_run(config: RunConfig) -> tuple[RunDirectory | None, int | None]:
     """Return the run and the step that `resume_from_checkpoint` names; (None, None) for a new run.
 
     Raises `FileNotFoundError` if the named run does not exist, and `ConfigError` if `output_dir` is another folder.

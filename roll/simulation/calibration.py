@@ -230,7 +230,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
     gather = inputs.weight_update.gather_seconds or 0.0
     each_busy = [(1 - each["idle/actor_train"]) * each["time/step"] - gather for each in records]
-    of_step = micro_batches(config, Tokens(samples, fmean(trained))) * config.ppo_epochs
+    of_step = micro_batches(config.actor_train, Tokens(samples, fmean(trained))) * config.ppo_epochs
     if of_step >= FEWEST_MICRO_BATCHES and not config.actor_train.use_dynamic_batching_in_train:
         fixed = _fixed_seconds(trained, each_busy)
         inputs = _with(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted") if fixed else inputs

@@ -7,7 +7,8 @@
 - Training: 6 FLOPs per weight and token, and 12 per layer, query element and pair of tokens, halved by the causal mask
   (Kaplan et al. 2020, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"). n ranks are as fast as n
   to the power of `trainer.exponent` single ones. A step takes at least as long as its longest sequence takes on the
-  ranks that hold one copy of the model.
+  ranks that hold one copy of the model; in a pipeline, on those of one stage. The stages of a pipeline wait for
+  (stages - 1) / micro-batches of the time in which they compute (Narayanan et al. 2021, section 2.2).
 - Measured times replace any of these.
 """
 
@@ -126,8 +127,8 @@ def _chosen_share(shape: ModelShape) -> float:
 def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
     """Compute the costs of a configuration. Raises `ConfigError` if a model's size or the device is unknown."""
     hardware, given = inputs.hardware(config.cluster.device), inputs.trainer
-    infer, roles = config.actor_infer, derived.present_roles(config)
-    shape = shape_of(config, config.actor_train)
+    infer, role, roles = config.actor_infer, config.actor_train, derived.present_roles(config)
+    shape = shape_of(config, role)
     size = float(shape.parameters * ELEMENT_BYTES[infer.model_args.dtype])
     optimizer_steps = derived.optimizer_steps_per_step(config, config.actor_train)
     passes = _Passes(config, inputs, hardware, config.actor_train)
@@ -146,7 +147,7 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
         engine,
         engine.slower(inputs.engine.slowest),
         train=lambda tokens: (
-            config.ppo_epochs * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(config, tokens))
+            config.ppo_epochs * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(role, tokens))
         ),
         train_step=given.step_seconds + optimizer_steps * given.optimizer_seconds,
         forward={
@@ -163,9 +164,8 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
     )
 
 
-def micro_batches(config: PipelineConfig, tokens: Tokens) -> int:
-    """Return the micro-batches of a rank for these tokens."""
-    role = config.actor_train
+def micro_batches(role: WorkerConfig, tokens: Tokens) -> int:
+    """Return the micro-batches of a data-parallel rank for these tokens."""
     if role.use_dynamic_batching_in_train:
         number, budget = tokens.total, role.max_tokens_per_microbatch_in_train
     else:
@@ -230,7 +230,9 @@ class _Passes:
         self._given, self._shape = inputs.trainer, shape_of(config, role)
         self._ranks = len(parse_device_mapping(role.device_mapping)) or 1
         self._of_one_model = self._ranks / max(1, derived.data_parallel_ranks(role))
-        self._flops = hardware.flops
+        self._flops, self._role = hardware.flops, role
+        pipelined = role.strategy_args.strategy_name == "megatron_train"
+        self._stages = Options.of(role).get("pipeline_model_parallel_size", 1) if pipelined else 1
 
     def trained(self, tokens: Tokens) -> float:
         """Return the seconds of forward and backward passes over these tokens."""
@@ -247,5 +249,7 @@ class _Passes:
         together = self._shape.forward_operations(tokens.total, tokens.squares) / (
             peak * self._ranks**self._given.exponent
         )
-        longest = self._shape.forward_operations(tokens.longest, tokens.longest**2) / (peak * self._of_one_model)
+        together *= 1 + (self._stages - 1) / max(1, micro_batches(self._role, tokens))
+        of_one_stage = self._of_one_model / self._stages
+        longest = self._shape.forward_operations(tokens.longest, tokens.longest**2) / (peak * of_one_stage)
         return self._given.scale * max(together, longest)

@@ -100,8 +100,16 @@ class RunDirectory:
             run.checkpoints.mkdir(exist_ok=True)
             run.logs.mkdir(exist_ok=True)
         if output_dir is None:
-            _point_latest_to(root)
+            point_latest_to(root)
         return run
+
+    @staticmethod
+    def reserve(exp_name: str, base: Path | str = "output") -> Path:
+        """Create the folder of a run that starts later, as `create` without ``output_dir`` does, and return it.
+
+        The run claims it as its ``output_dir``. Raises `ValueError` and `OSError` as `create` does.
+        """
+        return _make_timed_folder(Path(base) / _checked_name(exp_name), datetime.now())
 
     @classmethod
     def existing(cls, root: Path | str) -> RunDirectory:
@@ -172,7 +180,7 @@ def _make_timed_folder(parent: Path, now: datetime) -> Path:
     return root
 
 
-def _point_latest_to(root: Path) -> None:
+def point_latest_to(root: Path) -> None:
     """Replace the link ``latest`` in one step, so that it always points to a folder. A failure is only logged."""
     link = root.parent / "latest"
     fresh = root.parent / f".latest.{root.name}"

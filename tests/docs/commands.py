@@ -100,7 +100,8 @@ def problems_of_commands(page: Page, folder: Path) -> list[str]:
 def train_as_check(words: tuple[str, ...]) -> tuple[str, ...] | None:
     """The words of `roll check` for a command that trains, `roll check --exact` among them; None for others."""
     if words[:2] == ("roll", "train"):
-        return ("check", *words[2:])
+        tuned = [words.index(option) for option in ("--tune", "--max-lag") if option in words]
+        return ("check", *(word for place, word in enumerate(words[2:], 2) if not {place, place - 1} & set(tuned)))
     if words[:2] == ("roll", "check") and "--exact" in words:
         steps = words.index("--exact")
         return (*words[1:steps], *words[steps + 2 :])

@@ -38,8 +38,14 @@ KNOWN = (
 
 
 def written_run(folder, truth, slow_replica=False, validated=0.0, **changes):
-    """Write the files of a run that took what a simulation says, and return its configuration."""
+    """Write the files of a run of `USUAL` that took what a simulation says, and return its configuration."""
     config = gpus(folder, **{**USUAL, "rewards__addition__num_workers": truth.rewards.workers, **changes})
+    write_run(folder / "run", config, truth, slow_replica, validated)
+    return config
+
+
+def write_run(run, config, truth, slow_replica=False, validated=0.0, factors=FACTORS):
+    """Write the files of a run that took what a simulation says, with ``factors`` as many tokens in its steps."""
     outcome = simulate(config, replace(truth, validation=ValidationInputs()))
     step, samples = outcome.step_seconds, outcome.samples
     tokens = outcome.tokens * step
@@ -48,7 +54,7 @@ def written_run(folder, truth, slow_replica=False, validated=0.0, **changes):
     growing = busy["actor_train"] - fixed - truth.weight_update.gather_seconds
     judging = samples * truth.rewards.seconds / truth.rewards.workers
     records = []
-    for number, factor in enumerate(FACTORS, 1):
+    for number, factor in enumerate(factors, 1):
         more = (factor - 1) * growing
         whole = step + more
         record = {"step": number, "idle/actor_train": 1 - (busy["actor_train"] + more) / whole}
@@ -71,14 +77,12 @@ def written_run(folder, truth, slow_replica=False, validated=0.0, **changes):
                 "weights/load_seconds": 0.4,
             }
         )
-    run = folder / "run"
-    run.mkdir()
+    run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(config))
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     lengths = response_lengths(truth.lengths, 2048, (250, 4), np.random.default_rng(1)).ravel().tolist()
     samples = [{"split": "train", "tokens": {"versions": [[int(each), 0]], "left_out": 0}} for each in lengths]
     (run / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
-    return config
 
 
 def advised(folder, slow=None, draws=0):

@@ -18,9 +18,9 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
 from roll.simulation.calibration import NEEDED, calibrated
-from roll.simulation.costs import engine_costs, shape_of
+from roll.simulation.costs import Tokens, costs_of, engine_costs, shape_of
 from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
-from roll.simulation.prediction import predict, report
+from roll.simulation.prediction import interval, predict, report
 from roll.simulation.run import simulate
 from roll.simulation.workload import response_lengths
 from tests.simulation.test_prediction import random_settings
@@ -107,6 +107,33 @@ def test_an_interval_narrows_with_what_is_known(tmp_path):
     known = read_inputs(None, ["engine.scale=1.01", "trainer.scale=1.01", "lengths.median=512.1", "lengths.sigma=0.81"])
     told = predict(config, known, draws=6, steps=2)
     assert told.high / told.low < unknown.high / unknown.low
+
+
+def test_a_further_draw_lies_in_four_of_five_intervals():
+    random = np.random.default_rng(0)
+    drawn = np.exp(0.6 * random.standard_normal((2000, 17)))
+    held = [low <= last <= high for *draws, last in drawn.tolist() for low, high in [interval(1.0, draws)]]
+    assert np.mean(held) == pytest.approx(0.8, abs=0.025)
+    assert interval(5.0, [1.0, 2.0, 3.0, 4.0]) == (1.0, 5.0)
+    assert interval(2.0, []) == (2.0, 2.0)
+
+
+def test_stages_of_a_pipeline_wait_while_it_fills_and_drains(tmp_path):
+    def seconds(tensor, pipeline, samples):
+        strategy = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        config = gpus(
+            tmp_path,
+            cluster={"device": "cuda", "num_devices_per_node": 10},
+            actor_train={"device_mapping": "0-7", "use_dynamic_batching_in_train": False,
+                         "strategy_args": {"strategy_name": "megatron_train", "strategy_config": strategy}},
+            actor_infer__device_mapping="8-9",
+        )  # fmt: skip
+        return costs_of(config, Inputs()).train(Tokens(samples, 1000.0 * samples, 1e6 * samples, 1000.0))
+
+    micro_batches = 64 / 2  # of one sample, for each of 2 data-parallel ranks
+    assert seconds(1, 4, 64) / seconds(4, 1, 64) == pytest.approx(1 + 3 / micro_batches)
+    # A single sequence passes through one stage after another.
+    assert seconds(1, 4, 1) / seconds(4, 1, 1) == pytest.approx(4)
 
 
 def written_run(folder, config, inputs):

@@ -1,0 +1,178 @@
+"""Compare `roll simulate` with real CPU runs: quick start, long-tailed rewards, FrozenLake.
+
+In each world, runs at ratio 0 and 1 calibrate. Predicted are other ratios, half of the batch, and streaming; a
+prediction reads nothing of its own runs but their configuration. Measured is the median over the rounds of a run's mean
+step (from the third step on). In a round each setting runs once, so that all share what else the machine does.
+`predicted` draws lengths and latencies from the calibrated inputs; `replayed` takes those of the groups that the run at
+ratio 1 recorded.
+
+Bounded: no run is started after `--minutes`; the settings of which a round is missing are named.
+
+    OMP_NUM_THREADS=1 python benchmarks/simulation_on_cpu.py [--worlds quickstart,tail,lake] [--engine vllm]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from _pipeline import QUICKSTART, ROOT, make_task, run_command, run_file
+
+from roll.cli.simulate import ANEW, simulated_config
+from roll.simulation.calibration import calibrated
+from roll.simulation.inputs import Inputs
+from roll.simulation.replay import recorded_groups, steps_of
+from roll.simulation.run import simulate
+
+WITHIN = 0.15
+LAKE = ROOT / "examples" / "frozen_lake-tiny-cpu"
+CALIBRATING = ("ratio 0", "ratio 1")
+PREDICTED = ("ratio 0.5", "ratio 2", "half the batch", "streaming")
+
+
+@dataclass(frozen=True)
+class World:
+    """A configuration that runs in seconds a step on two cores."""
+
+    file: Path
+    make: Callable[[Path], None]
+    """Makes model and data in a folder."""
+    settings: Callable[[Path], Mapping[str, Any]]
+    """Keys to replace, given that folder."""
+    batch: int
+    """Groups of a step."""
+
+
+def quick_start(folder: Path) -> dict[str, Any]:
+    """Return the keys of the quick start without validation."""
+    return {
+        "pretrain": folder / "model",
+        "actor_train.data_args.file_name": folder / "data" / "train.jsonl",
+        "validation": "null",
+    }
+
+
+def long_tail(folder: Path) -> dict[str, Any]:
+    """Return the keys of a quick start whose rewards wait: median 50 ms, 99th percentile 1 s."""
+    return {**quick_start(folder), "rewards.addition.verifier": "_rewards:waiting_digit_share"}
+
+
+def make_lake_player(folder: Path) -> None:
+    """Make the model of the FrozenLake example."""
+    run_command([sys.executable, str(LAKE / "make_model.py"), "--out", str(folder / "model")], {})
+
+
+WORLDS = {
+    "quickstart": World(QUICKSTART / "rlvr.yaml", make_task, quick_start, 64),
+    "tail": World(QUICKSTART / "rlvr.yaml", make_task, long_tail, 64),
+    "lake": World(
+        LAKE / "agentic.yaml",
+        make_lake_player,
+        lambda folder: {"pretrain": folder / "model", "val_env_manager": "null"},
+        16,
+    ),
+}
+
+
+def settings_of(world: World, name: str) -> dict[str, Any]:
+    """Return the keys of a setting."""
+    kind, _, value = name.partition(" ")
+    if kind == "ratio":
+        return {"async_generation_ratio": value}
+    if kind == "half":
+        return {"async_generation_ratio": 1, "rollout_batch_size": world.batch // 2}
+    return {"async_generation_ratio": 0, "actor_train.stream_groups": "true"}
+
+
+def run(world: World, folder: Path, name: str, round_number: int, arguments: argparse.Namespace) -> Path:
+    """Run a setting once; return the folder of the run."""
+    out = folder / f"{name.replace(' ', '-')}-{round_number}"
+    run_file(
+        world.file,
+        out,
+        {
+            **world.settings(folder),
+            "output_dir": out,
+            "max_steps": arguments.steps,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "track_with": "[]",
+            "logging_steps": 1000,
+            "cluster.cpu_threads_per_device": 1,
+            "actor_infer.strategy_args.strategy_name": arguments.engine,
+            **settings_of(world, name),
+        },
+    )
+    return out
+
+
+def compare(name: str, runs: Mapping[str, list[Path]]) -> list[bool]:
+    """Print the rows of a world; return whether each prediction is within 15 %."""
+    shown = "ratio 1"
+    calibrating = [out for each in CALIBRATING for out in runs[each]]
+    config = simulated_config(str(runs[shown][0] / "config.yaml"), ANEW)
+    inputs, _ = calibrated(config, Inputs(), calibrating)
+    groups = recorded_groups(runs[shown][-1])
+    close = []
+    for setting in (*CALIBRATING, *PREDICTED):
+        if not runs.get(setting):
+            continue
+        own = simulated_config(str(runs[setting][0] / "config.yaml"), ANEW)
+        steps = [fmean(each["time/step"] for each in steps_of(out)) for out in runs[setting]]
+        truth = median(steps)
+        predicted = simulate(own, inputs).step_seconds
+        replayed = simulate(own, inputs, replayed=groups).step_seconds
+        calibrates = setting in CALIBRATING
+        if not calibrates:
+            close.append(abs(predicted / truth - 1) <= WITHIN)
+        cells = [
+            name,
+            setting + (" (fitted)" if calibrates else ""),
+            f"{truth:.3g}",
+            f"{min(steps):.3g}-{max(steps):.3g}",
+            *(f"{each:.3g} ({each / truth - 1:+.0%})" for each in (predicted, replayed)),
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return close
+
+
+def main() -> None:
+    """Run all settings and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default=",".join(WORLDS), help="some of quickstart, tail, lake")
+    parser.add_argument("--engine", default="hf_infer", choices=["hf_infer", "vllm"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--minutes", type=float, default=60.0, help="no run is started after this time")
+    arguments = parser.parse_args()
+    began, close, missing = time.monotonic(), [], []
+    print("| world | setting | measured s (median) | range | predicted s | replayed s |\n|---|---|---|---|---|---|")
+    for number, name in enumerate(arguments.worlds.split(","), 1):
+        share = arguments.minutes * 60 * number / len(arguments.worlds.split(","))
+        with tempfile.TemporaryDirectory() as place:
+            folder, world = Path(place), WORLDS[name]
+            world.make(folder)
+            runs: dict[str, list[Path]] = defaultdict(list)
+            for round_number in range(arguments.rounds):
+                for setting in (*CALIBRATING, *PREDICTED):
+                    if time.monotonic() - began <= share or (round_number == 0 and setting in CALIBRATING):
+                        runs[setting].append(run(world, folder, setting, round_number, arguments))
+                    else:
+                        missing.append(f"{name}, {setting}, round {round_number + 1}")
+            close += compare(name, runs)
+    print(f"\npredicted within {WITHIN:.0%}: {sum(close)} of {len(close)}")
+    if missing:
+        print(f"no time for: {'; '.join(missing)}")
+    print(f"{(time.monotonic() - began) / 60:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()
