@@ -179,6 +179,7 @@ class EngineLoad:
     """
 
     steps: int = 0
+    """Steps of the engine, or readings, if it tells its load on request only."""
     running: int = 0
     """Requests that were computed."""
     waiting: int = 0

@@ -46,6 +46,33 @@ def test_the_quick_start_is_learned_by_a_lambda_and_a_local_loss(tmp_path, warm_
     assert run.status == "success" and last > first + 0.2
 
 
+@pytest.mark.tier("soak")
+@pytest.mark.needs("vllm", "peft")
+def test_the_quick_start_is_learned_by_adapters_that_travel_alone_to_vllm(tmp_path, warm_commands):
+    script = ROOT / "examples" / "quickstart" / "make_model.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
+    overrides = [
+        f"pretrain={tmp_path}/model",
+        f"actor_train.data_args.file_name={tmp_path}/data/train.jsonl",
+        f"validation.data_args.file_name={tmp_path}/data/val.jsonl",
+        f"output_dir={tmp_path}/out",
+        "max_steps=40",
+        "actor_infer.strategy_args.strategy_name=vllm",
+        "actor_infer.strategy_args.strategy_config.max_num_seqs=128",
+        "actor_train.model_args.lora_target=all-linear",
+        "actor_train.model_args.lora_rank=16",
+        "actor_train.training_args.learning_rate=3.0e-3",
+        "weight_update.content=adapter",
+        "weight_update.canary_interval=1",
+    ]
+    run = roll.train(str(ROOT / "examples" / "quickstart" / "rlvr.yaml"), overrides=overrides)
+    first, last = run.summary["val/first"]["addition"], run.summary["val/last"]["addition"]
+    assert run.status == "success" and last > max(0.9, first + 0.2)
+    rows = run.metrics if isinstance(run.metrics, list) else run.metrics.to_dict("records")
+    assert len(rows) == 41 and all(row["mismatch/canary_abs_mean"] < 1e-5 for row in rows)
+    assert {row["weights/bytes"] for row in rows[1:]} == {rows[1]["weights/bytes"]} and rows[1]["weights/bytes"] < 1e6
+
+
 @pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.tier("all"), id="reached"), 30])
 @pytest.mark.tier("soak")
 def test_a_local_environment_is_reached_and_learned(tmp_path, warm_commands, steps):

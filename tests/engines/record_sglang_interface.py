@@ -28,6 +28,7 @@ TABLE = Path(__file__).with_name("sglang_interface.json")
 USED = """
 /health /server_info /model_info /generate /abort_request /pause_generation /continue_generation /flush_cache
 /update_weights_from_disk /weights_checker /get_weights_by_name /release_memory_occupation /resume_memory_occupation
+/v1/loads
 """.split()
 VARIABLES = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
 STREAMED = {
@@ -41,11 +42,14 @@ def interface_of(package: Path, version: str) -> dict[str, Any]:
     """The table of the package in this folder."""
     runtime, sources = package / "srt", Sources([package.parent])
     structs = _classes(runtime / "managers" / "io_struct.py")
-    endpoints = dict(_endpoints(runtime / "entrypoints" / "http_server.py"))
+    files = ("http_server.py", "v1_loads.py")
+    endpoints = dict(found for file in files for found in _endpoints(runtime / "entrypoints" / file))
     answers = {path: found.pop("answer") for path, found in endpoints.items()}
     answers["/generate"] = sorted(
         {key for file, names in STREAMED.items() for key in _keys(_functions(runtime / file, names))}
     )
+    load = _classes(runtime / "managers" / "load_snapshot.py")["LoadSnapshot"]
+    answers["/v1/loads"] = sorted({*answers["/v1/loads"], *_fields(load, {})})
     reasons = [node for name, node in _classes(runtime / "managers" / "schedule_batch.py").items() if "FINISH" in name]
     variables = (runtime / "environ.py").read_text(encoding="utf-8")
     bodies = sorted({found["body"] for found in endpoints.values() if found["body"]})
@@ -129,7 +133,7 @@ def _endpoints(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Attribute):
                 continue
             path = decorator.args[0].value if decorator.args and isinstance(decorator.args[0], ast.Constant) else None
-            if ast.unparse(decorator.func.value) != "app" or path not in USED:
+            if ast.unparse(decorator.func.value) not in ("app", "router") or path not in USED:
                 continue
             methods = [decorator.func.attr.upper()]
             for keyword in decorator.keywords:
@@ -140,13 +144,13 @@ def _endpoints(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _sent(function: ast.AsyncFunctionDef) -> dict[str, Any]:
     body, query = None, []
-    arguments = function.args.args
-    defaults = [None] * (len(arguments) - len(function.args.defaults)) + function.args.defaults
-    for argument, default in zip(arguments, defaults, strict=True):
-        if isinstance(default, ast.Call) and ast.unparse(default.func) == "Query":
+    for argument in function.args.args:
+        if argument.annotation is None or ast.unparse(argument.annotation) == "Request":
+            continue
+        names = [node.id for node in ast.walk(argument.annotation) if isinstance(node, ast.Name)]
+        if {*names} <= {"Optional", "int", "str", "float"}:
             query.append(argument.arg)
-        elif argument.annotation is not None and ast.unparse(argument.annotation) != "Request":
-            names = [node.id for node in ast.walk(argument.annotation) if isinstance(node, ast.Name)]
+        else:
             (body,) = (name for name in names if name not in ("Annotated", "Optional", "Body"))
     return {"body": body, "query": query}
 

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from roll.engines.base import EngineFailed
+from roll.engines.sglang import strategy as sglang
 from roll.weights.buckets import WeightMismatch, tensor_checksum
 from tests.engines.engine_checks import full_scores, logits_of
 from tests.engines.engine_contract import *  # noqa: F403
@@ -29,6 +30,24 @@ pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("aiohttp"), pytest.mark
 @pytest.fixture(scope="module", params=["sglang_stand_in", "sglang_server"])
 def engine(request):
     return request.getfixturevalue(request.param)
+
+
+def test_its_load_is_told_in_totals(published, monkeypatch):
+    monkeypatch.setattr(sglang, "_LOAD_SECONDS", 0.01)
+    strategy, before = published.strategy, published.strategy.stats()["load"]
+
+    async def scenario():
+        for number in range(50):
+            requests = [request(f"load {number} {i}", 60, seed=i, ignore_eos=True) for i in range(4)]
+            await asyncio.gather(*map(strategy.generate, requests))
+            if strategy.stats()["load"]["steps"] >= before["steps"] + 10:
+                return
+
+    published.run(scenario)
+    gained = {name: total - before[name] for name, total in strategy.stats()["load"].items()}
+    assert gained["steps"] >= 10 and 0 < gained["running"] / gained["steps"] <= 4
+    assert 0 < gained["cache_use"] / gained["steps"] <= 1 and gained["waiting"] >= 0
+    assert "preemptions" not in gained
 
 
 def test_a_continued_response_goes_on_with_the_tokens_of_its_seed(published):

@@ -17,6 +17,7 @@ from roll.engines.sglang.server import SGLangServer, server_environment
 from roll.engines.sglang.strategy import (
     MemoryCheckpoint,
     SGLangInferStrategy,
+    add_loads,
     check_recordable,
     checksum_of_values,
     generate_body,
@@ -100,6 +101,16 @@ def test_of_a_prompt_no_more_is_shared_than_it_has(told, share):
     prompt = len(response.request.prompt_token_ids)
     load = strategy._load_totals
     assert (load.prompt_tokens, load.shared_tokens) == (prompt, prompt if share is None else share)
+
+
+def test_loads_add_up_over_readings_and_schedulers():
+    load = EngineLoad()
+    add_loads(load, {"loads": []})
+    assert load == EngineLoad(), "before the first step there is nothing to count"
+    told = [{"num_running_reqs": number, "num_waiting_reqs": 5, "token_usage": number / 4} for number in (1, 2)]
+    add_loads(load, {"loads": told})
+    add_loads(load, {"loads": told[:1]})
+    assert (load.steps, load.running, load.waiting, load.cache_use) == (2, 4, 15, 0.375 + 0.25)
 
 
 def test_messages_add_up_and_the_last_one_tells_the_versions():

@@ -43,9 +43,9 @@ FAMILIES = {
 DENSE = {"qwen2": {"tie_word_embeddings": True}, "llama": {}, "gemma2": {}, "gpt_neox": {}}
 
 
-def make(family: str, seed: int = 0):
+def make(family: str, seed: int = 0, **changes):
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**SIZES | (FAMILIES | DENSE)[family])
+    config = CONFIG_MAPPING[family](**SIZES | (FAMILIES | DENSE).get(family, {}) | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for tensor in [*model.parameters(), *(buffer for _, buffer in kept_buffers(model))]:

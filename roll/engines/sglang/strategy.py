@@ -24,7 +24,7 @@ import shutil
 import weakref
 from base64 import b64decode
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -37,6 +37,7 @@ from roll.algorithms.routing import RoutingShape
 from roll.data.records import derive_seed
 from roll.engines.base import (
     EngineFailed,
+    EngineLoad,
     FinishReason,
     GenerateRequest,
     Layout,
@@ -61,7 +62,7 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
     _loader: LoaderCheck | None = None
     """Verifies weight updates; created at the first one."""
     _reads_back = True
-    _known_load = ("prompt_tokens", "shared_tokens")
+    _known_load = ("steps", "running", "waiting", "cache_use", "prompt_tokens", "shared_tokens")
 
     async def _launch(self, config: PretrainedConfig) -> tuple[SGLangServer, int]:
         arguments = server_arguments(
@@ -77,7 +78,9 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         self._mask_limit = arguments.get("sampling_mask_max_tokens", SGLANG_MASK_LIMIT)
         self._quantised = arguments.get("quantization") is not None
         self._tasks: set[asyncio.Task[None]] = set()
-        return await SGLangServer.start(arguments), arguments["max_running_requests"]
+        server = await SGLangServer.start(arguments)
+        self._in_background(self._read_loads(server))
+        return server, arguments["max_running_requests"]
 
     def _check_sampling(self, request: GenerateRequest) -> None:
         check_recordable(request, self._mask_limit)
@@ -130,6 +133,14 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
                 "caches of more. Raise `mem_fraction_static`, or lower `sequence_length`"
             )
         return response.finish_reason is not None and not stopped_here
+
+    async def _read_loads(self, server: SGLangServer) -> None:
+        """Add up SGLang's own load while it computes, read once per `_LOAD_SECONDS`. Ends with the server."""
+        with suppress(CallRefused, EngineFailed):  # the next call of a request reports it
+            while True:
+                await asyncio.sleep(_LOAD_SECONDS)
+                if not self._paused and not self._asleep and self._requests.inside:
+                    add_loads(self._load_totals, await server.call("/v1/loads"))
 
     async def _sign_of_life(self) -> None:
         await self._order("/server_info")
@@ -265,6 +276,20 @@ async def _report_abort(server: SGLangServer, engine_id: str) -> None:
         await server.call("/abort_request", {"rid": engine_id})
     except (CallRefused, EngineFailed):
         return
+
+
+_LOAD_SECONDS = 0.5
+"""Time between two readings of the load."""
+
+
+def add_loads(total: EngineLoad, answer: Mapping[str, Any]) -> None:
+    """Add one reading of SGLang's load, summed over its data-parallel schedulers. [] before its first step."""
+    loads = answer["loads"]
+    if loads:
+        total.steps += 1
+        total.running += sum(load["num_running_reqs"] for load in loads)
+        total.waiting += sum(load["num_waiting_reqs"] for load in loads)
+        total.cache_use += sum(load["token_usage"] for load in loads) / len(loads)
 
 
 _READ_BACK_ELEMENTS = 8192

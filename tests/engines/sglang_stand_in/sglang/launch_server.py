@@ -52,6 +52,7 @@ class StandIn:
             "weights_checker get_weights_by_name release_memory_occupation resume_memory_occupation"
         ).split():
             app.router.add_post(f"/{path}", getattr(self, path))
+        app.router.add_get("/v1/loads", self.loads)
         app.on_startup.append(self._begin)
         return app
 
@@ -250,3 +251,14 @@ class StandIn:
     async def server_info(self, request: web.Request) -> web.Response:
         state = await self._order(lambda: {"running": len(self.scheduler.running), "released": self.scheduler.released})
         return web.json_response({"version": "0.5.23", "internal_states": [state]})
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """A snapshot of the last step: no order to the scheduler, which a pause would not hold up either."""
+        scheduler = self.scheduler
+        used = sum(len(req.input_ids) + len(req.output_ids) for req in scheduler.running)
+        load = {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "token_usage": used / (self.args.max_running_requests * self.args.context_length),
+        }
+        return web.json_response({"loads": [load]})
