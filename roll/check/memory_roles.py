@@ -347,14 +347,10 @@ def _fsdp2_learning(trainer: Trainer, gathered: Part, forward: Phase) -> RoleMem
     gradients = states("gradients", learned.parameters, ranks, 4, "float32")
     reduced = max(trainer.element + 4, 4 + 4 / ranks) * learned.outside
     outside = f"{billions(learned.outside)} outside the layers, in float32 before it is shared"
-    roots = Part("square roots", 2 * 4 * learned.largest / ranks, "of one matrix at a time, twice")
-    if trainer.on_gpu:
-        how = "AdamW takes them of all weights of the rank at once"
-        roots = Part("square roots", 4 * learned.parameters / ranks, how)
     phases = (
         _backward(trainer, gathered, gradients),
         Phase(BACKWARD_ENDS, (gradients, gathered, Part("embedding's gradient", reduced, outside))),
-        Phase(UPDATE, (gradients, roots)),
+        Phase(UPDATE, (gradients,)),
         forward,
         _one_matrix(trainer),
     )
@@ -373,7 +369,7 @@ def _kept_on_the_host(memory: RoleMemory) -> RoleMemory:
     """Move states, gradients and the optimizer's steps to the host, as `offload: cpu` does."""
     kept = {part.name: part for phase in memory.phases for part in phase.parts if part.name == "gradients"}
     phases = tuple(
-        replace(phase, parts=tuple(part for part in phase.parts if part.name not in ("gradients", "square roots")))
+        replace(phase, parts=tuple(part for part in phase.parts if part.name != "gradients"))
         for phase in memory.phases
     )
     away = tuple(Part(part.name, 0, "in the memory of the host (offload: cpu)") for part in memory.always)

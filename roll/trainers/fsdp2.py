@@ -67,7 +67,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self.forward = forward_pass(setup, self.model, head, self.device)
         self._reshard()
         if not setup.forward_only:
-            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
+            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args, fused=True)
             self.start_schedule()
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
@@ -166,7 +166,8 @@ class Fsdp2TrainStrategy(TrainStrategy):
             own_state = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
             for key, tensor in own_state.items():
                 _fill(tensor, f"{key}/{name}", state)
-            step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32)
+            # Fused AdamW keeps its step counters beside the weights.
+            step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32, device=parameter.device)
             self.optimizer.state[parameter] = {"step": step, **own_state}
         self.optimizer_steps = state.facts["optimizer_steps"]
         if self.loss_scale.dynamic:
