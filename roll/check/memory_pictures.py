@@ -201,7 +201,7 @@ def _trainer(config: ImageConfig, role: WorkerConfig, shape: PictureShape) -> Ro
     gathered = Part("gathered weights", 2 * element * shape.largest_block, f"two blocks in {arguments.dtype}")
     gradients = states("gradients", learned, ranks, 4, "float32")
     backward = Phase("the backward pass begins", (_activations(config, role, shape, options), gradients, gathered))
-    update = Phase("the optimizer steps", (gradients, Part("square roots", 4 * learned / ranks, "of all weights")))
+    update = Phase("the optimizer steps", (gradients,))
     publication, host, stays = _publication(config, learned, shape), list[Part](), 0.0
     if derived.weight_transport(config) == "cuda_ipc":
         always.append(publication)

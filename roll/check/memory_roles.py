@@ -242,22 +242,19 @@ class Learned:
     """Number outside the layers: embedding, last norm, output layer."""
     head: int
     """Number in the output layer's weight."""
-    largest: int
-    """Number in the largest matrix."""
 
     @classmethod
     def all_weights(cls, shape: ModelShape) -> Learned:
         """Count the whole model."""
         head = 0 if shape.value_head else shape.embedding_parameters
-        return cls(shape.parameters, shape.layer_parameters, shape.root_parameters, head, shape.largest_matrix)
+        return cls(shape.parameters, shape.layer_parameters, shape.root_parameters, head)
 
     @classmethod
     def adapters(cls, shape: ModelShape, arguments: ModelArguments) -> Learned:
         """Count two matrices beside each named linear layer: ``[rank, inputs]`` and ``[outputs, rank]``."""
         rank, layers = arguments.lora_rank, adapted_layers(shape, arguments.lora_target)
         in_layer = sum(rank * (inputs + outputs) for inputs, outputs in layers)
-        largest = max((rank * max(sizes) for sizes in layers), default=0)
-        return cls(shape.layers * in_layer, in_layer, 0, 0, largest)
+        return cls(shape.layers * in_layer, in_layer, 0, 0)
 
 
 def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequence[tuple[int, int]]:
@@ -347,14 +344,10 @@ def _fsdp2_learning(trainer: Trainer, gathered: Part, forward: Phase) -> RoleMem
     gradients = states("gradients", learned.parameters, ranks, 4, "float32")
     reduced = max(trainer.element + 4, 4 + 4 / ranks) * learned.outside
     outside = f"{billions(learned.outside)} outside the layers, in float32 before it is shared"
-    roots = Part("square roots", 2 * 4 * learned.largest / ranks, "of one matrix at a time, twice")
-    if trainer.on_gpu:
-        how = "AdamW takes them of all weights of the rank at once"
-        roots = Part("square roots", 4 * learned.parameters / ranks, how)
     phases = (
         _backward(trainer, gathered, gradients),
         Phase(BACKWARD_ENDS, (gradients, gathered, Part("embedding's gradient", reduced, outside))),
-        Phase(UPDATE, (gradients, roots)),
+        Phase(UPDATE, (gradients,)),
         forward,
         _one_matrix(trainer),
     )
@@ -373,8 +366,7 @@ def _kept_on_the_host(memory: RoleMemory) -> RoleMemory:
     """Move states, gradients and the optimizer's steps to the host, as `offload: cpu` does."""
     kept = {part.name: part for phase in memory.phases for part in phase.parts if part.name == "gradients"}
     phases = tuple(
-        replace(phase, parts=tuple(part for part in phase.parts if part.name not in ("gradients", "square roots")))
-        for phase in memory.phases
+        replace(phase, parts=tuple(part for part in phase.parts if part.name != "gradients")) for phase in memory.phases
     )
     away = tuple(Part(part.name, 0, "in the memory of the host (offload: cpu)") for part in memory.always)
     return replace(memory, always=away, phases=phases, host=(*memory.always, *kept.values()))

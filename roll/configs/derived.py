@@ -222,9 +222,11 @@ def total_devices(config: RunConfig) -> int:
 def data_parallel_ranks(role: WorkerConfig) -> int:
     """Return the number of data-parallel ranks of a trainer.
 
-    With Megatron, tensor x pipeline ranks form one data-parallel rank.
+    With Megatron, tensor x pipeline ranks form one data-parallel rank, with `fsdp2_train` those of a context group.
     """
     ranks = len(parse_device_mapping(role.device_mapping))
+    if role.strategy_args.strategy_name == "fsdp2_train":
+        return max(1, ranks // Options.of(role).get("context_parallel_size", 1))
     if role.strategy_args.strategy_name != "megatron_train":
         return ranks
     options = Options.of(role)

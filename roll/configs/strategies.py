@@ -91,6 +91,7 @@ TRAINERS = Kind(
         "fsdp2_train": Trainer(
             "roll.trainers.fsdp2:Fsdp2TrainStrategy",
             options="roll.trainers.options:Fsdp2Options",
+            layout="roll.trainers.options:fsdp2_layout_problems",
             chooses_attention=True,
             packs=True,
             adapters=True,
@@ -265,7 +266,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "diffusers_infer": {"max_running_requests": _Count},
     "hf_infer": {"max_running_requests": _Count, "max_prefill_tokens": _Count},
-    "fsdp2_train": {"reshard_after_forward": bool, "gradient_checkpointing": bool, "offload": _Offload},
+    "fsdp2_train": {
+        "reshard_after_forward": bool,
+        "gradient_checkpointing": bool,
+        "offload": _Offload,
+        "context_parallel_size": _Count,
+    },
     "deepspeed_train": {
         "gradient_checkpointing": bool,
         "zero_optimization": dict[str, Any],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,13 +23,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roll.algorithms.metrics import PartMetrics
 from roll.configs.plugins import made
-from roll.trainers.base import TrainerSetup
+from roll.trainers.base import MicroBatchLimits, TrainerSetup
+from roll.trainers.context_parallel import ContextForward, ContextGroup, install_context_parallel
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.loss_scale import LossScale
 from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, prepare_model, stored_dtype
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
-from roll.trainers.step import MicroBatch, TrainingStep
+from roll.trainers.step import MicroBatch, TrainingStep, plan_micro_batches
 from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients, divide_gradients
 
 if TYPE_CHECKING:
@@ -51,12 +53,19 @@ class Fsdp2TrainStrategy(TrainStrategy):
         super().__init__(setup)
         self.options = made("fsdp2_train", Fsdp2Options, setup.strategy_config, "strategy_config")
         self.loss_scale = LossScale.of(setup.model_args.dtype)
+        self.context: ContextGroup | None = None
+        """This rank's context group; None if each rank has whole rows."""
 
     def initialize(self) -> None:
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
         # With adapters, the frozen base model is loaded in its configured precision.
         model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
+        if self.options.context_parallel_size > 1:
+            if setup.pictures is not None:
+                raise ValueError("context_parallel_size: models of pictures are not split by position; write 1")
+            self.context = ContextGroup.join(setup.device, setup.world_size, self.options.context_parallel_size)
+            install_context_parallel(model, setup, self.context)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
         task = "CAUSAL_LM" if setup.pictures is None else None
         adapters = setup.trains_adapters
@@ -64,10 +73,13 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self.model = self._shard(model)
         if stored_dtype(setup) == torch.float32:
             self.model.float()
-        self.forward = forward_pass(setup, self.model, head, self.device)
+        if self.context is None:
+            self.forward = forward_pass(setup, self.model, head, self.device)
+        else:
+            self.forward = ContextForward(self.context, setup.kind, self.model, head, self.device)
         self._reshard()
         if not setup.forward_only:
-            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
+            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args, fused=True)
             self.start_schedule()
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
@@ -166,12 +178,31 @@ class Fsdp2TrainStrategy(TrainStrategy):
             own_state = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
             for key, tensor in own_state.items():
                 _fill(tensor, f"{key}/{name}", state)
-            step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32)
+            # Fused AdamW keeps its step counters beside the weights.
+            step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32, device=parameter.device)
             self.optimizer.state[parameter] = {"step": step, **own_state}
         self.optimizer_steps = state.facts["optimizer_steps"]
         if self.loss_scale.dynamic:
             self.loss_scale.value = state.facts.get("loss_scale", self.loss_scale.value)
             self.loss_scale.good_updates = state.facts.get("good_updates", 0)
+
+    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
+        if self.context is None:
+            return super()._rows(batch, limits)
+        place, size = self.setup.rank // self.context.size, self.setup.world_size // self.context.size
+        return plan_micro_batches(batch.lengths, size, limits)[place]
+
+    def _shared(self, values: np.ndarray) -> np.ndarray:
+        if self.context is None:
+            return super()._shared(values)
+        shared = torch.from_numpy(values)
+        dist.all_reduce(shared, group=self.context.data)
+        return shared.numpy()
+
+    def _joined(
+        self, join: Callable[[dist.ProcessGroup | None], tuple[dict[str, float], float]]
+    ) -> tuple[dict[str, float], float]:
+        return join(None if self.context is None else self.context.data)
 
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
         settings = {

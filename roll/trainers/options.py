@@ -17,12 +17,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, nearest, problems_of, shown
 from roll.configs.plugins import made
+from roll.configs.strategies import Options
+
+if TYPE_CHECKING:
+    from roll.configs.roles import WorkerConfig
 
 Seconds = Annotated[float, Field(gt=0, lt=math.inf)]
 
@@ -38,8 +43,41 @@ class Fsdp2Options:
     offload: Literal["none", "cpu"] = "none"
     """``cpu``: keep weights, gradients and optimizer state in host memory, and take optimizer steps there. Forward and
     backward passes run on the device either way."""
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split the positions of the same rows (Ulysses)."""
     process_group_timeout_seconds: Seconds = 600.0
     """Longest wait in a collective before it fails."""
+
+
+def fsdp2_layout_problems(
+    role: WorkerConfig, model_path: str, path: str, *, kind: str, forward_only: bool
+) -> list[ConfigProblem]:
+    """Return the reasons why a role's model cannot be split over its context groups. Loads no weights.
+
+    ``path`` is the configuration path of the role's ``strategy_config``.
+    """
+    size, ranks = Options.of(role).get("context_parallel_size", 1), len(parse_device_mapping(role.device_mapping))
+    if size == 1:
+        return []
+    path = f"{path}.context_parallel_size"
+    if ranks % size:
+        return [ConfigProblem(path, f"{size} does not divide the {ranks} ranks of the role", "write a divisor of them")]
+    attention = role.model_args.attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return [ConfigProblem(path, f"attn_implementation {attention!r} does not take split rows", "write `sdpa`")]
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=role.model_args.trust_remote_code)
+    except (OSError, ValueError) as error:  # a model of pictures, for one
+        return [ConfigProblem(path, f"{model_path} is no model that can be split by position: {error}", "write 1")]
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or key_heads % size:
+        message = f"{size} does not divide the model's {heads} attention heads and {key_heads} key/value heads"
+        return [ConfigProblem(path, message, f"write a divisor of {math.gcd(heads, key_heads)}")]
+    return []
 
 
 @dataclass(frozen=True)

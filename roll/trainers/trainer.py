@@ -57,8 +57,14 @@ if TYPE_CHECKING:
     from roll.trainers.state import SavedState, StateSnapshot
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArguments) -> torch.optim.AdamW:
-    """Return AdamW (arXiv 1711.05101) over the trainable parameters: one group with weight decay, one without."""
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], arguments: TrainingArguments, fused: bool = False
+) -> torch.optim.AdamW:
+    """Return AdamW (arXiv 1711.05101) over the trainable parameters: one group with weight decay, one without.
+
+    ``fused``: compute each update in one kernel, without temporary tensors of the size of the weights. Step counters
+    are then on the parameters' device.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": arguments.weight_decay},
@@ -69,6 +75,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArgum
         lr=arguments.learning_rate,
         betas=(arguments.adam_beta1, arguments.adam_beta2),
         eps=arguments.adam_epsilon,
+        fused=fused,
     )
 
 
@@ -115,7 +122,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None
 
 
 def move_states(states: Iterable[dict[str, Any]], device: torch.device) -> None:
-    """Move optimizer moments to ``device``. Step counters stay: AdamW keeps these scalars on the CPU."""
+    """Move optimizer moments to ``device``. Step counters, which are scalars, stay where AdamW keeps them."""
     for state in states:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim > 0:

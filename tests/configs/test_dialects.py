@@ -189,6 +189,28 @@ def test_a_public_configuration_converts_and_each_of_its_keys_is_accounted_for(s
         assert line.split(":")[0] in text
 
 
+@pytest.mark.parametrize(
+    ("own", "reference"), [({}, 2), ({"actor_rollout_ref.ref.ulysses_sequence_parallel_size": 1}, None)]
+)
+def test_ulysses_of_verl_becomes_context_parallel(own, reference):
+    given = {
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+        "trainer.n_gpus_per_node": 8,
+        **own,
+    }
+    done = verl.translate({tuple(path.split(".")): value for path, value in given.items()})
+    ours = done.tree()
+    assert ours["actor_train"]["strategy_args"]["strategy_config"]["context_parallel_size"] == 2
+    assert ours["reference"]["strategy_args"].get("strategy_config", {}).get("context_parallel_size") == reference
+    assert not any("ulysses" in line for line in (*done.lost, *done.without_effect))
+    samples = 64 * ours["num_return_sequences_in_group"] if "num_return_sequences_in_group" in ours else 64
+    arguments = ours["actor_train"]["training_args"]
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * 4 == samples
+
+
 def test_the_teacher_of_verl_becomes_a_role():
     given = {
         "distillation.enabled": True,

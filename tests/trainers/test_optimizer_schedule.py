@@ -84,3 +84,18 @@ def test_a_trainer_whose_optimizer_is_not_of_torch_sets_the_rate_itself(monkeypa
     metrics = [trainer.train_step(None, None, 1.0) for _ in range(2)]
     assert trainer.rates == [0.125, 0.25] == [each["learning_rate"] for each in metrics]
     assert metrics[0] == {"loss": 0.5, "grad_norm": 2.0, "learning_rate": 0.125, "skipped_updates": 0.0}
+
+
+def test_the_fused_optimizer_takes_the_same_steps_to_rounding():
+    weights = []
+    for fused in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((40, 30), (30,))]
+        optimizer = build_optimizer(parameters, TrainingArguments(learning_rate=0.01, weight_decay=0.1), fused=fused)
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        weights.append(parameters)
+    for plain, fused in zip(*weights, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=0, atol=1e-6)

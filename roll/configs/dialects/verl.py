@@ -97,8 +97,8 @@ _TABLE = {
         f"{_MEGATRON}.{way}_parallel_size": to(f"{_OPTIONS}.{way}_parallel_size")
         for way in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "virtual_pipeline_model")
     },
-    f"{_AR}.actor.ulysses_sequence_parallel_size": later("remove it: long samples are shared out by Megatron only"),
-    f"{_AR}.ref.ulysses_sequence_parallel_size": later("remove it"),
+    f"{_AR}.actor.ulysses_sequence_parallel_size": later("write `context_parallel_size` in `strategy_config`"),
+    f"{_AR}.ref.ulysses_sequence_parallel_size": later("write `context_parallel_size` in `strategy_config`"),
     # batches
     f"{_AR}.actor.ppo_mini_batch_size": later("write `actor_train.training_args.gradient_accumulation_steps`"),
     f"{_AR}.actor.ppo_micro_batch_size": later("write `actor_train.training_args.per_device_train_batch_size`"),
@@ -349,7 +349,7 @@ def _ranks(done: Translation) -> int:
     devices = nodes * per_node
     if share is not None:
         devices = nodes * round(share * done.ours("cluster.num_devices_per_node"))
-    split = 1
+    split = whole(done.ours(f"{_OPTIONS}.context_parallel_size")) or 1
     if done.ours("actor_train.strategy_args.strategy_name") == "megatron_train":
         split = (whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1) * (
             whole(done.ours(f"{_OPTIONS}.pipeline_model_parallel_size")) or 1
@@ -379,12 +379,14 @@ def _trainer(done: Translation) -> None:
         done.put("actor_train.model_args.lora_rank", rank)
         done.put("actor_train.model_args.lora_target", target)
         done.put_given("actor_train.model_args.lora_alpha", alpha)
-    for role in ("actor", "ref"):
-        key = f"{_AR}.{role}.ulysses_sequence_parallel_size"
-        if done.has(key) and done.get(key) not in (1, None):
-            done.lose(
-                key, done.get(key), "there is no Ulysses; Megatron's sequence parallelism shares out long samples"
-            )
+    for theirs in ("actor", "ref"):
+        key = f"{_AR}.{theirs}.ulysses_sequence_parallel_size"
+        if done.get(key) in (1, None):
+            continue
+        if megatron:
+            done.lose(key, done.get(key), "Megatron's sequence parallelism shares out long samples")
+        elif theirs == "actor":
+            done.put(f"{_OPTIONS}.context_parallel_size", done.get(key))
     warmup = done.ours("actor_train.training_args.warmup_steps")
     if warmup and done.ours("actor_train.training_args.warmup_ratio") is not None:
         done.values.pop(("actor_train", "training_args", "warmup_ratio"))
@@ -540,6 +542,11 @@ def _frozen(done: Translation, role: str) -> None:
     for way in ("tensor", "pipeline"):
         size = done.ours(f"{_OPTIONS}.{way}_model_parallel_size")
         done.put_given(f"{role}.strategy_args.strategy_config.{way}_model_parallel_size", size)
+    size = done.ours(f"{_OPTIONS}.context_parallel_size")
+    if role == "reference" and done.ours("actor_train.strategy_args.strategy_name") == "fsdp2_train":
+        own = done.get(f"{_AR}.ref.ulysses_sequence_parallel_size", size)
+        size = None if own == 1 else own
+    done.put_given(f"{role}.strategy_args.strategy_config.context_parallel_size", size)
     done.put_given(f"{role}.device_mapping", done.ours("actor_train.device_mapping"))
     done.put(f"{role}.model_args.dtype", "bfloat16")
 
