@@ -65,6 +65,8 @@ class Trainer(Strategy):
     """True if a forward-only role with this strategy can take new weights while it runs."""
     draws: bool = False
     """True if it can train models of pictures as well as models of text."""
+    sees: bool = False
+    """True if prompts may have pictures (vision-language models)."""
     layout: str | None = None
     """Import path of the function that checks how a role's model is split over its devices; see
     `roll.trainers.megatron.facts.layout_problems`."""
@@ -78,6 +80,8 @@ class Engine(Strategy):
     """Largest LoRA rank for which weight updates may carry adapters only; 0: they always carry all weights."""
     draws: bool = False
     """True if it draws pictures, False if it generates text."""
+    sees: bool = False
+    """True if prompts may have pictures (vision-language models)."""
 
 
 TRAINERS = Kind(
@@ -92,6 +96,7 @@ TRAINERS = Kind(
             adapters=True,
             receives=True,
             draws=True,
+            sees=True,
         ),
         "deepspeed_train": Trainer(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
@@ -127,6 +132,7 @@ FORWARD_STRATEGIES = replace(
             packs=True,
             receives=True,
             draws=True,
+            sees=True,
         ),
     },
     base="roll.trainers.trainer:ForwardStrategy",
@@ -151,6 +157,7 @@ ENGINES = Kind(
             chooses_attention=True,
             replicates=True,
             largest_adapter=math.inf,
+            sees=True,
         ),
         "sglang": Engine(
             "roll.engines.sglang.strategy:SGLangInferStrategy",
@@ -166,6 +173,7 @@ ENGINES = Kind(
             options="roll.engines.options:check_vllm_options",
             package_tells="the names in `strategy_config`",
             largest_adapter=512,
+            sees=True,
         ),
     },
     Engine,

@@ -262,7 +262,8 @@ class RolloutFunction:
             seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
             sampling = replace(sampling, seed=seed)
             request_id = f"{self._name(group_id)}-{index}"
-            requests.append(GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there))
+            request = GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there)
+            requests.append(replace(request, prompt_pictures=tuple(prompt.pictures)))
         return requests
 
     async def _judged_samples(
@@ -315,6 +316,7 @@ class RolloutFunction:
             prompt_tokens=len(prompt.token_ids),
             response_tokens=sample.response_tokens,
             messages=prompt.messages,
+            pictures=prompt.pictures,
         )
 
     async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:

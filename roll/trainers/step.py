@@ -193,6 +193,8 @@ class Packing:
 
 REFERENCE_MEANS = "reference_means"
 """Field of samples with the reference's mean of each recorded denoising step; see `ForwardStrategy.step_means`."""
+PROMPT_PICTURES = "prompt_pictures"
+"""Field of samples with the pictures of their prompts, for vision-language models; see `SampleBatch`."""
 PICTURE_FIELDS = ("latents", "prompts", REFERENCE_MEANS)
 """Fields of samples from which an image model's log-probabilities and divergences are computed."""
 
@@ -221,6 +223,8 @@ class MicroBatch:
     """Sample indices in the batch; none in a dummy."""
     pictures: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The `PICTURE_FIELDS` of an image model, one row per sample. Its targets are denoising step numbers."""
+    prompt_pictures: Sequence[Sequence[np.ndarray]] | None = None
+    """Pictures of each row's prompt. None: no prompt of the whole batch has any."""
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for a transformers model.
@@ -253,6 +257,7 @@ def build_micro_batch(
     """
     needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
     of_pictures = [name for name in PICTURE_FIELDS if name in batch.per_sample]
+    of_prompts = batch.per_sample.get(PROMPT_PICTURES)
     per_sample = {name: batch.per_sample[name] for name in (*sample_fields, *of_pictures)}
     whole = SampleBatch(batch.lengths, needed, per_sample)
     part = whole.select(rows) if rows else _stand_in(whole)
@@ -280,6 +285,7 @@ def build_micro_batch(
         fields=fields,
         rows=rows,
         pictures={name: part.per_sample[name] for name in of_pictures},
+        prompt_pictures=None if of_prompts is None else [of_prompts[row] for row in rows] or [()],
     )
 
 
