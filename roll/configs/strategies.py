@@ -67,6 +67,8 @@ class Trainer(Strategy):
     """True if it can train models of pictures as well as models of text."""
     replays_routing: bool = False
     """True if it can send tokens to recorded experts."""
+    sees: bool = False
+    """True if prompts may have pictures (vision-language models)."""
     layout: str | None = None
     """Import path of the function that checks how a role's model is split over its devices; see
     `roll.trainers.megatron.facts.layout_problems`."""
@@ -82,6 +84,8 @@ class Engine(Strategy):
     """True if it draws pictures, False if it generates text."""
     records_routing: bool = False
     """True if it can return the experts of each token."""
+    sees: bool = False
+    """True if prompts may have pictures (vision-language models)."""
 
 
 TRAINERS = Kind(
@@ -98,6 +102,7 @@ TRAINERS = Kind(
             receives=True,
             draws=True,
             replays_routing=True,
+            sees=True,
         ),
         "deepspeed_train": Trainer(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
@@ -135,6 +140,7 @@ FORWARD_STRATEGIES = replace(
             receives=True,
             draws=True,
             replays_routing=True,
+            sees=True,
         ),
     },
     base="roll.trainers.trainer:ForwardStrategy",
@@ -160,6 +166,7 @@ ENGINES = Kind(
             replicates=True,
             largest_adapter=math.inf,
             records_routing=True,
+            sees=True,
         ),
         "sglang": Engine(
             "roll.engines.sglang.strategy:SGLangInferStrategy",
@@ -177,6 +184,7 @@ ENGINES = Kind(
             package_tells="the names in `strategy_config`",
             largest_adapter=512,
             records_routing=True,
+            sees=True,
         ),
     },
     Engine,

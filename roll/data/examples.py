@@ -115,6 +115,8 @@ def load_examples(
     bad = 0
     for row in rows:
         try:
+            if row.pictures:
+                raise BadRow("examples with pictures are not supported")
             if refuse_control_tokens and is_chat:
                 require_unspelled(contents, [*conversation(row, data_args.system_prompt), _response(row), _tools(row)])
             found.append((row, list(make(row))))

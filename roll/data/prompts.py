@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from roll.configs.errors import Problems
 from roll.configs.plugins import problem
 from roll.configs.roles import DataArguments
 from roll.data.encoding import ContentEncoder, ControlTokensRefused, tokenise
+from roll.data.pictures import PLACE, NoPicture, PictureProcessor, read_picture
 from roll.data.records import Prompt, derive_seed
 from roll.data.sources import (
     SHOWN_OFFENDERS,
@@ -52,18 +54,21 @@ def load_prompts(
     path: str,
     seed: int,
     refuse_control_tokens: bool = False,
+    processor: PictureProcessor | None = None,
 ) -> list[Prompt]:
     """Read, render, check and select the prompts of one `data_args`.
 
     ``path``: configuration path of ``data_args``, a prefix of the path of each problem. ``prompt_length``: tokens.
     ``max_samples`` limits the rows that are used: a random choice by ``seed`` or, if ``shuffle`` is off, the first
     rows; their order is kept. With ``refuse_control_tokens`` (template `chat` only) a message whose text contains a
-    control token is a problem. Raises `ConfigError`.
+    control token is a problem. ``processor`` is that of the model, for rows with pictures; None refuses them. Raises
+    `ConfigError`.
     """
     problems = Problems()
     rows = usable_rows(data_args, tokenizer, path, problems, seed)
     refuse = refuse_control_tokens and data_args.template == "chat"
     prompts = _render(rows, data_args, tokenizer, path, problems, refuse)
+    prompts = _with_pictures(prompts, rows, processor, path, problems)
     lengths = {prompt.prompt_id: len(prompt.token_ids) for prompt in prompts}
     words, may_drop = ("prompts", "prompt_length"), data_args.overlong_prompts == "drop"
     overlong = check_lengths(lengths, prompt_length, words, may_drop, path, problems)
@@ -91,7 +96,7 @@ def _render(
         try:
             if refuse_control_tokens:
                 require_unspelled(contents, messages)
-            text = _text(row, contents.shielded(messages), data_args, tokenizer)
+            text = _text(row, _template_messages(row, messages, contents), data_args, tokenizer)
             if data_args.template == "chat" and contents.is_shielded(text):
                 spelled[len(rendered)] = contents.encode(text)
                 text = contents.restored(text)
@@ -112,6 +117,61 @@ def _render(
         remedy = "correct these prompts, or use the tokenizer they were made for"
         problems.add(path, f"no token is left of {named(empty)}", remedy)
     return prompts
+
+
+def _template_messages(row: PromptRow, messages: list[Message], contents: ContentEncoder) -> list[Any]:
+    """Return shielded messages for a chat template; with pictures, contents are lists of parts."""
+    if not row.pictures:
+        return contents.shielded(messages)
+    return [{**message, "content": _parts(message["content"], contents)} for message in messages]
+
+
+def _parts(content: str, contents: ContentEncoder) -> list[dict[str, str]]:
+    texts = [[{"type": "text", "text": contents.shielded(text)}] if text else [] for text in content.split(PLACE)]
+    parts = list(texts[0])
+    for text in texts[1:]:
+        parts += [{"type": "image"}, *text]
+    return parts
+
+
+def _with_pictures(
+    prompts: list[Prompt],
+    rows: Sequence[PromptRow],
+    processor: PictureProcessor | None,
+    path: str,
+    problems: Problems,
+) -> list[Prompt]:
+    """Return the prompts with the pictures of their rows, whose placeholders are expanded in the token ids."""
+    sources = {row.prompt_id: row for row in rows if row.pictures}
+    if not sources or problems.found:
+        return prompts
+    try:
+        if processor is None:
+            raise NoPicture("pictures are not supported here")
+        processor.require()
+    except NoPicture as cause:
+        remedy = "take pictures out of the data, or train a vision-language model with `pipeline: rlvr`"
+        problems.add(path, f"{len(sources)} prompts have pictures: {cause}", remedy)
+        return prompts
+    found, bad = [], 0
+    for prompt in prompts:
+        row = sources.get(prompt.prompt_id)
+        if row is None:
+            found.append(prompt)
+            continue
+        try:
+            found.append(_seeing(prompt, row, processor))
+        except NoPicture as cause:
+            problems.add(path, f"{row.origin}: {cause}", "correct the row or its picture")
+            bad += 1
+            if bad == SHOWN_OFFENDERS:
+                break
+    return found
+
+
+def _seeing(prompt: Prompt, row: PromptRow, processor: PictureProcessor) -> Prompt:
+    pictures = [read_picture(source, row.folder) for source in row.pictures]
+    return replace(prompt, pictures=pictures, token_ids=processor.expanded(prompt.token_ids, pictures))
 
 
 def rewritten_prompts(
@@ -202,6 +262,8 @@ def _text(row: PromptRow, messages: list[Message], data_args: DataArguments, tok
     if data_args.template == "raw":
         if row.text is None:
             raise BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
+        if row.pictures:
+            raise BadRow("only the chat template can place pictures: use `template: chat`")
         return row.text
     return _from_template(messages, data_args, tokenizer)
 

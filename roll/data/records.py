@@ -95,6 +95,8 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
     """The prompt as a conversation, for judges that are models with a template of their own."""
+    pictures: list[np.ndarray] = field(default_factory=list)
+    """uint8 ``[bytes]``: the file of each picture in the prompt, in order, whose placeholders are in ``token_ids``."""
 
 
 @dataclass
@@ -199,7 +201,8 @@ class SampleBatch:
     ``tokens`` maps a name to an array ``[total_tokens]``. It always has ``token_ids`` and ``response_mask``; for
     training also ``behaviour_logprobs``, ``versions``, ``advantages`` and the objective's fields; for episodes also
     ``turns``, ``turn_rewards`` and ``turn_states``; with router replay `ROUTED` (see `Sample`). ``per_sample`` maps a
-    name to an array ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there. ``loss_mask``
+    name to an array ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there.
+    ``prompt_pictures`` are tuples of the pictures in the prompts (see `Prompt`), if any prompt has one. ``loss_mask``
     (bool) is the part of the response mask that is trained on, if not all of it. Sample ``i`` owns
     ``offsets[i]:offsets[i + 1]``.
     """

@@ -27,6 +27,7 @@ from roll.configs.roles import (
     RowArguments,
     RowColumns,
 )
+from roll.data.pictures import PLACE
 from roll.data.records import derive_seed
 from roll.distribution import install_command
 
@@ -40,6 +41,8 @@ Message = dict[str, str]
 SHOWN_OFFENDERS = 5
 """Maximum number of prompts named in one message."""
 DEFAULT_DOMAIN = "default"
+PICTURES = "images"
+"""Column of the pictures of a row."""
 MAX_PROBLEMS_PER_FILE = 8
 
 REASONING_GYM_KEY = "reasoning_gym"
@@ -58,6 +61,10 @@ class PromptRow:
     ground_truth: Any
     domain: str
     metadata: dict[str, Any]
+    pictures: list[Any] = dataclasses.field(default_factory=list)
+    """Source of each picture (see `roll.data.pictures.read_picture`); `PLACE` marks its place in the texts."""
+    folder: Path = Path()
+    """Folder to which the paths of pictures are relative."""
 
 
 class BadRow(ValueError):
@@ -178,12 +185,14 @@ def _data_set(path: str, name: str, builder: str, **options: Any) -> Iterable[An
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    """Return a row of a data set as JSON values; dates and the like become text. Raises `BadRow` for bytes."""
-    for column, value in row.items():
+    """Return a row of a data set as JSON values; dates and the like become text. Pictures stay as they are. Raises
+    `BadRow` for bytes elsewhere."""
+    texts = {column: value for column, value in row.items() if column != PICTURES}
+    for column, value in texts.items():
         if isinstance(value, bytes):
             raise BadRow(f"column `{column}` has bytes, and a prompt is text")
-    plain: dict[str, Any] = json.loads(json.dumps(row, default=str))
-    return plain
+    plain: dict[str, Any] = json.loads(json.dumps(texts, default=str))
+    return plain | {PICTURES: row[PICTURES]} if PICTURES in row else plain
 
 
 def _rows(
@@ -204,7 +213,7 @@ def _rows(
     for number, raw in numbered:
         try:
             row = _renamed(parse(raw), columns)
-            rows.append(_prompt_row(row, f"{names[0]}:{number}", f"{names[1]}:{number}"))
+            rows.append(_prompt_row(row, f"{names[0]}:{number}", f"{names[1]}:{number}", Path(names[1]).parent))
         except BadRow as cause:
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
@@ -246,8 +255,10 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str) -> PromptRow:
-    text, messages = _take_text(row), _take_messages(row)
+def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str, folder: Path) -> PromptRow:
+    text, (messages, inline) = _take_text(row), _take_messages(row)
+    pictures = _take_pictures(row, inline)
+    text, messages = _with_places(text, messages, len(pictures))
     if text is None and messages is None:
         raise BadRow(
             "neither `prompt` nor `messages`" + (f"; it has {', '.join(f'`{key}`' for key in row)}" if row else "")
@@ -260,7 +271,49 @@ def _prompt_row(row: dict[str, Any], prompt_id: str, origin: str) -> PromptRow:
         ground_truth=_take_first(row, "ground_truth", "answer"),
         domain=_take_domain(row),
         metadata=row,
+        pictures=pictures,
+        folder=folder,
     )
+
+
+def _take_pictures(row: dict[str, Any], inline: list[Any]) -> list[Any]:
+    """Return the sources of a row's pictures: those in its messages, or those of its column, a list or one source.
+
+    A picture in a message without a source of its own takes the next one of the column. Raises `BadRow`.
+    """
+    column = row.pop(PICTURES, None)
+    listed = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
+    written = [source for source in inline if source is not None]
+    if written and (listed or len(written) < len(inline)):
+        raise BadRow(f"some pictures are in `messages`, and others in `{PICTURES}`; write all of them in one place")
+    return written or listed
+
+
+def _with_places(
+    text: str | None, messages: list[Message] | None, pictures: int
+) -> tuple[str | None, list[Message] | None]:
+    """Return the texts with a `PLACE` for each picture. Without any, pictures come before the first user message.
+
+    Raises `BadRow` if there are not as many places as pictures. In rows without pictures, `PLACE` is plain text.
+    """
+    if not pictures:
+        return text, messages
+    contents = [message["content"] for message in messages] if messages else [text or ""]
+    places = sum(content.count(PLACE) for content in contents)
+    if places not in (0, pictures):
+        raise BadRow(f"the texts have {places} times `{PLACE}` for {pictures} pictures")
+    if places:
+        return text, messages
+    asked = [number for number, message in enumerate(messages or []) if message["role"] == "user"]
+    if messages and not asked:
+        raise BadRow("there are pictures, but no user message to put them into")
+    if messages:
+        first = messages[asked[0]]
+        return text, [
+            {**first, "content": PLACE * pictures + first["content"]} if message is first else message
+            for message in messages
+        ]
+    return PLACE * pictures + (text or ""), messages
 
 
 def _take_first(row: dict[str, Any], *keys: str) -> Any:
@@ -297,7 +350,8 @@ def require_unspelled(contents: ContentEncoder, texts: Any) -> None:
         raise BadRow(f"a text spells the control token {spelled!r} (`on_control_tokens: refuse`)")
 
 
-def _take_messages(row: dict[str, Any]) -> list[Message] | None:
+def _take_messages(row: dict[str, Any]) -> tuple[list[Message] | None, list[Any]]:
+    """Return the messages, with texts as contents, and the source of each picture in them (None: in the column)."""
     messages = row.pop("messages", None)
     if isinstance(messages, str):  # some data sets keep the list as JSON text
         try:
@@ -305,15 +359,35 @@ def _take_messages(row: dict[str, Any]) -> list[Message] | None:
         except json.JSONDecodeError as cause:
             raise BadRow(f"`messages` is text, but not JSON ({cause.msg})") from cause
     if messages is None:
-        return None
+        return None, []
     if not isinstance(messages, list) or not messages:
         raise BadRow("`messages` must be a list with at least one message")
+    inline: list[Any] = []
+    messages = [_without_parts(message, inline) for message in messages]
     for message in messages:
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
             raise BadRow("each of `messages` must be an object with the texts `role` and `content`")
         required_text(message["content"], "a `content` of `messages`")
-    return messages
+    return messages, inline
+
+
+def _without_parts(message: Any, inline: list[Any]) -> Any:
+    """Return a message whose parts are joined into one text, and append the source of each picture to ``inline``."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    texts = []
+    for part in message["content"]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in ("image", "image_url"):
+            source = part.get("image_url") or part.get("image") or part.get("url") or part.get("path")
+            inline.append(source)
+            texts.append(PLACE)
+        else:
+            raise BadRow(f"a part of a `content` is `text`, `image` or `image_url`, not {kind!r}")
+    return {**message, "content": "".join(texts)}
 
 
 def _take_domain(row: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ import torch
 from roll.configs.errors import ConfigError
 from roll.configs.roles import PictureSampling
 from roll.data import tokenizer
+from roll.data.pictures import policy_class
 from roll.data.records import PictureStep
 from roll.runtime.usage import memory_in_use
 from roll.tracking.timeline import BusySpans
@@ -104,6 +105,8 @@ class GenerateRequest:
     """True to return the experts of each token, from an engine that records them."""
     picture: PictureRequest | None = None
     """The image to generate, for an image engine, which uses only the seed of `sampling`."""
+    prompt_pictures: tuple[np.ndarray, ...] = ()
+    """Files of the pictures whose placeholders are in the prompt; see `roll.data.records.Prompt`."""
 
 
 @dataclass
@@ -487,11 +490,11 @@ class ModelSpec:
 
 def model_facts(spec: ModelSpec) -> tuple[PretrainedConfig, CheckpointNames, LayerShapes]:
     """Return a model's configuration, its checkpoint's tensor names, and the shapes of its linear layers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+        model = policy_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
     return config, CheckpointNames(model), linear_layers(model)
 
 

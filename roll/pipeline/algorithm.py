@@ -41,6 +41,7 @@ from roll.configs.run import AgenticConfig, DistillationConfig, ImageConfig, Pip
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.pipeline.streaming import obstacles
 from roll.rewards.registry import route_domains
+from roll.trainers.step import PROMPT_PICTURES
 
 if TYPE_CHECKING:  # it imports Ray, which would delay the report of a wrong configuration
     from roll.weights.verify import CanaryScores
@@ -646,6 +647,10 @@ class TrainingBatch:
         if "latents" in data.per_sample:
             texts = [group.prompt.text for group in groups for _ in group.samples]
             data.per_sample["prompts"] = np.array(texts)
+        if any(group.prompt.pictures for group in groups):
+            pictures = [tuple(group.prompt.pictures) for group in groups for _ in group.samples]
+            data.per_sample[PROMPT_PICTURES] = np.empty(len(pictures), dtype=object)
+            data.per_sample[PROMPT_PICTURES][:] = pictures
         return cls(step, groups, data)
 
     @property

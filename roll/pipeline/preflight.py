@@ -27,6 +27,7 @@ from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.memory_parts import ShapeUnknown, find_shape
 from roll.check.plan import missing_packages
+from roll.check.prompt_pictures import prompt_picture_problems
 from roll.check.rules import restarts_have_a_checkpoint
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
@@ -38,11 +39,13 @@ from roll.configs.run import (
     ImageConfig,
     PipelineConfig,
     PromptConfig,
+    RLVRConfig,
     RunConfig,
     SFTConfig,
 )
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.examples import Examples, load_examples
+from roll.data.pictures import PictureProcessor, digest
 from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
 from roll.data.tokenizer import load_tokenizer
@@ -377,11 +380,20 @@ class RLVRPlan:
     def fingerprint(self) -> str:
         """Return the fingerprint of the prompts and their order; see `Prepared.source`."""
         data_args = self.config.actor_train.data_args
-        digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
+        hashed = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
         for prompt in self.prompts:
-            digest.update(f"{prompt.prompt_id}\0{prompt.domain}\0".encode("utf-8", "surrogatepass"))
-            digest.update(prompt.token_ids.tobytes())
-        return digest.hexdigest()
+            hashed.update(f"{prompt.prompt_id}\0{prompt.domain}\0".encode("utf-8", "surrogatepass"))
+            hashed.update(prompt.token_ids.tobytes())
+            hashed.update(digest(prompt.pictures).encode())
+        return hashed.hexdigest()
+
+
+def _picture_processor(config: PromptConfig) -> PictureProcessor | None:
+    """Return the processor of prompts' pictures; None if the pipeline supports none."""
+    if not isinstance(config, RLVRConfig):
+        return None
+    role = config.actor_train
+    return PictureProcessor(derived.model_path(config, role), role.model_args.trust_remote_code)
 
 
 def _plan_rlvr(
@@ -420,10 +432,13 @@ def _plan_rlvr(
             prompt_length=config.prompt_length,
             seed=config.seed,
             refuse_control_tokens=config.on_control_tokens == "refuse",
+            processor=_picture_processor(config),
         )
         prompts = problems.attempt(load, config.actor_train.data_args, path=TRAINING_PROMPTS) or []
         if config.validation is not None:
             validation_prompts = problems.attempt(load, config.validation.data_args, path=VALIDATION_PROMPTS) or []
+    if any(prompt.pictures for prompt in [*prompts, *validation_prompts]):
+        problems.found += prompt_picture_problems(config)
     if prompts and not problems.found:
         routes = route_domains(config.rewards)
         if derived.is_scored(config):

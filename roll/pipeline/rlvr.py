@@ -266,7 +266,9 @@ class RolloutFunction:
             sampling = replace(sampling, seed=seed)
             request_id = f"{self._name(group_id)}-{index}"
             request = GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there)
-            requests.append(replace(request, with_routing=self.with_routing and index < self.samples_per_group))
+            with_routing = self.with_routing and index < self.samples_per_group
+            pictures = tuple(prompt.pictures)
+            requests.append(replace(request, with_routing=with_routing, prompt_pictures=pictures))
         return requests
 
     async def _judged_samples(
@@ -319,6 +321,7 @@ class RolloutFunction:
             prompt_tokens=len(prompt.token_ids),
             response_tokens=sample.response_tokens,
             messages=prompt.messages,
+            pictures=prompt.pictures,
         )
 
     async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:

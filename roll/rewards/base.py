@@ -7,6 +7,8 @@ import io
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -29,6 +31,8 @@ class RewardInput:
     """The prompt as a conversation."""
     image: Image | None = None
     """The image to judge; None for a text response."""
+    pictures: list[np.ndarray] = field(default_factory=list)
+    """The files of the prompt's pictures, uint8 ``[bytes]`` each; a verifier gets them decoded, as PIL images."""
 
     def fields(self) -> dict[str, Any]:
         """Return the values by the names of verifier parameters (see `VERIFIER_FIELDS`)."""

@@ -20,6 +20,7 @@ from roll.configs.derived import reward_timeout
 from roll.configs.errors import ConfigProblem, nearest_name_hint
 from roll.configs.plugins import checked_arguments, made, parameters_of, problem, require, takes_anything
 from roll.configs.rewards import VERIFIERS, JudgeConfig, RewardConfig
+from roll.data.pictures import decoded
 from roll.data.records import Prompt
 from roll.rewards.base import (
     VERIFIER_FIELDS,
@@ -59,6 +60,8 @@ class Verifier:
     def __call__(self, record: RewardInput) -> Any:
         """Return the verifier's unchecked result (see `checked_output`), or its coroutine if it is async."""
         values = record.fields()
+        if "pictures" in self.fields:
+            values["pictures"] = [decoded(picture) for picture in record.pictures]
         return self.function(**{name: values[name] for name in self.fields}, **self.arguments)
 
     def fault_of(self, ground_truth: Any) -> str | None:

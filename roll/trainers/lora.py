@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from roll.configs.errors import ConfigProblem, choose_among, problems_of
 from roll.configs.plugins import problem
 from roll.configs.roles import ModelArguments
+from roll.data.pictures import policy_class
 from roll.distribution import install_command
 from roll.trainers.model import decoder_layers
 from roll.weights.adapters import PREFIX, matrix_names
@@ -61,11 +62,11 @@ def check_adapters(
 
         drawer = empty_transformer(model_path)
         return problems_of(lambda: resolve_targets(drawer, arguments.lora_target or EVERYWHERE, path))
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+        skeleton = policy_class(config).from_config(config, trust_remote_code=arguments.trust_remote_code)
     return problems_of(lambda: resolve_targets(skeleton, arguments.lora_target or EVERYWHERE, path))
 
 

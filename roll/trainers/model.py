@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from roll.algorithms.logprobs import (
 )
 from roll.algorithms.routing import RouterReplay
 from roll.configs.roles import ModelArguments
+from roll.data.pictures import PictureProcessor, policy_class
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import ModelKind, TrainerSetup
 from roll.trainers.packing import install_packed_attention
@@ -45,7 +47,7 @@ from roll.trainers.state import CheckpointFiles, checkpoint_folder
 from roll.trainers.step import MicroBatch
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
     from roll.trainers.pictures import PictureExport, PictureForward
     from roll.trainers.trainer import TrainStrategy
@@ -201,11 +203,18 @@ class HfForward:
     def move(self, device: torch.device) -> None:
         """Do nothing. Only image models have auxiliary models to move (`PictureForward.move`)."""
 
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        return PictureProcessor(str(self.model.name_or_path))
+
     def _arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Return the arguments for the model, and set the experts of its tokens until the next micro-batch."""
         if self.replay is not None:
             self.replay.use(micro_batch.routing)
-        return micro_batch.model_arguments()
+        arguments, pictures = micro_batch.model_arguments(), micro_batch.prompt_pictures
+        if pictures is not None:
+            arguments |= self._processor.model_arguments(micro_batch.input_ids, pictures)
+        return arguments
 
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
@@ -227,11 +236,11 @@ class HfForward:
         return [micro_batch.by_sample(values) for values in results.unbind(-1)]
 
 
-def model_class(kind: ModelKind) -> Any:
-    """Return transformers' auto class for this kind: causal LM (policy) or token classification (value)."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+def model_class(kind: ModelKind, config: PretrainedConfig) -> Any:
+    """Return transformers' auto class: `policy_class` for a policy, token classification for a value model."""
+    from transformers import AutoModelForTokenClassification
 
-    return AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
+    return policy_class(config) if kind == "policy" else AutoModelForTokenClassification
 
 
 def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: ModelKind = "policy") -> PreTrainedModel:
@@ -241,8 +250,11 @@ def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: M
     which has no bias, is kept. Raises ``ValueError`` naming any other missing tensor, because transformers would
     initialise it randomly.
     """
+    from transformers import AutoConfig
+
     options = {} if kind == "policy" else {"num_labels": 1}
-    model, found = model_class(kind).from_pretrained(
+    config = AutoConfig.from_pretrained(path, trust_remote_code=arguments.trust_remote_code)
+    model, found = model_class(kind, config).from_pretrained(
         path,
         dtype=dtype,
         attn_implementation=arguments.attn_implementation,
@@ -288,6 +300,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
     "*.tiktoken",
+    "*processor_config.json",
     "spiece.model",
     "sentencepiece*.model",
 )
@@ -344,7 +357,7 @@ def build_export(
         return _pictures().build_picture_export(like, weights, setup.model_path)
     trusted, kind = setup.model_args.trust_remote_code, setup.kind
     with torch.device("meta"):
-        skeleton = model_class(kind).from_config(like.config, trust_remote_code=trusted)
+        skeleton = model_class(kind, like.config).from_config(like.config, trust_remote_code=trusted)
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers() if not buffer.is_meta}
     skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
     skeleton.tie_weights()

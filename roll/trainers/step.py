@@ -194,6 +194,8 @@ class Packing:
 
 REFERENCE_MEANS = "reference_means"
 """Field of samples with the reference's mean of each recorded denoising step; see `ForwardStrategy.step_means`."""
+PROMPT_PICTURES = "prompt_pictures"
+"""Field of samples with the pictures of their prompts, for vision-language models; see `SampleBatch`."""
 PICTURE_FIELDS = ("latents", "prompts", REFERENCE_MEANS)
 """Fields of samples from which an image model's log-probabilities and divergences are computed."""
 
@@ -224,6 +226,8 @@ class MicroBatch:
     """The `PICTURE_FIELDS` of an image model, one row per sample. Its targets are denoising step numbers."""
     routing: Routing | None = None
     """Recorded experts of the tokens in `input_ids`, if the batch has them."""
+    prompt_pictures: Sequence[Sequence[np.ndarray]] | None = None
+    """Pictures of each row's prompt. None: no prompt of the whole batch has any."""
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for a transformers model.
@@ -257,6 +261,7 @@ def build_micro_batch(
     routed = [ROUTED] if ROUTED in batch.tokens else []
     needed = {name: batch.tokens[name] for name in ("token_ids", *field_names, *routed)} | {"wanted": wanted}
     of_pictures = [name for name in PICTURE_FIELDS if name in batch.per_sample]
+    of_prompts = batch.per_sample.get(PROMPT_PICTURES)
     per_sample = {name: batch.per_sample[name] for name in (*sample_fields, *of_pictures)}
     whole = SampleBatch(batch.lengths, needed, per_sample)
     part = whole.select(rows) if rows else _stand_in(whole)
@@ -285,6 +290,7 @@ def build_micro_batch(
         rows=rows,
         pictures={name: part.per_sample[name] for name in of_pictures},
         routing=_routing(part, device, width, rows) if routed else None,
+        prompt_pictures=None if of_prompts is None else [of_prompts[row] for row in rows] or [()],
     )
 
 

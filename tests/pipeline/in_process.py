@@ -103,7 +103,7 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
         metrics = []
         for step in range(config.max_steps):
             first = step * config.rollout_batch_size
-            before = [(name, weight.clone()) for name, weight in trainer.named_weights()]
+            before = [(name, weight.clone()) for name, weight in trainer.published_weights()]
             groups = await asyncio.gather(
                 *(rollouts(first + index, next(stream)) for index in range(config.rollout_batch_size))
             )
@@ -119,7 +119,7 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
             plan = TrainPlan(step, config.ppo_epochs, len(batch.data), 1.0)
             for rows in optimizer_batches(len(batch.data), plan, config.seed):
                 batch.metrics.update(trainer.train_step(batch.data.select(rows), prepared.objective, plan.temperature))
-            after = dict(trainer.named_weights())
+            after = dict(trainer.published_weights())
             batch.metrics["moved"] = float(any(not torch.equal(weight, after[name]) for name, weight in before))
             # What it trained on in this step is what the engine samples the next step from: a lag of one.
             await engine.load(before, step)

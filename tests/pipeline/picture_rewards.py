@@ -9,3 +9,8 @@ def redness(image) -> float:
     """How much more red than blue there is, from -1 to 1."""
     pixels = np.asarray(image, dtype=np.float64) / 255
     return float((pixels[..., 0] - pixels[..., 2]).mean())
+
+
+def brightness(pictures, response) -> float:
+    """How bright the first picture of the prompt is, from 0 to 1, and a tenth for each character of the response."""
+    return float(np.asarray(pictures[0]).mean()) / 255 + 0.1 * len(response)

@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicCache
 
 from roll.algorithms.logprobs import token_logprobs
 from roll.algorithms.routing import RoutingRecorder, RoutingShape
+from roll.data.pictures import PictureProcessor, digest
 from roll.engines.base import (
     EngineLoad,
     FinishReason,
@@ -81,6 +82,7 @@ class HFEngine(ModelEngine):
         self._end_tokens = end_tokens
         config = model.config.get_text_config(decoder=True)
         self._vocabulary = config.vocab_size
+        self._processor = PictureProcessor(model.name_or_path)
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._min_rows = _ROW_MULTIPLE * threads
         max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
@@ -209,6 +211,8 @@ class HFEngine(ModelEngine):
             active = self._waiting.popleft()
             sampling = active.request.sampling
             end_tokens = () if sampling.ignore_eos else (*self._end_tokens, *sampling.stop_token_ids)
+            if active.request.prompt_pictures:
+                end_tokens += self._processor.end_tokens
             self._table.add(active, end_tokens)
             if active.matcher is not None:
                 self._watched.add(active)
@@ -218,15 +222,20 @@ class HFEngine(ModelEngine):
 
     def _prefill(self, rows: Iterable[int]) -> None:
         """Compute the KV cache of all tokens of these rows except the last. Equal prompts are computed once."""
-        buckets: dict[int, dict[bytes, list[int]]] = {}
+        buckets: dict[int, dict[tuple[str, bytes], list[int]]] = {}
         for row in rows:
             tokens = self._table.cached_tokens(row)
             if len(tokens):
                 same_length = buckets.setdefault(prefill_length(len(tokens), self._max_length), {})
-                same_length.setdefault(tokens.tobytes(), []).append(row)
+                pictures = digest(self._table.requests[row].request.prompt_pictures)
+                same_length.setdefault((pictures, tokens.tobytes()), []).append(row)
                 self.load.prompt_tokens += len(tokens)
         for length, rows_of_prompt in sorted(buckets.items()):
-            groups = list(rows_of_prompt.values())
+            # The vision tower's results depend on the pictures beside a picture, so these prompts have their own pass.
+            for (pictures, _), group in rows_of_prompt.items():
+                if pictures:
+                    self._prefill_pass([group], length)
+            groups = [group for (pictures, _), group in rows_of_prompt.items() if not pictures]
             per_pass = max(1, self._options.max_prefill_tokens // length)
             for start in range(0, len(groups), per_pass):
                 self._prefill_pass(groups[start : start + per_pass], length)
@@ -241,12 +250,14 @@ class HFEngine(ModelEngine):
             self.prefill_tokens += len(tokens)
             self.load.shared_tokens += len(tokens) * (len(rows) - 1)
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        self._model(
-            input_ids=torch.from_numpy(input_ids).to(self._device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        arguments = {"input_ids": torch.from_numpy(input_ids).to(self._device)}
+        pictures = self._table.requests[groups[0][0]].request.prompt_pictures
+        if pictures:
+            arguments = self._processor.model_arguments(arguments["input_ids"], [pictures, *[()] * (prompts - 1)])
+        self._model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if pictures:
+            shifts: Any = self._model.base_model.rope_deltas
+            self._table.column("position_shift")[groups[0]] = int(shifts[0])
         sources = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(rows) for rows in groups])).to(self._device)
         targets = torch.tensor([row for rows in groups for row in rows], device=self._device)
         self._cache.reserve(self._padded_rows(), length)
@@ -282,8 +293,10 @@ class HFEngine(ModelEngine):
         count, rows = self.running, self._padded_rows()
         input_ids = np.zeros(rows, dtype=np.int64)
         positions = np.zeros(rows, dtype=np.int64)
+        shifts = np.zeros(rows, dtype=np.int64)
         input_ids[:count] = self._table.last_tokens()
         positions[:count] = self._table.column("length") - 1
+        shifts[:count] = self._table.column("position_shift")
         kv_length = round_up(int(positions.max()) + 1, LENGTH_MULTIPLE)
         self._cache.reserve(rows, kv_length)
         position_ids = torch.from_numpy(positions).to(self._device)
@@ -294,7 +307,7 @@ class HFEngine(ModelEngine):
         output = self._model(
             input_ids=torch.from_numpy(input_ids).to(self._device)[:, None],
             attention_mask=mask[:, None, None, :],
-            position_ids=position_ids[:, None],
+            position_ids=(position_ids + torch.from_numpy(shifts).to(self._device))[:, None],
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -340,6 +353,7 @@ _PARAMETERS = np.dtype(
         ("routed", np.int64),
         ("limit", np.int64),
         ("first_token_index", np.int64),
+        ("position_shift", np.int64),  # what pictures in the prompt add to the positions behind them
         ("seed", np.uint64),
         ("temperature", np.float32),
         ("top_k", np.int64),
@@ -409,6 +423,7 @@ class RequestTable:
             0,
             min(len(prompt) + sampling.max_new_tokens, self._max_length),
             active.request.first_token_index,
+            0,
             sampling.seed & _SEED_MASK,
             sampling.temperature,
             sampling.top_k,

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from roll.configs.plugins import problem
+from roll.data.pictures import policy_class
 from roll.engines.base import ModelSpec
 from roll.runtime.process import keep_blocks_of
 from roll.weights.adapters import adapter_config, matrix_names
@@ -97,7 +98,8 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
         AttentionInterface.register(SLOT_SDPA, slot_sdpa_forward)
         AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
         implementation = SLOT_SDPA
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    model = policy_class(config).from_pretrained(
         spec.model_path,
         dtype=_DTYPES[spec.dtype],
         attn_implementation=implementation,

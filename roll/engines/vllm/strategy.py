@@ -15,12 +15,14 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
 import torch
 
+from roll.data.pictures import PictureProcessor, decoded
 from roll.data.records import derive_seed
 from roll.engines.base import (
     EngineFailed,
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import AsyncEngineArgs
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.inputs.engine import TokensInput
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -137,11 +141,9 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             )
 
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
-        from vllm.inputs.engine import tokens_input
-
-        # Cached prefixes are shared only between requests that began with the same weights.
-        prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"weights {self._loads}")
-        params = sampling_params(response.request, self._end_tokens)
+        request = response.request
+        seen = self._processor.end_tokens if request.prompt_pictures else ()
+        prompt, params = self._prompt(request), sampling_params(request, [*self._end_tokens, *seen])
         engine = self._live_engine()
         # Leaving the iterator aborts the request inside vLLM.
         with _failures_reported():
@@ -161,6 +163,24 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                     yield response
                     if stopped:
                         return
+
+    def _prompt(self, request: GenerateRequest) -> TokensInput | TokensPrompt:
+        """Return a request's prompt in vLLM's form."""
+        from vllm.inputs import TokensPrompt
+        from vllm.inputs.engine import tokens_input
+
+        # Cached prefixes are shared only between requests that began with the same weights.
+        salt, pictures = f"weights {self._loads}", request.prompt_pictures
+        if not pictures:
+            return tokens_input(request.prompt_token_ids.tolist(), cache_salt=salt)
+        # vLLM expands placeholders itself.
+        token_ids = self._processor.collapsed(request.prompt_token_ids, pictures).tolist()
+        images = {"image": [decoded(picture) for picture in pictures]}
+        return TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=images, cache_salt=salt)
+
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        return PictureProcessor(self._spec.model_path, self._spec.trust_remote_code)
 
     async def _sign_of_life(self) -> None:
         await self._answer(self._live_engine().get_weight_version())

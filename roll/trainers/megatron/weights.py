@@ -155,7 +155,7 @@ def hugging_face_model(setup: TrainerSetup) -> PreTrainedModel:
     labels = {} if kind == "policy" else {"num_labels": 1}
     config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=trusted, **labels)
     with torch.device("meta"):
-        model = model_class(kind).from_config(config, trust_remote_code=trusted)
+        model = model_class(kind, config).from_config(config, trust_remote_code=trusted)
     if kind == "policy":
         try:
             model.generation_config = GenerationConfig.from_pretrained(setup.model_path)
