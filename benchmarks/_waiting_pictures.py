@@ -1,6 +1,6 @@
 """Parts of a picture run that wait without computing, as if a device computed: the engine, the trainer, a reward.
 
-Named in configurations as `_waiting_pictures:Name`; this folder must be importable.
+Named in configurations as `_waiting_pictures:Name`, the engine as `strategy_cls`; this folder must be importable.
 """
 
 from __future__ import annotations

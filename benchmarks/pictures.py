@@ -55,7 +55,7 @@ def run_waiting(world: Path, out: Path, arguments: argparse.Namespace, overrides
         "rollout_batch_size": PICTURES // 8,
         "validation": "null",
         "eval_steps": 0,
-        "actor_infer.strategy_args.strategy_name": "_waiting_pictures:WaitingSampler",
+        "actor_infer.strategy_args.strategy_cls": "_waiting_pictures:WaitingSampler",
         "actor_infer.strategy_args.strategy_config.max_running_requests": 8,
         **overrides,
     }

@@ -289,7 +289,7 @@ def data_order(config: dict[str, Any], count: int) -> list[str]:
     folder = Path(config["pretrain"])
     tokenizer = load_tokenizer(str(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder))
     arguments = DataArguments(file_name=[config["actor_train"]["data_args"]["file_name"]])
-    prompts = load_prompts(arguments, tokenizer, config["prompt_length"], path="", seed=config["seed"])
+    prompts = load_prompts(arguments, tokenizer, prompt_length=config["prompt_length"], path="", seed=config["seed"])
     return [prompt.text for prompt in itertools.islice(PromptStream(prompts, seed=config["seed"]), count)]
 
 
