@@ -203,7 +203,7 @@ bench-agents: venv-for-all-tests
 bench-environments: venv
 	$(RUN) benchmarks/slow_environments.py --episodes 2000 --workers 2
 
-# Half an hour. The second part wants a quiet machine.
+# A quarter of an hour. The second part wants a quiet machine.
 bench-pictures: venv
 	@$(RUN) -c "import diffusers" 2>/dev/null || $(RUN) -m pip install --quiet --no-compile -r requirements/image.txt
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/pictures.py
