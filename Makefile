@@ -3,7 +3,7 @@
 # make check  install, look over the code without running it: style, types, who may import whom, docstrings, the documentation
 # make test   install, run the tests that a person waits for (8 minutes with installing): units, properties, a run of each pipeline
 # make test-all  install vLLM, DeepSpeed and Megatron too, run everything that a change may break (40 minutes with installing)
-# make soak   hours: learning curves of every trainer and loss, 50 kills at random moments, large numbers of examples; SEED=<number>
+# make soak   hours: learning curves of every trainer and loss, 70 kills at random moments, large numbers of examples; SEED=<number>
 # make mutants  break the code one place at a time: do the tests notice? COUNT=<number> (60) SEED=<number> (tests/mutants.py)
 # make contracts VLLM=<version>  does this release still have what is used of it? reads its wheel, installs nothing of it;
 #             also SGLANG=, MEGATRON=, DEEPSPEED=; without any: the installed ones
@@ -37,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: venv venv-for-tests venv-for-all-tests demo demo-image check types style test test-all soak mutants contracts docs bench \
 	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-scaling bench-driver \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-content \
-	bench-engines bench-simulation bench-episodes bench-agents bench-environments clean
+	bench-engines bench-simulation bench-episodes bench-agents bench-environments bench-pictures clean
 
 venv: $(INSTALLED)
 
@@ -106,6 +106,7 @@ test-all: venv-for-all-tests
 soak: venv-for-all-tests
 	$(PYTEST) --tier soak
 	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 50 --seed $(SEED)
+	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 20 --seed $(SEED) --pictures
 
 COUNT ?= 60
 mutants: venv-for-tests
@@ -205,6 +206,11 @@ bench-agents: venv-for-all-tests
 bench-environments: venv
 	$(RUN) benchmarks/slow_environments.py --episodes 2000 --workers 2
 
+# A quarter of an hour. The second part wants a quiet machine.
+bench-pictures: venv
+	@$(RUN) -c "import diffusers" 2>/dev/null || $(RUN) -m pip install --quiet --no-compile -r requirements/image.txt
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/pictures.py
+
 bench-packing: venv
 	$(RUN) benchmarks/packing.py
 
@@ -229,6 +235,7 @@ bench: venv
 	$(MAKE) bench-agents
 	$(MAKE) bench-environments
 	$(MAKE) bench-packing
+	$(MAKE) bench-pictures
 
 clean:
 	rm -rf output build site *.egg-info examples/*/model examples/*/data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +72,17 @@ class PreparedVerifier:
     """Largest number of responses judged at a time in all processes together; None: no limit besides the processes."""
     secrets: tuple[str, ...] = ()
     """Environment variables that its processes need."""
+    numbers: tuple[str, ...] | None = None
+    """Names of the numbers that it always returns; None: not known before a run."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Raise `ValueError` for an unusable ground truth. Called for each prompt before a run."""
 
-    def check_machine(self) -> None:
+    def check_machine(self) -> Collection[str] | None:
         """Raise `VerifierUnavailable` if it cannot work here: a machine without what it needs, or a service that does
-        not answer. Called before a run, on the starting machine."""
+        not answer. Called before a run, on the starting machine. Returns the names of the numbers that a service
+        answered with, if it was asked for a score."""
+        return None
 
     def load(self) -> None:
         """Load models that the verifier needs. Called in each process as it starts, without a time limit."""

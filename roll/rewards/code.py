@@ -37,6 +37,8 @@ _BLOCK = re.compile(  # `*+` never backtracks, so any text takes linear time
 class CodeVerifier(PreparedVerifier):
     """The verifier `code`."""
 
+    numbers = ("score", "tests_passed", "timed_out", "no_program")
+
     def __init__(
         self,
         timeout_seconds: float,

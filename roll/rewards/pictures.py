@@ -87,6 +87,8 @@ class Shapes(PreparedVerifier):
     The reward's `weights` can use it for partial credit.
     """
 
+    numbers = ("score", "parts")
+
     def __init__(self, *, largest_side: int = 64, smallest_part: float = 0.015, likeness: float = 0.8) -> None:
         """Set the thresholds.
 
@@ -157,6 +159,8 @@ class Ocr(PreparedVerifier):
     truth, the score is 1, even with other text around it. This is the reward of Flow-GRPO (arXiv 2505.05470). The
     metric ``exact`` is 1 if the ground truth is read without an error.
     """
+
+    numbers = ("score", "exact")
 
     def __init__(self, *, smallest_confidence: float = 0.5) -> None:
         """Set the confidence below which a line is ignored. Raises `ValueError` unless it is between 0 and 1."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from roll.configs.derived import reward_timeout
-from roll.configs.errors import ConfigProblem, nearest_name_hint
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among, nearest_name_hint
 from roll.configs.plugins import checked_arguments, made, parameters_of, problem, require, takes_anything
 from roll.configs.rewards import VERIFIERS, JudgeConfig, RewardConfig
 from roll.data.pictures import decoded
@@ -97,6 +97,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     else:
         arguments = checked_arguments(name, parameters, given, where_given, filled=VERIFIER_FIELDS)
     anything = takes_anything(parameters)
+    _check_numbers(name, config.weights, _known_numbers(function), path)
     return Verifier(
         name=name,
         function=function,
@@ -129,13 +130,37 @@ def check_sight(verifier: Verifier, draws: bool, path: str) -> None:
 
 
 def check_machine(verifier: Verifier, path: str) -> None:
-    """Raise `ConfigError` if a verifier cannot work on this machine. ``path`` is its reward's configuration path."""
+    """Raise `ConfigError` if a verifier cannot work on this machine, or if a service leaves out a needed number.
+
+    ``path`` is its reward's configuration path.
+    """
     if verifier.prepared is None:
         return
     try:
-        verifier.prepared.check_machine()
+        answered = verifier.prepared.check_machine()
     except VerifierUnavailable as cause:
         raise problem(f"{path}.verifier", str(cause), "correct it, or choose another verifier") from cause
+    _check_numbers(verifier.name, verifier.weights, answered, path)
+
+
+def _known_numbers(function: Any) -> Collection[str] | None:
+    """Return the names of the numbers that a verifier returns; None if they are not known before a run."""
+    if isinstance(function, PreparedVerifier):
+        return function.numbers
+    returned = getattr(function, "__annotations__", {}).get("return")
+    return ("score",) if returned in (float, "float") else None
+
+
+def _check_numbers(name: str, weights: Mapping[str, float], returned: Collection[str] | None, path: str) -> None:
+    """Raise `ConfigError` with each name that is needed for the score and not among the numbers ``returned``."""
+    missing = [] if returned is None else [each for each in weights or ("score",) if each not in returned]
+    if missing and not weights:
+        message = f"`{name}` answers without a `score`, only with {', '.join(f'`{each}`' for each in returned or ())}"
+        raise problem(f"{path}.verifier", message, f"name what counts, for example `{path}.weights: {{NAME: 1}}`")
+    if missing:
+        remedy = {each: choose_among(each, returned or ()) for each in missing}
+        message = f"`{name}` returns no number of this name"
+        raise ConfigError([ConfigProblem(f"{path}.weights.{each}", message, remedy[each]) for each in missing])
 
 
 def _is_required(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:

@@ -83,9 +83,10 @@ class ScoringService(PreparedVerifier):
         self._waiting: deque[_Waiting] = deque()
         self._senders: set[asyncio.Task[Any] | None] = set()
 
-    def check_machine(self) -> None:
-        """Raise `VerifierUnavailable` unless the service scores a grey picture. Must not be called on an event loop."""
-        asyncio.run(self._probe())
+    def check_machine(self) -> Scores:
+        """Return the service's numbers for a grey picture. Raises `VerifierUnavailable` if it cannot score it. Must not
+        be called on an event loop."""
+        return asyncio.run(self._probe())
 
     async def __call__(self, image: Image.Image, prompt: str) -> Scores:
         """Return the numbers of a picture. Raises `RewardGaveUp` naming the address and the cause."""
@@ -141,10 +142,11 @@ class ScoringService(PreparedVerifier):
         body = {"prompts": list(prompts), "images": encoded}
         return await client.ask(self._url, body, partial(_scores_of, number=len(pictures)))
 
-    async def _probe(self) -> None:
+    async def _probe(self) -> Scores:
         client = self._make_client(0)
         try:
-            await self._asked(client, [PROBE])
+            (scores,), _ = await self._asked(client, [PROBE])
+            return scores
         except ServiceGaveUp as cause:
             raise VerifierUnavailable(f"the scoring service cannot be asked: {cause}") from cause
         finally:

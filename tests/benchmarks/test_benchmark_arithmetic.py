@@ -64,6 +64,27 @@ def test_full_overlap_reaches_the_bound_and_no_overlap_half_of_it() -> None:
     assert compare(synchronous, run_of([(9.0, 2.0)] + [(4.0, 2.0)] * 4), None, 1)["mean"]["share_of_bound"] == 0.5
 
 
+def test_rewards_as_long_as_drawing_take_half_the_time_beside_it() -> None:
+    pictures = pytest.importorskip("pictures")
+    judging = pictures.PICTURES * pictures.JUDGE_SECONDS
+    after, during = (run_of([(99.0, 1.0)] + [(seconds + 1.0, 1.0)] * 3) for seconds in (2 * judging, judging))
+    figures = pictures.compare_rewards(after, during, 1)
+    assert figures["median"] == figures["mean"] == {"rewards_over_drawing": 1.0, "ratio": 2.0}
+
+
+def test_windows_are_compared_by_training_seconds_and_the_accuracies_on_the_way() -> None:
+    pictures = pytest.importorskip("pictures")
+    events = trace(
+        ("validation", "running", [(0, 1, {"version": 0}), (9, 10, {"version": 4})]), ("actor_train/0", "busy", [])
+    )
+    steps = [{"step": step, "time/train": 9.0 if step < 4 else 2.0} for step in range(1, 5)]
+    fast = PipelineRun([*steps[:3], {**steps[3], "val/shapes/accuracy": 0.75}], events)
+    full = PipelineRun([*steps[:3], {**steps[3], "time/train": 8.0, "val/shapes/accuracy": 0.5}], events)
+    figures = pictures.compare_windows({"fast": fast, "full": full})
+    assert figures["accuracy"] == {"fast": [0.75], "full": [0.5]}
+    assert figures["full_over_fast"] == {"median": 4.0, "mean": 4.0}
+
+
 def test_training_beside_a_validation_counts_as_training_time() -> None:
     events = trace(
         ("validation", "running", [(0, 10, {"version": 0}), (20, 24, {"version": 5}), (30, 34, {"version": 10})]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from reward_functions import fail_sometimes
 
 
 def redness(image) -> float:
@@ -14,3 +15,9 @@ def redness(image) -> float:
 def brightness(pictures, response) -> float:
     """How bright the first picture of the prompt is, from 0 to 1, and a tenth for each character of the response."""
     return float(np.asarray(pictures[0]).mean()) / 255 + 0.1 * len(response)
+
+
+def sometimes_failing_redness(image, prompt_id) -> float:
+    """`redness`, but one prompt in ten cannot be judged."""
+    fail_sometimes(prompt_id)
+    return redness(image)

@@ -1,6 +1,6 @@
 """Kills what a run is made of at random moments, resumes it, and checks its history. `make soak` runs it at length.
 
-    python tests/pipeline/random_kills.py --seed 1 --count 50
+    python tests/pipeline/random_kills.py --seed 1 --count 50 [--pictures]
 
 Victims are the driver, a trainer rank (whose peer may be in a collective with it), an engine, a reward worker, and
 everything at once; moments are within training steps, in the middle of writing a checkpoint, and while the run starts.
@@ -44,6 +44,7 @@ from roll.tracking.files import read_json_lines
 from roll.tracking.status import read_status
 from roll.tracking.trackers import read_metrics
 from tests.ray_cluster import environment
+from tests.tiny_pictures import PROMPTS, make_picture_task, picture_config
 from tests.warm_workers import search_path, warm_workers
 
 BATCH = 8
@@ -260,8 +261,9 @@ def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, repor
     assert report.kills.total() == len(kills)
 
 
-def check_history(out: Path, max_steps: int, task: Path, seed: int, report: Report) -> None:
+def check_history(out: Path, config: dict[str, Any], report: Report) -> None:
     """Every prompt of the data order was trained on or dropped, exactly once."""
+    max_steps = config["max_steps"]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "success" and summary["steps"] == max_steps
     assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(max_steps + 1))
@@ -274,7 +276,7 @@ def check_history(out: Path, max_steps: int, task: Path, seed: int, report: Repo
     assert ledger["consumed"] == len(trained_on) == max_steps * BATCH
     assert ledger["issued"] == ledger["consumed"] + dropped and ledger["in_flight"] == ledger["buffered"] == 0
     assert len(set(range(ledger["issued"])) - set(trained_on)) == dropped, "a group is neither trained on nor dropped"
-    order = data_order(task, seed, ledger["issued"])
+    order = data_order(config, ledger["issued"])
     wrong = [sample["group_id"] for sample in samples if sample["prompt"] != order[sample["group_id"]]]
     assert not wrong, f"groups {wrong} were made of other prompts than their numbers say"
     assert summary["lag/max"] <= 1
@@ -282,23 +284,33 @@ def check_history(out: Path, max_steps: int, task: Path, seed: int, report: Repo
     report.first_accuracy, report.accuracy = summary["val/first"]["check"], summary["val/last"]["check"]
 
 
-def data_order(task: Path, seed: int, count: int) -> list[str]:
+def data_order(config: dict[str, Any], count: int) -> list[str]:
     """The prompts of the first groups of a run, worked out from file and seed alone."""
-    arguments = DataArguments(file_name=[str(task / "train.jsonl")])
-    prompts = load_prompts(arguments, load_tokenizer(str(task / "model")), prompt_length=4, path="", seed=seed)
-    return [prompt.text for prompt in itertools.islice(PromptStream(prompts, seed=seed), count)]
+    folder = Path(config["pretrain"])
+    tokenizer = load_tokenizer(str(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder))
+    arguments = DataArguments(file_name=[config["actor_train"]["data_args"]["file_name"]])
+    prompts = load_prompts(arguments, tokenizer, prompt_length=config["prompt_length"], path="", seed=config["seed"])
+    return [prompt.text for prompt in itertools.islice(PromptStream(prompts, seed=config["seed"]), count)]
 
 
-def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = RANKS, *, compare: bool = True) -> Report:
+def soak(
+    folder: Path,
+    kills: Sequence[Kill],
+    seed: int,
+    ranks: int = RANKS,
+    *,
+    compare: bool = True,
+    pictures: bool = False,
+) -> Report:
     """A disturbed run and, to ``compare``, an undisturbed one; raises `AssertionError` for any broken promise."""
     started = time.monotonic()
-    make_task(folder)
-    config = soak_config(folder, max_steps=STEPS_PER_KILL * len(kills) + 10, ranks=ranks)
+    make_soak_config = soak_config_of_pictures if pictures else soak_config
+    config = make_soak_config(folder, max_steps=STEPS_PER_KILL * len(kills) + 10, ranks=ranks)
     report, dice = Report(), random.Random(derive_seed(seed, "kills"))
     run = DisturbedRun(folder, config)
     with run:
         disturb(run, kills, dice, report)
-    check_history(run.out, config["max_steps"], folder, config["seed"], report)
+    check_history(run.out, config, report)
     if compare:
         report.undisturbed_accuracy = undisturbed_accuracy(folder, config)
         report.noise = noise(VALIDATION_PROMPTS)
@@ -308,30 +320,60 @@ def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = RANKS, *, 
 
 
 def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
-    """The tiny task, one step off, trained on as groups finish, some prompts impossible to judge; validated on all."""
+    """The tiny task, validated on all its prompts."""
+    make_task(folder)
     rows = [
         {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "domain": "check"} for a in range(10) for b in range(10)
     ]
-    assert len(rows) == VALIDATION_PROMPTS
-    (folder / "check.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = disturbed(folder, rows, max_steps, ranks)
     return tiny_config(
         folder,
-        max_steps=max_steps,
-        save_steps=2,
-        eval_steps=max_steps,
-        async_generation_ratio=1,
-        num_logged_samples=BATCH,
-        max_group_retries=0,
-        cluster__num_devices_per_node=ranks + 1,
-        actor_train__device_mapping=list(range(ranks)),
-        actor_train__stream_groups=True,
-        actor_infer__device_mapping=[ranks],
-        actor_infer__max_replica_restarts=1000,
         rewards__addition__verifier="reward_functions:sometimes_failing_reward",
         rewards__addition__max_retries=0,
         rewards__check__verifier="reward_functions:share_of_digits_reward",
-        validation={"data_args": {"file_name": str(folder / "check.jsonl")}},
+        **changes,
     )
+
+
+def soak_config_of_pictures(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
+    """The tiny pictures, with forty prompts of a few words."""
+    make_picture_task(folder)
+    rows = [{"prompt": prompt, "domain": "colours"} for prompt, _ in zip(itertools.cycle(PROMPTS), range(40))]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checked = [row["prompt"] for row in rows] * 3
+    changes = disturbed(
+        folder,
+        [{"prompt": prompt, "domain": "check"} for prompt in checked[:VALIDATION_PROMPTS]],
+        max_steps,
+        ranks,
+    )
+    return picture_config(
+        folder,
+        rewards__colours={"verifier": "picture_rewards:sometimes_failing_redness", "max_retries": 0},
+        rewards__check__verifier="picture_rewards:redness",
+        **changes,
+    )
+
+
+def disturbed(folder: Path, validation: Sequence[dict[str, str]], max_steps: int, ranks: int) -> dict[str, Any]:
+    """Changes of a configuration: one step off, trained on as groups finish, validated at both ends."""
+    assert len(validation) == VALIDATION_PROMPTS
+    (folder / "check.jsonl").write_text("".join(json.dumps(row) + "\n" for row in validation))
+    return {
+        "max_steps": max_steps,
+        "rollout_batch_size": BATCH,
+        "save_steps": 2,
+        "eval_steps": max_steps,
+        "async_generation_ratio": 1,
+        "num_logged_samples": BATCH,
+        "max_group_retries": 0,
+        "cluster__num_devices_per_node": ranks + 1,
+        "actor_train__device_mapping": list(range(ranks)),
+        "actor_train__stream_groups": True,
+        "actor_infer__device_mapping": [ranks],
+        "actor_infer__max_replica_restarts": 1000,
+        "validation": {"data_args": {"file_name": str(folder / "check.jsonl")}},
+    }
 
 
 def undisturbed_accuracy(folder: Path, config: dict[str, Any]) -> float:
@@ -359,9 +401,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=50, help="kills (default 50)")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"ranks of the trainer (default {RANKS})")
+    parser.add_argument("--pictures", action="store_true", help="of a run of `pipeline: image`")
     options = parser.parse_args()
+    plan = random_plan(options.count, options.seed)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        report = soak(Path(folder), random_plan(options.count, options.seed), options.seed, options.ranks)
+        report = soak(Path(folder), plan, options.seed, options.ranks, pictures=options.pictures)
     for name, value in vars(report).items():
         print(f"{name}: {dict(value) if isinstance(value, Counter) else value}")
     return 0

@@ -44,9 +44,14 @@ def hanging_reward(response):
 
 def sometimes_failing_reward(response, ground_truth, prompt_id):
     """Fails for good on one prompt in ten."""
+    fail_sometimes(prompt_id)
+    return digit_reward(response, ground_truth)
+
+
+def fail_sometimes(prompt_id):
+    """Raise an error for one prompt in ten, always the same ones."""
     if int(hashlib.sha256(prompt_id.encode()).hexdigest(), 16) % 10 == 0:
         raise RuntimeError(f"prompt {prompt_id} cannot be judged")
-    return digit_reward(response, ground_truth)
 
 
 def dying_once_reward(response, ground_truth, marker):

@@ -37,6 +37,7 @@ from tests.tiny_pictures import (
     make_distilled_flux,
     make_flux,
     make_picture_task,
+    make_pipeline,
     make_qwen,
     picture_config,
 )
@@ -201,13 +202,24 @@ def test_groups_may_be_trained_on_as_they_finish(pictures):
     assert all(torch.allclose(one[name], other[name], atol=3e-5) for name in one)
 
 
+SOAK = pytest.mark.tier("soak")
+
+
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.tier("soak"))])
-def test_a_killed_run_goes_on_and_ends_like_the_undisturbed_one(pictures, tmp_path, ratio):
-    config = picture_config(
-        pictures, max_steps=3, save_steps=2, async_generation_ratio=ratio, consumption="fifo" if ratio else None
-    )
-    whole = run_pipeline(pictures, IN_THIS_PROCESS, config)
+@pytest.mark.parametrize(
+    ("ratio", "make", "sampling"),
+    [
+        pytest.param(0, make_pipeline, {}, id="SD3"),
+        pytest.param(1, make_pipeline, {}, id="SD3, one step ahead", marks=SOAK),
+        pytest.param(0, make_flux, FLUX, id="FLUX"),
+        pytest.param(0, make_qwen, QWEN, id="Qwen-Image", marks=SOAK),
+    ],
+)
+def test_a_killed_run_goes_on_and_ends_like_the_undisturbed_one(tmp_path, ratio, make, sampling):
+    make_picture_task(tmp_path, make)
+    ahead = {"async_generation_ratio": ratio, "consumption": "fifo" if ratio else None}
+    config = picture_config(tmp_path, max_steps=3, save_steps=2, sampling=SAMPLING | sampling, **ahead)
+    whole = run_pipeline(tmp_path, IN_THIS_PROCESS, config)
     killed = KilledRun(tmp_path, config)
     killed.kill_when(lambda out: newest_checkpoint(out) == 2)
     run = killed.finish()

@@ -12,10 +12,17 @@ PLAN = (
 )
 
 
-@pytest.mark.tier("all")
 @pytest.mark.timeout(500)
-def test_whoever_is_killed_every_prompt_is_trained_on_or_dropped_exactly_once(tmp_path):
-    report = soak(tmp_path, PLAN, seed=3, compare=False)
+@pytest.mark.parametrize(
+    "pictures",
+    [
+        pytest.param(False, marks=pytest.mark.tier("all")),
+        pytest.param(True, marks=[pytest.mark.tier("soak"), pytest.mark.needs("diffusers")]),
+    ],
+    ids=["text", "pictures"],
+)
+def test_whoever_is_killed_every_prompt_is_trained_on_or_dropped_exactly_once(tmp_path, pictures):
+    report = soak(tmp_path, PLAN, seed=3, compare=False, pictures=pictures)
     assert report.kills == dict.fromkeys(VICTIMS, 1)
     assert report.starts == 4
     assert report.ledger["dropped/failed"] > 0, "prompts that cannot be judged are dropped, and stay dropped"

@@ -123,6 +123,13 @@ def test_weights_add_up_what_a_verifier_of_pictures_measures():
     assert output.score == 0.25 and output.metrics == {"score": 0.0, "parts": 0.5}
 
 
+def test_verifiers_return_the_numbers_that_they_name(monkeypatch):
+    monkeypatch.setattr(Ocr, "lines", lambda self, image: ["red circle"])
+    image = picture(("red", "circle", 2, 30, 14))
+    for verifier in (Shapes(), Ocr()):
+        assert tuple(verifier(image, "red circle")) == verifier.numbers
+
+
 @pytest.mark.parametrize("settings", [{"largest_side": 4}, {"smallest_part": 0.0}, {"likeness": 1.5}])
 def test_settings_of_shapes_are_checked(settings):
     with pytest.raises(ConfigError, match="between 0 and 1"):

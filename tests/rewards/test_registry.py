@@ -72,6 +72,27 @@ def test_an_object_is_made_of_its_arguments_and_called_with_fields():
     check_machine(resolve("exact"), "rewards.x")
 
 
+@pytest.mark.parametrize(
+    ("verifier", "weights", "wrong", "words"),
+    [
+        ("shapes", {"score": 1, "part": 0.5}, "part", "did you mean `parts`?"),
+        ("code", {"score": 1, "tests": 1}, "tests", "known: `score`, `tests_passed`"),
+        ("exact", {"right": 1}, "right", "known: `score`"),
+    ],
+)
+def test_weights_of_numbers_that_a_verifier_does_not_return_are_refused(verifier, weights, wrong, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve_verifier(RewardConfig(verifier=verifier, weights=weights), "rewards.x")
+    (problem,) = caught.value.problems
+    assert problem.path == f"rewards.x.weights.{wrong}" and words in str(problem)
+
+
+def test_weights_of_numbers_that_a_verifier_may_return_are_taken():
+    for verifier, name in (("shapes", "parts"), ("code", "no_program"), (USER + "detailed", "level")):
+        config = RewardConfig(verifier=verifier, weights={"score": 1.0, name: 0.5})
+        assert resolve_verifier(config, "rewards.x").weights == {"score": 1.0, name: 0.5}
+
+
 NEEDED = {"scoring_service": {"url": "http://127.0.0.1:1/score"}}
 """Verifier -> arguments that it cannot do without."""
 INSTALLED = [name for name in VERIFIERS.built_in if all(map(is_here, VERIFIERS.built_in[name].requires))]

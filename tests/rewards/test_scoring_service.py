@@ -47,8 +47,8 @@ def short_waits(monkeypatch) -> None:
     monkeypatch.setattr(http, "FIRST_WAIT_SECONDS", 0.001)
 
 
-def verifier(url: str, **arguments):
-    config = RewardConfig(verifier="scoring_service", verifier_args={"url": url, **arguments})
+def verifier(url: str, weights: dict[str, float] | None = None, **arguments):
+    config = RewardConfig(verifier="scoring_service", verifier_args={"url": url, **arguments}, weights=weights or {})
     return resolve_verifier(config, "rewards.taste")
 
 
@@ -219,6 +219,25 @@ def test_before_a_run_the_service_has_to_score_a_picture():
         with pytest.raises(ConfigError, match="0 scores for 1 pictures"):
             check_machine(judge, "rewards.taste")
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"score": 1.0, "taste": 0.5, "beauti": 1.0}, r"(?s)rewards.taste.weights.beauti: .*did you mean `beauty`\?"),
+        (
+            {},
+            r"(?s)rewards.taste.verifier: .*without a `score`, only with `beauty`.*`rewards.taste.weights: \{NAME",
+        ),
+    ],
+)
+def test_a_number_that_the_service_does_not_answer_with_is_found_before_a_run(weights, words):
+    answer = {name: 1.0 for name in (*weights, "beauty") if name != "beauti"}
+    with chat_server(scores(answer)) as server:
+        url = f"{server.base_url}/chat/completions"
+        check_machine(verifier(url, {"beauty": 2.0}), "rewards.taste")
+        with pytest.raises(ConfigError, match=words):
+            check_machine(verifier(url, weights), "rewards.taste")
 
 
 def example() -> ModuleType:
