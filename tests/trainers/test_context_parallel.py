@@ -66,12 +66,14 @@ def assert_split_as_whole(work, path, **changes):
             np.testing.assert_allclose(results[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("case", CASES)
 def test_split_rows_train_like_whole_ones(model_path, case, leave_process_group):
     leave_process_group()
     assert_split_as_whole(train, model_path, **CASES[case])
 
 
+@pytest.mark.tier("all")
 def test_a_critic_and_a_reference_are_split_as_well(model_path, leave_process_group):
     leave_process_group()
     assert_split_as_whole(criticise, model_path, kind="value")
@@ -83,6 +85,7 @@ def lend(reference, _):
     return {"logprobs": reference.log_probs(make_batch(), 1.0)}
 
 
+@pytest.mark.tier("all")
 def test_a_model_that_needs_whole_rows_is_refused(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     path = write_model(tmp_path, rope_parameters=rope, **HEADS)
