@@ -268,6 +268,8 @@ class SampleBatch:
 
     def unrouted(self) -> SampleBatch:
         """Return the batch without recorded experts, for models that route by themselves. Other fields are shared."""
+        if ROUTED not in self.tokens:
+            return self
         tokens = {name: values for name, values in self.tokens.items() if name != ROUTED}
         return SampleBatch(self.lengths, tokens, self.per_sample)
 

@@ -291,7 +291,7 @@ def test_the_arithmetic_is_printed_before_anything_loads(refusals):
         ((), "roll check FILE"),
         (("trian", "run.yaml"), "`trian` is no command; did you mean `train`? known: `train`, `check`"),
         (("my.yaml",), "`my.yaml` is no command; to train as it says: roll train my.yaml"),
-        (("train",), "usage: roll train FILE [key=value ...]\nroll: error: the following arguments are required: FILE"),
+        (("train",), "roll: error: the following arguments are required: FILE"),
         (("--config",), "expected one argument"),
         (("--config", "run.yaml", "--max_steps=3"), "unrecognized arguments: --max_steps=3"),
     ],

@@ -78,7 +78,9 @@ def test_a_trainer_whose_optimizer_is_not_of_torch_sets_the_rate_itself(monkeypa
     step = SimpleNamespace(is_empty=False)
     monkeypatch.setattr("roll.trainers.trainer.TrainingStep.of", lambda batch, objective, is_part: step)
     monkeypatch.setattr(OwnTrainer, "_rows", lambda self, batch, limits: [])
-    setup = SimpleNamespace(training_args=arguments, total_optimizer_steps=4, forward_only=False, train_limits=None)
+    setup = SimpleNamespace(
+        training_args=arguments, total_optimizer_steps=4, forward_only=False, train_limits=None, replays_routing=False
+    )
     trainer = OwnTrainer(setup)
     trainer.start_schedule()
     metrics = [trainer.train_step(None, None, 1.0) for _ in range(2)]
