@@ -867,6 +867,13 @@ def engine_named(name: str, **changes: Any) -> dict[str, Any]:
             {"actor_logp": {"device_mapping": [2], "strategy_args": {"strategy_name": "megatron_train"}}},
             "megatron_train (actor_logp) chooses experts by itself",
         ),
+        (
+            {
+                "actor_train.device_mapping": [0, 1],
+                "actor_train.strategy_args.strategy_config": {"context_parallel_size": 2},
+            },
+            "the ranks of actor_train split rows",
+        ),
         (engine_named("vllm"), "on GPUs only"),
         (
             ON_GPUS | engine_named("vllm") | {"actor_infer.generating_args.stop_strings": ["x"]},

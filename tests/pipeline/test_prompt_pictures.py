@@ -93,6 +93,9 @@ def test_what_cannot_be_given_pictures_is_refused(task, tmp_path):
     changes = {
         "actor_train.use_sequence_packing": {"actor_train__use_sequence_packing": True},
         "actor_train.model_args.lora_target": {"actor_train__model_args__lora_target": "all-linear"},
+        "positions are not split": {
+            "actor_train__strategy_args__strategy_config": {"context_parallel_size": 2},
+        },
         "deepspeed_train cannot be given": {"actor_train__strategy_args__strategy_name": "deepspeed_train"},
         "megatron_train cannot be given": {"actor_train__strategy_args__strategy_name": "megatron_train"},
         "sglang cannot be given": {"actor_infer__strategy_args__strategy_name": "sglang"},
