@@ -230,9 +230,7 @@ def _trainer(config: RunConfig, role: WorkerConfig, shape: ModelShape, *, learns
     if role.use_dynamic_batching_in_infer:
         infer_tokens = min(max(role.max_tokens_per_microbatch_in_infer, longest), passed * longest)
     micro_batches = -(-trained * longest // train_tokens)
-    if role.strategy_args.strategy_name == "fsdp2_train":
-        shares = Options.of(role).get("context_parallel_size", 1)
-        train_tokens, infer_tokens = -(-train_tokens // shares), -(-infer_tokens // shares)
+    train_tokens, infer_tokens = (-(-tokens // derived.context_ranks(role)) for tokens in (train_tokens, infer_tokens))
     arguments, has_adapters = role.model_args, learns and role.model_args.lora_target is not None
     return Trainer(
         role,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from roll.configs import derived
 from roll.configs.errors import ConfigProblem
 from roll.configs.run import PromptConfig
-from roll.configs.strategies import Engine, Options, Trainer, strategies_of, strategy_of
+from roll.configs.strategies import Engine, Trainer, strategies_of, strategy_of
 
 
 def prompt_picture_problems(config: PromptConfig) -> Iterator[ConfigProblem]:
@@ -23,7 +23,7 @@ def prompt_picture_problems(config: PromptConfig) -> Iterator[ConfigProblem]:
         if section.use_sequence_packing:
             message = "pictures give tokens positions in three dimensions, and packed rows have positions in one"
             yield ConfigProblem(f"{role}.use_sequence_packing", message, "set it to false")
-        if Options.of(section).get("context_parallel_size", 1) > 1:
+        if derived.context_ranks(section) > 1:
             path = f"{role}.strategy_args.strategy_config.context_parallel_size"
             yield ConfigProblem(path, "a picture's positions are not split over ranks", "write 1")
     if config.actor_train.model_args.lora_target is not None:

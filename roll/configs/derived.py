@@ -219,16 +219,21 @@ def total_devices(config: RunConfig) -> int:
     return config.cluster.num_nodes * config.cluster.num_devices_per_node
 
 
+def context_ranks(role: WorkerConfig) -> int:
+    """Return the number of ranks that split the positions of a row; 1: each rank has whole rows."""
+    if role.strategy_args.strategy_name != "fsdp2_train":
+        return 1
+    return int(Options.of(role).get("context_parallel_size", 1))
+
+
 def data_parallel_ranks(role: WorkerConfig) -> int:
     """Return the number of data-parallel ranks of a trainer.
 
     With Megatron, tensor x pipeline ranks form one data-parallel rank, with `fsdp2_train` those of a context group.
     """
     ranks = len(parse_device_mapping(role.device_mapping))
-    if role.strategy_args.strategy_name == "fsdp2_train":
-        return max(1, ranks // Options.of(role).get("context_parallel_size", 1))
     if role.strategy_args.strategy_name != "megatron_train":
-        return ranks
+        return max(1, ranks // context_ranks(role))
     options = Options.of(role)
     return max(1, ranks // math.prod(options.get(f"{way}_model_parallel_size", 1) for way in ("tensor", "pipeline")))
 
