@@ -192,21 +192,46 @@ class RouterReplay:
 
     def _test(self, model: PreTrainedModel, compute: nn.Module, device: torch.device) -> None:
         tokens = torch.arange(4, device=device)[None]
+        layers, weights = experts_by_layer(model), dict[int, Tensor]()
         recorder = RoutingRecorder(model)
+        hooks = [
+            experts.register_forward_pre_hook(_weights_hook(weights, layer), with_kwargs=True)
+            for layer, (_, experts) in layers.items()
+        ]
         try:
             with torch.no_grad():
                 compute(input_ids=tokens, use_cache=False)
-                wanted = (recorder.take().astype(np.int64) + 1) % self.shape.experts
+                # Far from the model's own, because groups of experts are neighbours.
+                wanted = (recorder.take().astype(np.int64) + max(1, self.shape.experts // 2)) % self.shape.experts
                 known = torch.ones(tokens.shape[1], dtype=torch.bool, device=device)
                 self.use(Routing(torch.from_numpy(wanted).to(device), known))
                 compute(input_ids=tokens, use_cache=False)
                 found = recorder.take()
         finally:
+            for hook in hooks:
+                hook.remove()
             recorder.remove()
             self.use(None)
-        routed = sorted(experts_by_layer(model))
+        routed = sorted(layers)
         if not np.array_equal(found[:, routed], wanted[:, routed]):
             raise UnroutableModel(f"router_replay: {type(model).__name__} does not take its experts from one top-k")
+        if any(bool((values == 0).any()) for values in weights.values()):
+            raise UnroutableModel(f"router_replay: {type(model).__name__} gives other groups' experts weight 0")
+
+
+def _weights_hook(weights: dict[int, Tensor], layer: int) -> Any:
+    """Return a hook of a layer's experts that keeps their weights for each token, ``[tokens, top_k]``. None in float16,
+    where a small weight is 0."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # After the hidden states.
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][1:]
+        chosen = next(value for value in others if not value.is_floating_point())
+        for value in others:
+            if value.is_floating_point() and value.dtype != torch.float16 and value.shape == chosen.shape:
+                weights[layer] = value
+
+    return hook
 
 
 class _ReplacedChoice(TorchFunctionMode):

@@ -313,8 +313,9 @@ def _packed(
     """Build a packed micro-batch. ``mask`` and ``fields`` have one row per sample; the true entries of ``mask``, row by
     row, are the wanted tokens in order."""
     ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
+    routing = _routing(part, device, None, rows) if ROUTED in part.tokens else None
     if not len(ids):
-        ids, lengths = np.zeros(2, dtype=np.int64), np.array([2])
+        ids, lengths, routing = np.zeros(2, dtype=np.int64), np.array([2]), None
     targets = np.flatnonzero(part.tokens["wanted"])
     if not len(targets):
         # The backward pass needs a graph; `by_sample` leaves this result out.
@@ -327,7 +328,7 @@ def _packed(
         fields=fields,
         packing=Packing.of(lengths, device),
         rows=rows,
-        routing=_routing(part, device, None, rows) if ROUTED in part.tokens else None,
+        routing=routing,
     )
 
 

@@ -38,6 +38,11 @@ FAMILIES = {
         first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
         v_head_dim=16,
     ),
+    "DeepseekV2": dict(
+        moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, n_shared_experts=1,
+    ),
     "GraniteMoe": dict(num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 """By what precedes and follows their top-k: softmax or sigmoid, biases, groups, normalisation, shared experts."""
@@ -153,6 +158,7 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind():
     [
         ("Qwen3", {"head_dim": 16}, "a qwen3 model has no experts"),
         ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "does not take its experts from one top-k"),
+        ("DeepseekV2", {"topk_method": "group_limited_greedy"}, "gives other groups' experts weight 0"),
         ("Llama4Text", {"num_local_experts": 4, "num_experts_per_tok": 1}, "is told the experts of each token"),
     ],
 )

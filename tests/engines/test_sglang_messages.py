@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from safetensors import safe_open
 
 from roll.engines.base import EngineFailed, EngineLoad
 from roll.engines.process_engine import Response
-from roll.engines.sglang.server import SGLangServer, server_environment
+from roll.engines.sglang import strategy as sglang
+from roll.engines.sglang.server import CallRefused, SGLangServer, server_environment
 from roll.engines.sglang.strategy import (
     MemoryCheckpoint,
     SGLangInferStrategy,
@@ -111,6 +113,31 @@ def test_loads_add_up_over_readings_and_schedulers():
     add_loads(load, {"loads": told})
     add_loads(load, {"loads": told[:1]})
     assert (load.steps, load.running, load.waiting, load.cache_use) == (2, 4, 15, 0.375 + 0.25)
+
+
+def test_a_reading_of_the_load_that_fails_is_not_the_last_one(monkeypatch):
+    monkeypatch.setattr(sglang, "_LOAD_SECONDS", 0.001)
+    answers = [CallRefused("busy"), EngineFailed("gone"), {"loads": []}]
+    asked: list[str] = []
+
+    async def call(path):
+        asked.append(path)
+        if len(answers) == 1:
+            return answers[0]
+        raise answers.pop(0)
+
+    async def scenario():
+        strategy = SGLangInferStrategy(
+            "unused", device="cpu", dtype="float32", attn_implementation="sdpa", max_length=64, strategy_config={}
+        )
+        strategy._load_totals, strategy._requests = EngineLoad(), SimpleNamespace(inside={"a": None})
+        reading = asyncio.create_task(strategy._read_loads(SimpleNamespace(call=call)))
+        while len(asked) < 4 and not reading.done():
+            await asyncio.sleep(0.001)
+        reading.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert asked[:4] == ["/v1/loads"] * 4
 
 
 def test_messages_add_up_and_the_last_one_tells_the_versions():

@@ -196,6 +196,13 @@ def test_nothing_is_replayed_at_padding_at_last_tokens_and_in_dummies(batches):
         assert dummy.known.tolist() == [False, False] and len(dummy.experts) == 2
 
 
+def test_a_packed_row_of_empty_samples_has_no_experts_to_replay(batches):
+    batch = batches[2].select([0])
+    empty = SampleBatch(np.array([0]), {name: values[:0] for name, values in batch.tokens.items()})
+    micro_batch = build_micro_batch(empty, [0], predicted_tokens(empty), (), torch.device("cpu"), packed=True)
+    assert micro_batch.input_ids.shape == (1, 2) and micro_batch.routing is None
+
+
 def of_ranks(trainer, batch):
     metrics = trainer.train_step(batch, OBJECTIVE, 1.0)
     return metrics["routing_mismatch"], trainer.log_probs(batch, 1.0)

@@ -135,11 +135,11 @@ class SGLangInferStrategy(ProcessEngine[SGLangServer]):
         return response.finish_reason is not None and not stopped_here
 
     async def _read_loads(self, server: SGLangServer) -> None:
-        """Add up SGLang's own load while it computes, read once per `_LOAD_SECONDS`. Ends with the server."""
-        with suppress(CallRefused, EngineFailed):  # the next call of a request reports it
-            while True:
-                await asyncio.sleep(_LOAD_SECONDS)
-                if not self._paused and not self._asleep and self._requests.inside:
+        """Add up SGLang's own load while it computes, read once per `_LOAD_SECONDS`. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_LOAD_SECONDS)
+            if not self._paused and not self._asleep and self._requests.inside:
+                with suppress(CallRefused, EngineFailed):  # a request reports a server that is dead
                     add_loads(self._load_totals, await server.call("/v1/loads"))
 
     async def _sign_of_life(self) -> None:
