@@ -4,7 +4,7 @@ A picture travels as the bytes of its file (PNG, JPEG, ...), uint8 ``[bytes]``, 
 makes and caches them. In a text, `PLACE` marks where a picture stands. In token ids, a picture is a run of placeholder
 tokens, one for each vector that the model's vision tower makes of it.
 
-A response ends at a placeholder, should the policy ever sample one (see `PictureProcessor.end_tokens`): as an input it
+A response ends at a placeholder, should the policy ever sample one (see `picture_tokens`): as an input it
 would ask for a picture that is not there.
 """
 
@@ -43,6 +43,11 @@ class NoPicture(ValueError):
 def is_seeing(config: PretrainedConfig) -> bool:
     """Return True for a vision-language model that can be given pictures."""
     return config.model_type in FAMILIES
+
+
+def picture_tokens(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the placeholder tokens of pictures, which end every response; none for a model that sees no pictures."""
+    return (config.image_token_id, config.video_token_id) if is_seeing(config) else ()
 
 
 def policy_class(config: PretrainedConfig) -> Any:
@@ -134,14 +139,9 @@ class PictureProcessor:
         except (OSError, ValueError) as cause:
             raise NoPicture(f"{self._model_path} has no usable `preprocessor_config.json` ({cause})") from cause
 
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """Placeholder tokens, which end a response."""
-        return self.config.image_token_id, self.config.video_token_id
-
     def require(self) -> None:
         """Raise `NoPicture` if the model cannot be given pictures, or its image processor cannot be loaded."""
-        self.end_tokens, self._images  # noqa: B018 - both are read when they are first asked for
+        self.config, self._images  # noqa: B018 - both are read when they are first asked for
 
     def placeholders(self, picture: np.ndarray) -> int:
         """Return the number of placeholder tokens of a picture."""
@@ -157,7 +157,7 @@ class PictureProcessor:
 
         Raises `NoPicture` if there are not as many placeholders as pictures, or if the prompt ends with one.
         """
-        places = np.flatnonzero(np.isin(token_ids, self.end_tokens))
+        places = np.flatnonzero(np.isin(token_ids, picture_tokens(self.config)))
         if len(places) != len(pictures):
             raise NoPicture(f"the rendered prompt has {len(places)} places for {len(pictures)} pictures")
         if len(places) and places[-1] == len(token_ids) - 1:

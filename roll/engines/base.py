@@ -24,7 +24,7 @@ import torch
 from roll.configs.errors import ConfigError
 from roll.configs.roles import PictureSampling
 from roll.data import tokenizer
-from roll.data.pictures import policy_class
+from roll.data.pictures import picture_tokens, policy_class
 from roll.data.records import PictureStep
 from roll.runtime.usage import memory_in_use
 from roll.tracking.timeline import BusySpans
@@ -368,6 +368,7 @@ class InferStrategy(ABC):
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
         given = self._eos_token_ids
         self._end_tokens = eos_token_ids(self._spec, config) if given is None else tuple(given)
+        self._placeholders = picture_tokens(config)
 
     def _check_request(self, request: GenerateRequest) -> None:
         """Raise ``ValueError`` for an invalid request."""

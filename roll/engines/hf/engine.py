@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache
 
 from roll.algorithms.logprobs import token_logprobs
 from roll.algorithms.routing import RoutingRecorder, RoutingShape
-from roll.data.pictures import PictureProcessor, digest
+from roll.data.pictures import PictureProcessor, digest, picture_tokens
 from roll.engines.base import (
     EngineLoad,
     FinishReason,
@@ -83,6 +83,7 @@ class HFEngine(ModelEngine):
         config = model.config.get_text_config(decoder=True)
         self._vocabulary = config.vocab_size
         self._processor = PictureProcessor(model.name_or_path)
+        self._placeholders = picture_tokens(model.config)
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._min_rows = _ROW_MULTIPLE * threads
         max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
@@ -211,9 +212,7 @@ class HFEngine(ModelEngine):
             active = self._waiting.popleft()
             sampling = active.request.sampling
             end_tokens = () if sampling.ignore_eos else (*self._end_tokens, *sampling.stop_token_ids)
-            if active.request.prompt_pictures:
-                end_tokens += self._processor.end_tokens
-            self._table.add(active, end_tokens)
+            self._table.add(active, end_tokens + self._placeholders)
             if active.matcher is not None:
                 self._watched.add(active)
             if active.streaming:

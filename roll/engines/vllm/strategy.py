@@ -142,8 +142,8 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         request = response.request
-        seen = self._processor.end_tokens if request.prompt_pictures else ()
-        prompt, params = self._prompt(request), sampling_params(request, [*self._end_tokens, *seen])
+        prompt = self._prompt(request)
+        params = sampling_params(request, [*self._end_tokens, *self._placeholders])
         engine = self._live_engine()
         # Leaving the iterator aborts the request inside vLLM.
         with _failures_reported():
@@ -166,7 +166,6 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     def _prompt(self, request: GenerateRequest) -> TokensInput | TokensPrompt:
         """Return a request's prompt in vLLM's form."""
-        from vllm.inputs import TokensPrompt
         from vllm.inputs.engine import tokens_input
 
         # Cached prefixes are shared only between requests that began with the same weights.
@@ -176,7 +175,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         # vLLM expands placeholders itself.
         token_ids = self._processor.collapsed(request.prompt_token_ids, pictures).tolist()
         images = {"image": [decoded(picture) for picture in pictures]}
-        return TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=images, cache_salt=salt)
+        return {"prompt_token_ids": token_ids, "multi_modal_data": images, "cache_salt": salt}
 
     @cached_property
     def _processor(self) -> PictureProcessor:
