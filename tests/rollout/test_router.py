@@ -314,7 +314,7 @@ def test_a_choice_among_thousands_costs_about_as_much_as_among_a_few():
         run_virtual(main())
         return time.thread_time() - began
 
-    assert seconds(4096) < 10 * seconds(16)
+    assert seconds(4096) < 30 * seconds(16), "a search through all would take 256 times as long"
 
 
 def test_a_reserved_replica_takes_no_request_but_those_that_want_one():

@@ -1,4 +1,4 @@
-"""Rows that two ranks split by position give the training of whole rows on one rank."""
+"""Rows that ranks split by position give the training of whole rows on one rank."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ CASES = {
     "packed": {"max_tokens": 20, "packed": True},
     "eager": {"model_args": ModelArguments(attn_implementation="eager"), "max_tokens": 20, "packed": True},
     "checkpointing": {"strategy_config": {"gradient_checkpointing": True}},
+    "two groups of two": {"max_tokens": 25, "packed": True, "ranks": 4},
     "adapters": {"model_args": ModelArguments(lora_target="q_proj,v_proj")},
 }
 
@@ -55,11 +56,12 @@ def criticise(trainer, _):
     return {"loss": np.array(metrics), "values": trainer.values(batch)}
 
 
-def assert_split_as_whole(work, path, **changes):
+def assert_split_as_whole(work, path, ranks=2, **changes):
     options = changes.pop("strategy_config", {})
     whole = {"training_args": GENTLE, "strategy_config": options, **changes}
     (expected,) = run_here(Job(work, "fsdp2_train", path, setup=whole, ranks=1))
-    found = run_job(Job(work, "fsdp2_train", path, setup=whole | {"strategy_config": options | SPLIT}))
+    found = run_job(Job(work, "fsdp2_train", path, setup=whole | {"strategy_config": options | SPLIT}, ranks=ranks))
+    assert len(found) == ranks
     for results in found:
         assert results.keys() == expected.keys()
         for name, value in expected.items():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 import numpy as np
 import torch
 
-from roll.data.pictures import PictureProcessor, decoded
+from roll.data.pictures import PictureProcessor, decoded, digest
 from roll.data.records import derive_seed
 from roll.engines.base import (
     EngineFailed,
@@ -174,8 +174,13 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
             return tokens_input(request.prompt_token_ids.tolist(), cache_salt=salt)
         # vLLM expands placeholders itself.
         token_ids = self._processor.collapsed(request.prompt_token_ids, pictures).tolist()
-        images = {"image": [decoded(picture) for picture in pictures]}
-        return {"prompt_token_ids": token_ids, "multi_modal_data": images, "cache_salt": salt}
+        return {
+            "prompt_token_ids": token_ids,
+            "multi_modal_data": {"image": [decoded(picture) for picture in pictures]},
+            # The salt does not reach the cache of the vision tower's results, which outlives an update of weights.
+            "multi_modal_uuids": {"image": [f"{digest([picture])}-{self._loads}" for picture in pictures]},
+            "cache_salt": salt,
+        }
 
     @cached_property
     def _processor(self) -> PictureProcessor:
