@@ -58,6 +58,8 @@ STEPS = 10
 LONGEST = 10 * STEPS
 """Least `max_steps` of a probe. It is interrupted long before: its last steps would have nothing to generate ahead."""
 POLL_SECONDS = 0.1
+ENDING_SECONDS = 120.0
+"""Longest time that an interrupted probe takes to end; then it is killed."""
 NOISE = 2.0
 """Standard errors by which a step has to be shorter for a change to be kept."""
 DRAWS = 8
@@ -118,7 +120,9 @@ def tune(options: argparse.Namespace) -> int:
             reserved = root = RunDirectory.reserve(own.exp_name)
         chosen = _overrides_of(root, options, own, began=began)
     except ConfigError as error:
-        say(refusal(options.config, error, "; nothing was started"), error=True)
+        if reserved is not None and not (reserved / "tune" / "probes.jsonl").exists():
+            shutil.rmtree(reserved)
+        say(refusal(options.config, error, "; the run was not started"), error=True)
         return BAD_CONFIGURATION
     except (TuneFailed, RunExists, RunUnusable, OSError) as error:
         say(str(error), error=True)
@@ -161,10 +165,13 @@ def _overrides_of(root: Path, options: argparse.Namespace, own: RunConfig, *, be
     folder.mkdir(parents=True, exist_ok=True)
     with RunDirectory(root).held():
         tuning = Tuning(folder, options.config, options.overrides, own, options.max_lag)
-        if not chosen.exists():
+        if chosen.exists():
+            say(f"tuned already; delete {chosen} to make more probes")
+        else:
             best = tuning.best_of(options.tune)
             write_atomically(chosen, _CHOSEN + dump_yaml(dotted_options(best.overrides)))
-    overrides = _written(chosen)
+        overrides = _written(chosen)
+        tuning.allowed(overrides)
     say(f"chosen  {' '.join(overrides) or 'the settings as they are'} ({chosen})\n")
     return overrides
 
@@ -224,6 +231,7 @@ class Tuning:
             self._make(*change, number)
         if self._max_lag is None:
             say("not tried: other ratios, which make tokens older or fresher (`--max-lag N` allows them)")
+        self.allowed(self._best.overrides)
         return self._best
 
     @property
@@ -237,7 +245,7 @@ class Tuning:
         """Return the user's configuration with overrides, as a probe."""
         return probe_config(simulated_config(self._file, [*self._overrides, *overrides]), self._folder)
 
-    def _allowed(self, overrides: Sequence[str]) -> PipelineConfig:
+    def allowed(self, overrides: Sequence[str]) -> PipelineConfig:
         """Return a probe's configuration. Raises `ConfigError` for changes that a probe must not make."""
         config = check_config(self._configured(overrides))
         for change in changes(self._own, config):
@@ -247,6 +255,10 @@ class Tuning:
                 raise problem(change.path, "it affects what is learned", remedy)
         if derived.total_devices(config) > derived.total_devices(self._own):
             raise problem("cluster", "the configuration has no more devices", "add them yourself")
+        lag = derived.resolved_max_staleness(config)
+        if self._max_lag is not None and lag > self._max_lag:
+            message = f"tokens may be {count(lag, 'version')} old with it, more than {self._max_lag}"
+            raise problem("--max-lag", message, f"write {lag} or more, or delete {self._folder}")
         assert isinstance(config, PipelineConfig)
         return config
 
@@ -261,9 +273,9 @@ class Tuning:
         if not self._done:
             return "as it is", [], None
         best = self._best
-        inputs, _ = calibrated(self._allowed(best.overrides), Inputs(), [self._place(best.number)])
+        inputs, _ = calibrated(self.allowed(best.overrides), Inputs(), [self._place(best.number)])
         trials = advice.Trials(
-            lambda overrides: self._allowed(_merged(best.overrides, overrides)),
+            lambda overrides: self.allowed(_merged(best.overrides, overrides)),
             inputs,
             max_lag=self._max_lag,
             draws=DRAWS,
@@ -285,7 +297,7 @@ class Tuning:
         shutil.rmtree(place, ignore_errors=True)  # of an interrupted attempt
         written = f": {' '.join(overrides)}" if overrides else ""
         say(f"probe {probe.number} of at most {number}, {count(STEPS, 'step')} {name}{written} ...")
-        self._probe(replace(self._allowed(overrides), output_dir=str(place)), STEPS)
+        self._probe(replace(self.allowed(overrides), output_dir=str(place)), STEPS)
         probe = measured(probe, place)
         if not self._done and probe.failure is not None:
             raise TuneFailed(f"the settings as they are failed: {probe.failure}")
@@ -354,7 +366,10 @@ def run_probe(config: PipelineConfig, steps: int) -> None:
     except KeyboardInterrupt:
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGINT)
-        process.join()
+        try:
+            process.join(ENDING_SECONDS)
+        finally:
+            process.kill()
         raise
 
 
@@ -377,3 +392,5 @@ def _end_after(metrics: Path, steps: int) -> None:
                 break
         time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(ENDING_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

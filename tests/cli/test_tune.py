@@ -238,6 +238,29 @@ def test_what_cannot_be_tuned_is_refused_before_anything_starts(file, monkeypatc
     assert main(["train", file, *arguments]) == 2
     assert told in capsys.readouterr().err
     assert not system.probed and not started
+    assert not list(Path("output").glob("*/*")), "a folder is left"
+
+
+def test_probes_are_not_made_for_a_folder_that_holds_a_run(file, tmp_path, monkeypatch, started, capsys):
+    system, out = System(), tmp_path / "out"
+    monkeypatch.setattr(tune, "run_probe", system.probe)
+    out.mkdir()
+    (out / "metrics.jsonl").touch()
+    assert main(["train", file, f"output_dir={out}", "--tune", "2"]) == 2
+    assert "resume_from_checkpoint: true" in capsys.readouterr().err
+    assert not system.probed and not started
+
+
+def test_what_was_found_with_a_larger_lag_is_not_taken_with_a_smaller_one(file, tmp_path, monkeypatch, started, capsys):
+    monkeypatch.setattr(tune, "run_probe", System().probe)
+    command = ["train", file, f"output_dir={tmp_path / 'out'}", "--tune", "3"]
+    assert main([*command, "--max-lag", "1"]) == 0 and started[0].async_generation_ratio > 0
+    for less in ([], ["--max-lag", "0"]):
+        assert main([*command, *less]) == 2
+        assert "--max-lag" in capsys.readouterr().err
+    (tmp_path / "out" / "tune" / "chosen.yaml").unlink()
+    assert main(command) == 2, "as many probes as are asked for were made"
+    assert len(started) == 1
 
 
 def test_a_lag_alone_is_refused(file):
