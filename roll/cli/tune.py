@@ -255,11 +255,11 @@ class Tuning:
                 raise problem(change.path, "it affects what is learned", remedy)
         if derived.total_devices(config) > derived.total_devices(self._own):
             raise problem("cluster", "the configuration has no more devices", "add them yourself")
+        assert isinstance(config, PipelineConfig)
         lag = derived.resolved_max_staleness(config)
         if self._max_lag is not None and lag > self._max_lag:
             message = f"tokens may be {count(lag, 'version')} old with it, more than {self._max_lag}"
             raise problem("--max-lag", message, f"write {lag} or more, or delete {self._folder}")
-        assert isinstance(config, PipelineConfig)
         return config
 
     def _refuse_other(self, before: RunConfig) -> None:
