@@ -109,7 +109,7 @@ def png(image: Image) -> bytes:
 
 
 class PictureProcessor:
-    """What a model makes of pictures: placeholders in its prompts, and tensors among its inputs.
+    """Converter of pictures into a model's own form: placeholders in its prompts, and tensors among its inputs.
 
     Nothing is read before the first picture. Pixels are prepared with Pillow in every process, so all of them agree.
     """

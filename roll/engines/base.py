@@ -367,8 +367,8 @@ class InferStrategy(ABC):
         """Read the vocabulary size and, unless they were given, the end tokens from the model's configuration."""
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
         given = self._eos_token_ids
-        self._end_tokens = eos_token_ids(self._spec, config) if given is None else tuple(given)
-        self._placeholders = picture_tokens(config)
+        ends = eos_token_ids(self._spec, config) if given is None else tuple(given)
+        self._end_tokens = (*ends, *picture_tokens(config))
 
     def _check_request(self, request: GenerateRequest) -> None:
         """Raise ``ValueError`` for an invalid request."""

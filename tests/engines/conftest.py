@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from tests.engines import sglang_helpers, vllm_helpers
 from tests.engines.engines import EngineOnTrial
 from tests.engines.hf_helpers import EOS, VOCABULARY
-from tests.engines.vllm_helpers import make_model, make_tokenizer
+from tests.engines.vllm_helpers import make_model, make_moe, make_tokenizer
 from tests.tiers import need
 
 pytest.register_assert_rewrite("tests.engines.engine_contract")
@@ -73,6 +73,14 @@ def vllm_path(tmp_path_factory) -> str:
     need("vllm")
     path = tmp_path_factory.mktemp("vllm")
     make_model().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def moe_path(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("moe")
+    make_moe().save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return str(path)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from roll.algorithms.routing import RoutingRecorder
@@ -14,18 +13,9 @@ from roll.engines.hf.engine import HFEngine
 from roll.engines.hf.model import load_model
 from roll.engines.options import HFInferConfig
 from tests.engines.hf_helpers import completed, make_request, run_engine, submit
-from tests.engines.vllm_helpers import make_moe, make_tokenizer
 
 LENGTH = 96
 PROMPTS = {"a": [5, 6, 7], "b": list(range(8, 30)), "same as a": [5, 6, 7], "c": [9]}
-
-
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("moe")
-    make_moe().save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def engine_of(path: str) -> HFEngine:

@@ -19,18 +19,10 @@ from roll.weights.checkpoint_names import CheckpointNames
 from tests.engines.engine_checks import full_scores
 from tests.engines.hf_helpers import make_strategy
 from tests.engines.sglang_helpers import running_stand_in
-from tests.engines.vllm_helpers import RunningEngine, make_moe, make_tokenizer, request
+from tests.engines.vllm_helpers import RunningEngine, make_moe, request
 from tests.tiers import need
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("moe")
-    make_moe().save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def with_other(model, pattern: str):

@@ -21,7 +21,7 @@ from roll.engines.process_engine import Response
 from roll.engines.sglang.strategy import generate_body, told_experts
 from roll.engines.vllm.strategy import VLLMInferStrategy
 from tests.engines.sglang_helpers import running_stand_in
-from tests.engines.vllm_helpers import make_moe, make_tokenizer, request
+from tests.engines.vllm_helpers import make_moe, request
 from tests.tiers import need
 
 SHAPE = RoutingShape(3, 8, 3)
@@ -37,14 +37,6 @@ def experts_of(token_ids):
     with torch.no_grad():
         model(torch.tensor([token_ids]), use_cache=False)
     return recorder.take()[:-1]
-
-
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("moe")
-    make_moe().save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @pytest.mark.tier("all")

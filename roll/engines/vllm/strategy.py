@@ -143,7 +143,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         request = response.request
         prompt = self._prompt(request)
-        params = sampling_params(request, [*self._end_tokens, *self._placeholders])
+        params = sampling_params(request, self._end_tokens)
         engine = self._live_engine()
         # Leaving the iterator aborts the request inside vLLM.
         with _failures_reported():
