@@ -38,6 +38,7 @@ from roll.pipeline.stages import (
     record,
 )
 from roll.pipeline.status import StatusKeeper, watch_for_stall
+from roll.pipeline.streaming import PARTS_PER_BATCH, join
 from roll.runtime.placement import Placement
 from roll.runtime.process import collect_rarely
 from roll.runtime.workers import WorkerHandle
@@ -122,7 +123,7 @@ async def publish_initial(context: RunContext) -> None:
 
 
 def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
-    """Build the stages, connected by channels of one batch each. Stages whose role is absent are omitted.
+    """Build the stages, connected by channels of one batch or its parts. Stages whose role is absent are omitted.
 
     The critic's training runs in parallel to the later stages, on the batches that the preceding stage also sends to
     it.
@@ -133,7 +134,7 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
     source: Any = groups_of_steps(run)
     for each in chain:
         beside, last = each.finish is not None, each is chain[-1]
-        outbox = None if beside or last else Channel(f"after {each.name}")
+        outbox = None if beside or last else Channel(f"after {each.name}", PARTS_PER_BATCH)
         inbox = source
         if beside:
             inbox = stages[-1].side = Channel(f"to {each.name}")
@@ -147,6 +148,7 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
                 before=None if each.before is None else partial(each.before, run),
                 hold=None if each.role is None else run.hold(each.role),
                 finish=partial(each.finish or record, run) if beside or last else None,
+                join=None if each.role is None else join,
                 passes_parts=each.passes_parts or (each.function is advantage and run.streams),
             )
         )

@@ -28,12 +28,11 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """First-in, first-out channel with at most ``capacity`` items. The consumer iterates over it."""
+    """First-in, first-out channel for one item, or up to ``capacity`` parts of one. The consumer iterates over it."""
 
-    capacity = 1
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, capacity: int = 1) -> None:
         self.name = name
+        self.capacity = capacity
         self._items: deque[Any] = deque()
         self._closed = False
         self._changed = asyncio.Condition()
@@ -45,11 +44,14 @@ class Channel:
         """Wait for room and append an item. Raises `ChannelClosed` after `close`."""
         async with self._changed:
             with waiting(f"room/{self.name}", "room for an item"):
-                await self._changed.wait_for(lambda: self._closed or len(self) < self.capacity)
+                await self._changed.wait_for(lambda: self._closed or self._has_room())
             if self._closed:
                 raise ChannelClosed(f"channel {self.name!r} is closed")
             self._items.append(item)
             self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return not self._items or (len(self) < self.capacity and not self._items[-1].complete)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -102,6 +104,8 @@ class Stage:
     """Returns a context manager that holds the devices."""
     finish: Callable[[Any], Awaitable[None]] | None = None
     """Called with each result of a stage that no other stage follows."""
+    join: Callable[[list[Any]], Awaitable[Any]] | None = None
+    """Makes one part of the parts of a batch that wait in the input channel, since each call of ``work`` costs time."""
     passes_parts: bool = False
     """True to pass on results that are not ``complete``. The side channel gets only complete ones."""
     state: StageState = field(default=StageState.IDLE, init=False)
@@ -122,7 +126,7 @@ class Stage:
         try:
             self._enter(StageState.WAITING_INPUT)
             async for item in self.source:
-                result = await self._worked(item)
+                result = await self._worked(await self._with_waiting_parts(item))
                 if not result.complete and not self.passes_parts:
                     self._enter(StageState.WAITING_INPUT)
                     continue
@@ -145,6 +149,14 @@ class Stage:
             self._enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
             raise
         self._enter(StageState.DONE)
+
+    async def _with_waiting_parts(self, item: Any) -> Any:
+        if self.join is None or self.inbox is None:
+            return item
+        parts = [item]
+        while not parts[-1].complete and len(self.inbox):
+            parts.append(await anext(self.inbox))
+        return item if len(parts) == 1 else await self.join(parts)
 
     async def _worked(self, item: Any) -> Any:
         if self.hold is not None:

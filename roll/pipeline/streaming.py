@@ -8,10 +8,12 @@ rounding: all sums are over tokens, and a group's advantages depend on that grou
 before its update.
 
 A part is at least a sixteenth of the batch, and has at least one sample for each rank of every role that processes it.
+A role that is busy takes all parts that have come in the meantime as one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -108,6 +110,14 @@ class PartsOfBatch:
             return None
         parts, self.parts = self.parts, []
         return part if len(parts) == 1 else joined(parts)
+
+
+async def join(parts: list[TrainingBatch]) -> TrainingBatch:
+    """Return consecutive parts of a batch as one part, or as the rest of the batch if the last one completes it."""
+    last = parts[-1]
+    if last.untrained is None:
+        return await asyncio.to_thread(joined, parts)
+    return replace(last, untrained=await asyncio.to_thread(joined, [*parts[:-1], last.untrained]))
 
 
 def joined(parts: list[TrainingBatch]) -> TrainingBatch:

@@ -30,7 +30,7 @@ from roll.pipeline.roles import role_locks
 from roll.pipeline.rollouts import EngineGate
 from roll.pipeline.stage import Channel, Stage, StageGraph, StepCounter
 from roll.pipeline.stages import compared_is_next, publication_due, room_for_weights, validation_due
-from roll.pipeline.streaming import least_groups
+from roll.pipeline.streaming import PARTS_PER_BATCH, least_groups
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import VirtualTimeLoop, run_virtual
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
@@ -104,6 +104,10 @@ class Batch:
 
     def note_time(self, name: str, seconds: float) -> None:
         """Ignore the times that stages report."""
+
+
+async def _joined(parts: list[Batch]) -> Batch:
+    return replace(parts[-1], tokens=sum((each.tokens for each in parts), Tokens()))
 
 
 class Unchecked(AssertionError):
@@ -286,7 +290,7 @@ class _Run:
         source: AsyncIterator[Any] = self._groups_of_steps()
         for name, work, role, passes_parts in chain:
             last = name == "param_update"
-            outbox = None if last else Channel(f"after {name}")
+            outbox = None if last else Channel(f"after {name}", PARTS_PER_BATCH)
             hold, before = None, None
             if role is not None:
                 holder = self.holder(role)
@@ -295,8 +299,8 @@ class _Run:
                 before = partial(waits, cast(Any, self))
             finish = self._record if last else None
             stages.append(
-                Stage(name, work, source, self.timeline, outbox, before=before, hold=hold,
-                      finish=finish, passes_parts=passes_parts)
+                Stage(name, work, source, self.timeline, outbox, before=before, hold=hold, finish=finish,
+                      join=None if role is None else _joined, passes_parts=passes_parts)
             )  # fmt: skip
             if outbox is not None:
                 source = outbox

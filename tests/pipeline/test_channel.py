@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,5 +53,36 @@ def test_a_cancelled_put_leaves_nothing_behind():
         await asyncio.wait([blocked])
         assert await anext(channel) == 1
         assert len(channel) == 0
+
+    run_virtual(scenario())
+
+
+def part(name, complete=False):
+    return SimpleNamespace(name=name, complete=complete)
+
+
+def test_the_parts_of_one_item_have_room_and_the_next_item_has_to_wait():
+    async def scenario():
+        channel = Channel("c", 3)
+        for each in (part("a1"), part("a2"), part("a3", complete=True)):
+            await channel.put(each)
+        following = asyncio.create_task(channel.put(part("b1")))
+        await asyncio.sleep(1)
+        assert not following.done() and len(channel) == 3
+        assert [(await anext(channel)).name for _ in range(3)] == ["a1", "a2", "a3"]
+        await following
+
+    run_virtual(scenario())
+
+
+def test_more_parts_than_its_capacity_have_to_wait():
+    async def scenario():
+        channel = Channel("c", 2)
+        await channel.put(part("a1"))
+        await channel.put(part("a2"))
+        third = asyncio.create_task(channel.put(part("a3")))
+        await asyncio.sleep(1)
+        assert not third.done()
+        third.cancel()
 
     run_virtual(scenario())

@@ -216,3 +216,35 @@ def test_parts_of_a_batch_go_on_only_where_the_next_stage_wants_them_and_never_t
 class Beside(Item):
     def beside(self):
         return self
+
+
+@dataclass
+class Part(Item):
+    parts: int = 1
+
+
+def test_a_busy_stage_takes_the_parts_that_wait_as_one_but_none_of_the_next_batch():
+    async def main():
+        taken = []
+
+        async def take(part):
+            taken.append((part.number, part.parts))
+            await asyncio.sleep(2.6)
+            return part
+
+        async def join(parts):
+            return Part(parts[-1].number, complete=parts[-1].complete, parts=len(parts))
+
+        async def produce(channel):
+            for number in range(9):
+                await channel.put(Part(number, complete=number in (3, 8)))
+                await asyncio.sleep(1)
+            await channel.close()
+
+        inbox = Channel("parts", 16)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(produce(inbox))
+            tasks.create_task(Stage("slow", take, inbox, Recorded(), join=join).run())
+        return taken
+
+    assert run_virtual(main()) == [(0, 1), (2, 2), (3, 1), (6, 3), (8, 2)]

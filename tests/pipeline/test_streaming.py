@@ -21,7 +21,15 @@ from roll.data.records import Group
 from roll.pipeline.algorithm import TrainingBatch, build_algorithms, with_own_advantages
 from roll.pipeline.resume import changes
 from roll.pipeline.stages import stage_chain
-from roll.pipeline.streaming import AdvantagesNeedBatch, PartsOfBatch, StreamedStep, by_group, in_order, least_groups
+from roll.pipeline.streaming import (
+    AdvantagesNeedBatch,
+    PartsOfBatch,
+    StreamedStep,
+    by_group,
+    in_order,
+    join,
+    least_groups,
+)
 from tests.pipeline.test_advantage_stage import PROMPT, batch_of, sample, settings
 from tests.tiers import quick
 
@@ -236,6 +244,20 @@ def test_parts_of_a_batch_come_together_in_order_whatever_the_order_in_which_the
     for name, tokens in whole.data.tokens.items():
         assert np.array_equal(joined.data.tokens[name], tokens), name
     assert parts.add(whole) is whole
+
+
+def test_parts_that_wait_for_the_trainer_are_trained_on_as_one_and_the_last_one_still_completes_the_batch():
+    whole = batch_of(*(([sample(1), sample(0)], None) for _ in range(3)))
+    parts = [TrainingBatch.from_groups(4, [group]) for group in whole.groups]
+    for part in parts[:-1]:
+        part.complete = False
+    middle = asyncio.run(join(parts[:2]))
+    assert not middle.complete and [group.group_id for group in middle.groups] == [0, 1]
+    whole.untrained = parts[2]
+    last = asyncio.run(join([parts[0], whole]))
+    assert last.complete and last.data is whole.data
+    assert [group.group_id for group in last.untrained.groups] == [0, 2]
+    assert last.untrained.data.lengths.sum() == sum(parts[number].data.lengths.sum() for number in (0, 2))
 
 
 def test_advantages_of_a_part_change_nothing_and_are_those_of_its_batch():
