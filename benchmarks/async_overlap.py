@@ -53,6 +53,7 @@ def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace, s
         "response_length": arguments.response_length,
         "ppo_epochs": arguments.epochs,
         "actor_infer.generating_args.ignore_eos": "true",
+        "actor_infer.strategy_args.strategy_config.max_running_requests": arguments.running,
         "actor_train.stream_groups": str(streams).lower(),
         "rewards.addition.verifier": "_rewards:waiting_digit_share",
     }
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=40, help="longest prompt")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
     parser.add_argument("--response-length", type=int, default=16, help="tokens of every response")
+    parser.add_argument("--running", type=int, default=64, help="requests that the engine decodes at once")
     parser.add_argument("--epochs", type=int, default=1, help="passes of training over a batch")
     parser.add_argument("--max-staleness", type=int, help="bound of the ratio-1 run (default: 1)")
     arguments = parser.parse_args()

@@ -29,6 +29,7 @@ from roll.engines.base import (
     TokenChunk,
     load_tokenizer,
 )
+from roll.runtime.usage import cpu_seconds
 from roll.runtime.workers import Worker
 from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, manifest, split_bucket
 from roll.weights.delta import DeltaReceiver
@@ -350,5 +351,6 @@ class InferWorker(Worker):
             await self._strategy.resume()
 
     async def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`; also returns the `memory` of the engine."""
-        return self._strategy.stats() | {"memory": await self._strategy.memory()}
+        """See `InferStrategy.stats`; also returns `memory` and `cpu_seconds` of the engine's processes."""
+        used = await asyncio.to_thread(cpu_seconds)
+        return self._strategy.stats() | {"memory": await self._strategy.memory(), "cpu_seconds": used}

@@ -32,7 +32,7 @@ from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
 from roll.pipeline.groups import GroupLog
 from roll.pipeline.rollouts import ValidationResult, WorkerProcesses
-from roll.pipeline.usage import EngineLoads, engine_memory, rates_per_device, trainer_usage
+from roll.pipeline.usage import CpuSeconds, EngineLoads, engine_memory, rates_per_device, trainer_usage
 from roll.rollout.scheduler import RolloutScheduler
 from roll.runtime.usage import Usage
 from roll.tracking.console import Console, say_beside
@@ -283,7 +283,7 @@ class RunRecorder:
         self._busy_since: dict[str, float] = {}
         self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
-        self._loads = EngineLoads()
+        self._loads, self._cpu_seconds = EngineLoads(), CpuSeconds()
         self._tflops, self._roles = config.cluster.device_tflops, present_roles(config)
         self._replica_totals: dict[str, tuple[float, float]] = {}
 
@@ -374,6 +374,13 @@ class RunRecorder:
             **self._rates(engines, window, others),
             **self._loads.metrics(engines),
             **engine_memory("actor_infer", engines),
+            **self._cpu_seconds.metrics(
+                {
+                    "driver": [time.process_time()],
+                    "actor_infer": [engine.get("cpu_seconds", 0.0) for engine in engines],
+                    **{role: [rank.cpu_seconds for rank in ranks] for role, ranks in zip(trainers, used, strict=True)},
+                }
+            ),
             **{
                 name: value
                 for role, ranks in zip(trainers, used, strict=True)

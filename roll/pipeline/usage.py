@@ -7,6 +7,7 @@ nobody has to look at an engine more often than once in a training step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from roll.check.hardware import peak_flops
@@ -16,12 +17,22 @@ from roll.runtime.usage import Usage
 
 
 def trainer_usage(role: str, ranks: Sequence[Usage], tflops: float | None) -> dict[str, float]:
-    """Return utilisation and memory of a trainer. ``tflops``: peak of one of its devices; None: by the GPU's name.
+    """Return utilisation, memory and times of a trainer, those as means over its ranks. ``tflops``: peak of one of its
+    devices; None: by the GPU's name.
 
     Utilisation (MFU, arXiv 2204.02311) is the model's operations in the time for which the ranks computed, as a share
     of their peak. It is left out if peak or operations are unknown.
     """
     metrics = _memory(role, [rank.memory for rank in ranks])
+    if (computed := fmean(rank.seconds for rank in ranks)) > 0:
+        forward, optimizer = (
+            fmean(vars(rank)[f"{name}_seconds"] for rank in ranks) for name in ("forward", "optimizer")
+        )
+        trained = computed - forward - optimizer
+        parts = {"forward": forward, "forward_backward": trained, "optimizer": optimizer}
+        metrics |= {f"seconds/{role}/{name}": seconds for name, seconds in parts.items() if seconds > 0}
+    if micro_batches := max(rank.micro_batches for rank in ranks):
+        metrics[f"micro_batches/{role}"] = float(micro_batches)
     peak = tflops * 1e12 if tflops is not None else peak_flops(ranks[0].device)
     available = 0.0 if peak is None else peak * sum(rank.seconds for rank in ranks)
     if available and ranks[0].operations:
@@ -37,6 +48,27 @@ def engine_memory(role: str, engines: Sequence[Mapping[str, Any]]) -> dict[str, 
 def _memory(role: str, processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for process in processes for name in process)
     return {f"memory/{role}/{name}": max(process.get(name, 0.0) for process in processes) for name in names}
+
+
+class CpuSeconds:
+    """Turns the processor times of a run's processes (`roll.runtime.usage.cpu_seconds`) into metrics since the last
+    call."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, list[float]] = {}
+
+    def metrics(self, totals: Mapping[str, list[float]]) -> dict[str, float]:
+        """Return the processor seconds of each role since the last call. ``totals``: role -> total of each process.
+
+        A role whose processes have changed, or that is new, is left out.
+        """
+        before, self._before = self._before, dict(totals)
+        return {
+            f"cpu_seconds/{role}": sum(now) - sum(before[role])
+            for role, now in totals.items()
+            if len(now) == len(before.get(role, ()))
+            and all(new >= old for new, old in zip(now, before[role], strict=True))
+        }
 
 
 class EngineLoads:

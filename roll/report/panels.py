@@ -118,6 +118,8 @@ SECTIONS = (
             Panel("Preemptions", r"engine/preemptions", "Requests that lost their room, in the step.", "requests"),
             Panel("Memory", r"memory/.+", "Of the process that has most.", "GiB"),
             Panel("Time by stage", r"time/(?!step$).+", "Working, waiting not counted.", "s", "log"),
+            Panel("Time inside a trainer", r"seconds/.+", "Mean over its ranks.", "s"),
+            Panel("Processor time", r"cpu_seconds/.+", "All processes of a role together, in the step.", "s"),
             Panel("Weight publication", r"weights/.+_seconds", unit="s", scale="log"),
             Panel("Engine repairs", r"engine/(restarts|reissued|resumed_tokens)", "Totals over the run."),
         ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,11 +19,19 @@ class Usage:
     """Floating-point operations of the model for the samples of all ranks together; 0 if the model's sizes are unknown.
     """
     seconds: float = 0.0
-    """Computing time of this rank."""
+    """Computing time of this rank: passes with and without gradients, and optimizer steps."""
     device: str = ""
     """Name of the GPU; empty on a CPU."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """See `memory_in_use`."""
+    forward_seconds: float = 0.0
+    """The part of ``seconds`` in passes without gradients: log-probabilities, or a critic's values."""
+    optimizer_seconds: float = 0.0
+    """The part of ``seconds`` in optimizer steps: clipping, update and clearing of gradients."""
+    micro_batches: int = 0
+    """Number of micro-batches of this rank that were trained on."""
+    cpu_seconds: float = 0.0
+    """See `cpu_seconds`; total since the process started."""
 
 
 def memory_in_use() -> dict[str, float]:
@@ -48,6 +58,19 @@ def memory_in_use() -> dict[str, float]:
         return {}
     peak = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
     return {} if peak is None else {"peak_gib": int(peak) / 2**20}
+
+
+def cpu_seconds() -> float:
+    """Return the processor time that this process and its descendants, alive or waited for, have used so far."""
+    used, waiting = 0.0, [os.getpid()]
+    while waiting:
+        process = Path("/proc", str(waiting.pop()))
+        with suppress(OSError):  # it has ended, or the system has no such files
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            for children in process.glob("task/*/children"):
+                waiting += map(int, children.read_text().split())
+    return used
 
 
 def device_name() -> str:

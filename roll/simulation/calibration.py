@@ -45,8 +45,9 @@ FITTED_STEPS = 32
 NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
 """Metrics that a step must have to be used."""
 FORWARD_SHARE = 0.25
-"""Assumed share of the log-probability pass in the trainer's time per token, if a run has one: metrics report both
-together."""
+"""Assumed time of a log-probability pass over that of training, if a run has recorded none of its own."""
+PARTS_OF_TRAINER = ("forward", "forward_backward", "optimizer")
+"""Parts of the trainer's time that a run records."""
 
 
 @dataclass(frozen=True)
@@ -223,26 +224,12 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
         if seconds := all_numbers(records, f"weights/{name}_seconds"):
             inputs = _with(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
+    inputs = _with_calls_of_update(config, inputs, records)
     if seconds := [each for each in map(validation_seconds, records) if each]:
         inputs = _with(inputs, "validation.seconds", median(seconds), "measured")
     if (slow := slow_replica(records)) is not None:
         inputs = _with(inputs, "engine.slowest", 1 / slow[1], "measured")
-    ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
-    gather = inputs.weight_update.gather_seconds or 0.0
-    each_busy = [(1 - each["idle/actor_train"]) * each["time/step"] - gather for each in records]
-    of_step = micro_batches(config.actor_train, Tokens(samples, fmean(trained))) * config.ppo_epochs
-    if of_step >= FEWEST_MICRO_BATCHES and not config.actor_train.use_dynamic_batching_in_train:
-        fixed = _fixed_seconds(trained, each_busy)
-        inputs = _with(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted") if fixed else inputs
-    busy = fmean(each_busy) - inputs.trainer.micro_batch_seconds * of_step
-    token = max(1e-12, busy) / config.ppo_epochs / (fmean(trained)) * ranks
-    forward = token * FORWARD_SHARE
-    if config.old_logprobs == "recompute" or config.train_infer_correction:
-        token -= forward
-    before, inputs = inputs, _with(inputs, "trainer.token_seconds", token, "measured")
-    if inputs is not before:  # the time per token already includes the fixed times
-        for name, value in (("forward_token_seconds", forward), ("step_seconds", 0.0), ("optimizer_seconds", 0.0)):
-            inputs = _with(inputs, f"trainer.{name}", value, "fitted")
+    inputs = _trainer_measured(config, inputs, records, trained)
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
     rewards = config.rewards if isinstance(config, PromptConfig) else {}
     judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and all_numbers(records, name)]
@@ -254,6 +241,54 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         )
         for name, number in (("seconds", working / samples), ("sigma", 0.0), ("workers", sum(workers))):
             inputs = _with(inputs, f"rewards.{name}", number, "measured")
+    return inputs
+
+
+def _with_calls_of_update(config: PipelineConfig, inputs: Inputs, records: Sequence[Mapping[str, Any]]) -> Inputs:
+    """Return the inputs with the time that a weight update takes beyond its measured phases, as a part of sending."""
+    update = inputs.weight_update
+    times = [each["time/param_update"] for each in records if is_number(each.get("time/param_update"))
+             and not any(name.startswith("val/") for name in each)]  # fmt: skip
+    if not times or config.weight_update.in_flight == "drain" or derived.shares_devices(config, "actor_infer"):
+        return inputs
+    replicas = derived.engine_replicas(config)
+    turns = math.ceil(replicas / max(1, int(replicas * config.weight_update.max_unavailable)))
+    phases = turns * (update.fetch_seconds + (update.load_seconds or 0.0))
+    sent = update.send_seconds or 0.0
+    return _with(inputs, "weight_update.send_seconds", max(sent, median(times) - phases), "measured")
+
+
+def _trainer_measured(
+    config: PipelineConfig, inputs: Inputs, records: Sequence[Mapping[str, Any]], trained: Sequence[float]
+) -> Inputs:
+    """Return the inputs with the trainer's times per token, and its fixed ones. ``trained``: tokens of each step."""
+    ranks = len(parse_device_mapping(config.actor_train.device_mapping)) ** inputs.trainer.exponent
+    gather = inputs.weight_update.gather_seconds or 0.0
+    each_busy = [(1 - each["idle/actor_train"]) * each["time/step"] - gather for each in records]
+    parts = {part: all_numbers(records, f"seconds/actor_train/{part}") for part in PARTS_OF_TRAINER}
+    told = len(parts["forward_backward"]) == len(records)  # earlier versions did not record them
+    each_pass = parts["forward_backward"] if told else each_busy
+    tokens, of_step = fmean(trained) * config.ppo_epochs, 0
+    if not config.actor_train.use_dynamic_batching_in_train:
+        samples = derived.samples_per_step(config)
+        of_step = micro_batches(config.actor_train, Tokens(samples, fmean(trained))) * config.ppo_epochs
+    if of_step >= FEWEST_MICRO_BATCHES and (fixed := _fixed_seconds(trained, each_pass)):
+        inputs = _with(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted")
+    token = max(1e-12, fmean(each_pass) - inputs.trainer.micro_batch_seconds * of_step) / tokens * ranks
+    forward, fixed_times = token * FORWARD_SHARE, {"step_seconds": 0.0, "optimizer_seconds": 0.0}
+    if told:
+        passes = parts["forward"]
+        forward = fmean(passes) / fmean(trained) * ranks if passes else forward
+        updates = derived.optimizer_steps_per_step(config, config.actor_train)
+        fixed_times["optimizer_seconds"] = fmean(parts["optimizer"] or [0.0]) / updates
+        beside = fmean(each_busy) - sum(map(fmean, filter(None, parts.values())))
+        fixed_times["step_seconds"] = max(0.0, beside)
+    elif config.old_logprobs == "recompute" or config.train_infer_correction:
+        token -= forward
+    before, inputs = inputs, _with(inputs, "trainer.token_seconds", token, "measured")
+    if inputs is not before:  # without recorded times, the time per token includes the fixed ones
+        for name, value in {"forward_token_seconds": forward, **fixed_times}.items():
+            inputs = _with(inputs, f"trainer.{name}", value, "measured" if told else "fitted")
     return inputs
 
 

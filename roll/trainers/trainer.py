@@ -12,6 +12,7 @@ value one step after the last. A collective that hangs fails after a configured 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from roll.configs.derived import warmup_steps_of
 from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
 from roll.data.records import ROUTED, SampleBatch
+from roll.runtime.usage import Usage
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
 from roll.trainers.model import HfForward, ModelExport, build_export, forward_pass, prepare_model
 from roll.trainers.options import HfReplicaOptions
@@ -157,6 +159,8 @@ class ForwardStrategy(ABC):
 
     def __init__(self, setup: TrainerSetup) -> None:
         self.setup = setup
+        self.used = Usage()
+        """Work since the last report."""
 
     @abstractmethod
     def initialize(self) -> None:
@@ -363,7 +367,7 @@ class TrainStrategy(ForwardStrategy):
         ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a forward-only role.
         """
         step = self._step(batch, objective)
-        parts = self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
+        parts = self._accumulate(step, self._trained_rows(batch), temperature)
         metrics, _ = self._joined(lambda group: (combined_metrics(parts, group), 1.0))
         return self._finish(metrics, nothing_to_learn=step.is_empty)
 
@@ -377,7 +381,7 @@ class TrainStrategy(ForwardStrategy):
         objective, the log-probabilities of the part's response tokens, float32 ``[total_tokens]``; otherwise None.
         """
         step = replace(self._step(batch, objective, is_part=True), is_first=not self._in_parts, is_last=completes)
-        self._parts += self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
+        self._parts += self._accumulate(step, self._trained_rows(batch), temperature)
         self._in_parts = not completes
         logprobs = None if step.first_logprobs is None else self._shared(step.first_logprobs)
         if not completes:
@@ -397,10 +401,17 @@ class TrainStrategy(ForwardStrategy):
             )
         return TrainingStep.of(batch, objective, is_part)
 
+    def _trained_rows(self, batch: SampleBatch) -> list[list[int]]:
+        rows = self._rows(batch, self.setup.train_limits)
+        self.used.micro_batches += len(rows)
+        return rows
+
     def _finish(self, metrics: dict[str, float], nothing_to_learn: bool) -> dict[str, float]:
         learning_rate = self.learning_rate(self.optimizer_steps)
         self._set_learning_rate(learning_rate)
+        began = time.perf_counter()
         grad_norm, updated = self._update(nothing_to_learn)
+        self.used.optimizer_seconds += time.perf_counter() - began
         self.optimizer_steps += 1
         return {
             **metrics,

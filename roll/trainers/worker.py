@@ -28,7 +28,7 @@ import torch
 from roll.algorithms.metrics import mean_over_updates
 from roll.check.memory_parts import GIB, ModelShape, ShapeUnknown, find_shape
 from roll.data.records import SampleBatch, derive_seed
-from roll.runtime.usage import Usage, device_name, memory_in_use
+from roll.runtime.usage import Usage, cpu_seconds, device_name, memory_in_use
 from roll.runtime.workers import Worker, WorkerGroup, WritingStuck
 from roll.tracking.files import sync_file
 from roll.tracking.status import Attention
@@ -86,14 +86,12 @@ class TrainWorker(Worker):
     """Checksums of the base model, if only adapters are sent to engines."""
     _writing: list[Writing]
     """Writes in progress, oldest first."""
-    _used: Usage
-    """Work since it was last told."""
     _shape: ModelShape | None
     """Sizes of the model; None if they are unknown."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
-        self._writing, self._used, self._shape = [], Usage(), shape_of(spec.setup)
+        self._writing, self._shape = [], shape_of(spec.setup)
         me = self.identity
         host = (await self.describe())["host"]
         if spec.transport is not None:
@@ -180,16 +178,19 @@ class TrainWorker(Worker):
             return work(*args), time.perf_counter() - began
 
         result, seconds = await self.in_thread(timed)
-        self._used.seconds += seconds
+        used = self._strategy.used
+        used.seconds += seconds
+        if passes == 1:
+            used.forward_seconds += seconds
         if self._shape is not None:
             lengths = batch.lengths.astype(np.float64)
-            self._used.operations += passes * self._shape.forward_operations(lengths.sum(), (lengths**2).sum())
+            used.operations += passes * self._shape.forward_operations(lengths.sum(), (lengths**2).sum())
         return result
 
     async def usage(self) -> Usage:
         """Return what this rank has computed since the last call, and its memory."""
-        used, self._used = self._used, Usage()
-        return replace(used, device=device_name(), memory=memory_in_use())
+        used, self._strategy.used = self._strategy.used, Usage()
+        return replace(used, cpu_seconds=cpu_seconds(), device=device_name(), memory=memory_in_use())
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights, cast to the engine's dtype, into weight-update buffer number ``buffer``."""

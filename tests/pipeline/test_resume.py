@@ -33,7 +33,19 @@ def same_weights(one, other) -> bool:
 
 def reproducible(record: dict) -> dict:
     """What of a step's metrics does not depend on the clock or on processes, whose totals begin again with them."""
-    timed = ("time/", "idle/", "tokens_per_second", "mfu/", "memory/", "weights/", "engine/", "canary/", "rewards/")
+    timed = (
+        "time/",
+        "seconds/",
+        "cpu_seconds/",
+        "idle/",
+        "tokens_per_second",
+        "mfu/",
+        "memory/",
+        "weights/",
+        "engine/",
+        "canary/",
+        "rewards/",
+    )
     return {name: value for name, value in record.items() if not name.startswith(timed)}
 
 

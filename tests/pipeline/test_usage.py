@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_cluster import IN_THIS_PROCESS
@@ -11,8 +15,8 @@ from tiny import tiny_config
 from roll.check.hardware import peak_flops
 from roll.check.memory_parts import find_shape
 from roll.configs.roles import ActorInferConfig
-from roll.pipeline.usage import EngineLoads, engine_memory, rates_per_device, trainer_usage
-from roll.runtime.usage import Usage, memory_in_use
+from roll.pipeline.usage import CpuSeconds, EngineLoads, engine_memory, rates_per_device, trainer_usage
+from roll.runtime.usage import Usage, cpu_seconds, memory_in_use
 
 
 @pytest.mark.parametrize(
@@ -51,10 +55,47 @@ def test_utilisation_is_the_share_of_the_peak_of_all_ranks():
     ranks = [
         Usage(989e12, seconds, "NVIDIA H100 80GB HBM3", {"peak_gib": gib}) for seconds, gib in ((4, 1.5), (6, 2.5))
     ]
-    assert trainer_usage("actor_train", ranks, None) == {"mfu/actor_train": 0.1, "memory/actor_train/peak_gib": 2.5}
+    assert trainer_usage("actor_train", ranks, None) == {
+        "mfu/actor_train": 0.1,
+        "memory/actor_train/peak_gib": 2.5,
+        "seconds/actor_train/forward_backward": 5.0,
+    }
     assert trainer_usage("critic", ranks, 989 / 2)["mfu/critic"] == pytest.approx(0.2)
     for unknown in (Usage(1e12, 1.0, "NVIDIA L4"), Usage(0.0, 1.0, "NVIDIA H100"), Usage(1e12, 0.0, "NVIDIA H100")):
-        assert trainer_usage("actor_train", [unknown], None) == {}
+        assert "mfu/actor_train" not in trainer_usage("actor_train", [unknown], None)
+
+
+def test_times_of_a_trainer_are_means_over_its_ranks():
+    ranks = [Usage(seconds=10, forward_seconds=2, optimizer_seconds=1, micro_batches=number) for number in (3, 4)]
+    assert trainer_usage("critic", [*ranks, replace(ranks[0], seconds=13)], None) == {
+        "seconds/critic/forward": 2.0,
+        "seconds/critic/forward_backward": 8.0,
+        "seconds/critic/optimizer": 1.0,
+        "micro_batches/critic": 4.0,
+    }
+    assert trainer_usage("critic", [Usage()], None) == {}
+
+
+def test_processor_seconds_are_those_since_the_last_look_and_unknown_where_a_process_was_replaced():
+    used = CpuSeconds()
+    assert used.metrics({"driver": [5.0], "actor_infer": [1.0, 2.0]}) == {}
+    assert used.metrics({"driver": [5.5], "actor_infer": [1.5, 4.0]}) == {
+        "cpu_seconds/driver": 0.5,
+        "cpu_seconds/actor_infer": 2.5,
+    }
+    assert used.metrics({"driver": [6.0], "actor_infer": [0.5, 5.0]}) == {"cpu_seconds/driver": 0.5}
+    assert used.metrics({"driver": [7.0], "actor_infer": [0.75, 5.0]})["cpu_seconds/actor_infer"] == 0.25
+
+
+def test_the_processor_time_of_a_process_includes_those_it_started():
+    before = cpu_seconds()
+    waited = "import time; began = time.process_time()\nwhile time.process_time() < began + 0.4: pass"
+    subprocess.run([sys.executable, "-c", waited], check=True)
+    assert cpu_seconds() - before >= 0.4
+    child = subprocess.Popen([sys.executable, "-c", f"{waited}\nprint(flush=True); input()"], stdin=-1, stdout=-1)
+    child.stdout.readline()
+    assert cpu_seconds() - before >= 0.8
+    child.communicate(b"\n")
 
 
 def load(**totals):
@@ -105,6 +146,9 @@ def test_a_run_tells_how_its_devices_are_used(task):
         assert step["tokens_per_second_per_device/actor_train"] == step["tokens_per_second/actor_train"]
         assert 0 < step["engine/running"] <= 64 and 0 < step["engine/kv_cache_use"] <= 1 and step["engine/waiting"] == 0
         assert 0 < step["engine/prefix_hit_share"] < 1, "samples of a group share their prompt"
+        seconds = [step[f"seconds/actor_train/{part}"] for part in ("forward_backward", "optimizer")]
+        assert min(seconds) > 0 and sum(seconds) <= (1 - step["idle/actor_train"]) * step["time/step"]
+        assert step["micro_batches/actor_train"] >= 1
         assert step["memory/actor_train/peak_gib"] > 0 < step["memory/actor_infer/peak_gib"]
 
 

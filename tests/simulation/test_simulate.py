@@ -17,7 +17,7 @@ from roll.cli.main import main
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
-from roll.simulation.calibration import NEEDED, calibrated
+from roll.simulation.calibration import NEEDED, busy_seconds, calibrated
 from roll.simulation.costs import Tokens, costs_of, engine_costs, shape_of
 from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
 from roll.simulation.prediction import interval, predict, report
@@ -136,8 +136,8 @@ def test_stages_of_a_pipeline_wait_while_it_fills_and_drains(tmp_path):
     assert seconds(1, 4, 1) / seconds(4, 1, 1) == pytest.approx(4)
 
 
-def written_run(folder, config, inputs):
-    """Write the files of a run that took what a simulation says."""
+def written_run(folder, config, inputs, recorded=lambda outcome: {}):
+    """Write the files of a run that took what a simulation says. ``recorded`` makes further metrics of its outcome."""
     outcome = simulate(config, inputs)
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(config))
@@ -150,6 +150,7 @@ def written_run(folder, config, inputs):
         "weights/gather_seconds": inputs.weight_update.gather_seconds,
         "weights/send_seconds": inputs.weight_update.send_seconds,
         "weights/load_seconds": 2 * inputs.weight_update.load_seconds,
+        **recorded(outcome),
     }
     lines = [json.dumps({"step": number, **record}) for number in range(1, 9)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -197,6 +198,37 @@ def test_a_calibration_finds_the_speeds_of_the_run(tmp_path):
     assert "had actor_infer.num_gpus_per_engine 1, not 2" in notes[0]
     with pytest.raises(ConfigError, match="there is no run in this folder"):
         calibrated(config, Inputs(), [tmp_path])
+
+
+def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tokens(tmp_path):
+    truth = read_inputs(None, [
+        "trainer.step_seconds=1.5", "trainer.optimizer_seconds=4", "lengths.median=300", "lengths.prompt=200",
+        "weight_update.gather_seconds=1", "weight_update.send_seconds=3", "weight_update.load_seconds=1",
+    ])  # fmt: skip
+    config = gpus(tmp_path, async_generation_ratio=0)
+
+    def recorded(outcome):
+        passes = busy_seconds(outcome, "actor_train") - 1 - 1.5 - 4
+        parts = {"forward_backward": passes, "optimizer": 4.0}
+        return {
+            **{f"seconds/actor_train/{part}": seconds for part, seconds in parts.items()},
+            "time/param_update": 3.0 + 2 * 1.0,  # one replica after the other
+            "weights/send_seconds": 0.5,  # the calls around sending take the other 2.5 seconds
+        }
+
+    written_run(tmp_path / "told", config, truth, recorded)
+    found, _ = calibrated(config, Inputs(), [tmp_path / "told"])
+    assert (
+        found.trainer.optimizer_seconds == pytest.approx(4) and found.origin("trainer.optimizer_seconds") == "measured"
+    )
+    assert found.trainer.step_seconds == pytest.approx(1.5, rel=0.01)
+    assert found.weight_update.send_seconds == pytest.approx(3)
+    written_run(tmp_path / "untold", config, truth)
+    guessed, _ = calibrated(config, Inputs(), [tmp_path / "untold"])
+    fewer = gpus(tmp_path, async_generation_ratio=1, rollout_batch_size=config.rollout_batch_size // 4)
+    wanted = simulate(fewer, truth).step_seconds
+    assert simulate(fewer, found).step_seconds == pytest.approx(wanted, rel=0.03)
+    assert simulate(fewer, guessed).step_seconds < 0.9 * wanted
 
 
 @pytest.mark.parametrize(
