@@ -136,6 +136,50 @@ def test_stages_of_a_pipeline_wait_while_it_fills_and_drains(tmp_path):
     assert seconds(1, 4, 1) / seconds(4, 1, 1) == pytest.approx(4)
 
 
+def test_tokens_travel_to_their_experts_and_back_over_the_links_of_the_device(tmp_path):
+    def seconds(device, experts, node=8, role="train", **sizes):
+        strategy = {"expert_model_parallel_size": experts, **sizes}
+        config = gpus(
+            tmp_path,
+            pretrain="Qwen/Qwen3-30B-A3B",
+            cluster={"device": "cuda", "num_devices_per_node": node},
+            actor_train={"device_mapping": "0-15", "model_args": {"dtype": "bfloat16"},
+                         "strategy_args": {"strategy_name": "megatron_train", "strategy_config": strategy}},
+            actor_infer={"device_mapping": "16-17", "num_gpus_per_engine": 2},
+        )  # fmt: skip
+        costs = costs_of(config, read_inputs(None, [f"device={device}", "trainer.link_efficiency=0.5"]))
+        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens(1600, 1.6e6, 1.6e9, 1e3))
+
+    def exchanged(*words, **sizes):
+        return seconds(*words, **sizes) - seconds(words[0], 1, **sizes)
+
+    # Of 100,000 tokens a rank: 48 layers, 8 experts of 2,048 elements of 2 bytes, there and back, forward and backward.
+    sent = 1e5 * 48 * 8 * 2048 * 2 * 2 * 2
+    assert exchanged("H100", 8) == pytest.approx(sent * 7 / 8 / (0.5 * 450e9))
+    assert exchanged("H100", 16) == pytest.approx(sent * 8 / 16 / (0.5 * 50e9))
+    assert exchanged("GB200", 16, node=4) == pytest.approx(sent * 15 / 16 / (0.5 * 900e9))
+    assert exchanged("H100", 8, role="forward") == pytest.approx(exchanged("H100", 8) / 2)
+    # Two ranks that split an expert are no other place.
+    assert exchanged("H100", 8, expert_tensor_parallel_size=2) == pytest.approx(sent * 8 / 16 / (0.5 * 50e9))
+
+
+def test_a_replica_on_several_nodes_waits_for_their_network(tmp_path):
+    def step(node, *inputs):
+        config = gpus(
+            tmp_path,
+            cluster={"device": "cuda", "num_devices_per_node": node},
+            actor_infer={"device_mapping": "16-31", "num_gpus_per_engine": 16, "model_args": {"dtype": "bfloat16"},
+                         "strategy_args": {"strategy_name": "vllm"}},
+            actor_train__device_mapping="0-15",
+        )  # fmt: skip
+        return costs_of(config, read_inputs(None, inputs)).engine.step[1]
+
+    sums = 2 * 28
+    assert step(8) - step(16) == pytest.approx(sums * 2 * 8.5e-6)
+    assert step(4, "engine.network_seconds=1e-5") - step(16) == pytest.approx(sums * 4 * 1e-5)
+    assert step(4, "device=GB200") == step(16, "device=GB200")
+
+
 def written_run(folder, config, inputs):
     """Write the files of a run that took what a simulation says."""
     outcome = simulate(config, inputs)
