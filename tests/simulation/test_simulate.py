@@ -308,11 +308,44 @@ def test_the_command_prints_times_rates_and_what_they_rest_on(capsys):
 
 def test_a_sweep_is_a_table(capsys):
     assert main(["simulate", EXAMPLE, "--draws", "0", "--sweep", "ratio=0,1"]) == 0
-    head, *rows, origin = capsys.readouterr().out.splitlines()
-    assert origin.startswith("default ")
+    head, *rows, origin, left_out = capsys.readouterr().out.splitlines()
+    assert origin.startswith("default ") and left_out == "left out   validations; checkpoints"
     assert head.split()[0] == "async_generation_ratio" and [row.split()[0] for row in rows] == ["0", "1"]
     steps = [float(row.split()[1]) for row in rows]
     assert steps[1] < steps[0]
+    bars = [row.split()[-1] for row in rows]
+    assert set("".join(bars)) == {"#"} and len(bars[1]) == 30
+    assert len(bars[0]) == round(30 * steps[1] / steps[0])
+
+
+def test_a_sweep_over_splits_and_ratios_has_all_their_combinations(capsys):
+    small = ["simulate", EXAMPLE, "--draws", "0", "response_length=256", "rollout_batch_size=8"]
+    assert main([*small, "--sweep", "split=2,6", "--sweep", "ratio=0,1"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()[:5]
+    assert head.startswith("split, async_generation_ratio ")
+    assert [row.split()[:2] for row in rows] == [["2,", "0"], ["2,", "1"], ["6,", "0"], ["6,", "1"]]
+    moved = ["actor_train.device_mapping=0-5", "actor_infer.device_mapping=6-7", "async_generation_ratio=0"]
+    assert main([*small, *moved]) == 0
+    assert f"a step     {rows[0].split()[2]} s" in capsys.readouterr().out
+    assert main([*small, "--sweep", "split=auto"]) == 0
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:8]] == list("1234567")
+
+
+def test_the_configuration_of_another_system_is_simulated(tmp_path, capsys):
+    theirs = tmp_path / "grpo.sh"
+    theirs.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 "
+        "data.max_prompt_length=512 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen2.5-7B "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8\n"
+    )
+    assert main(["simulate", str(theirs), "--from", "verl", "--draws", "0", "max_steps=36"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("from       verl: ") and "the run    36 steps" in told and "on 8 devices" in told
+    # 64 prompts of 4 samples.
+    step, rate = (float(re.search(rf"{name} +([0-9.]+) s", told)[1]) for name in ("a step", "rates"))
+    assert step * rate == pytest.approx(256, rel=0.02)
+    assert main(["simulate", EXAMPLE, "--from", "verl"]) == 2
+    assert "has no key of verl" in capsys.readouterr().err
 
 
 def test_the_page_of_a_simulated_run_has_its_lanes(tmp_path, capsys):
@@ -347,7 +380,7 @@ def test_a_sweep_keeps_the_price_and_says_where_inputs_come_from(capsys, monkeyp
     config = load_config(EXAMPLE, ["async_generation_ratio=1"])
     step = simulate(config, read_inputs(None, ["lengths.median=99"])).step_seconds
     cost = 2 * step * config.max_steps * derived.total_devices(config) / 3600
-    assert head.split()[-1] == "cost" and float(row.split()[-1].replace(",", "")) == pytest.approx(cost, abs=0.5)
+    assert head.split()[-1] == "cost" and float(row.split()[-2].replace(",", "")) == pytest.approx(cost, abs=0.5)
     assert "interval" not in head
     assert "given      lengths.median=99" in origins
     assert "async_generation_ratio=1, simulation 1 of 1: 1 step of " in told.err
@@ -372,6 +405,7 @@ def test_what_adapters_save_is_named_as_left_out():
         (["simulation.device=H20", "pretrain=Qwen/Qwen2.5-72B"], "less than one sequence"),
         (["weight_update.mode=pull"], "not simulated yet"),
         (["--sweep", "ratio"], "write KEY=A,B"),
+        (["--sweep", "split=9"], "the engine cannot have 9 devices"),
         (["--draws", "-1"], "-1 is no number of simulations"),
         (["--price", "-2"], "-2 is no price"),
         (["simulation.lengths.median=3", "simulation.lengths.quantiles=[1,2]"], "leave one of them out"),
