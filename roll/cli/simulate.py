@@ -167,7 +167,7 @@ def _draw(
     try:
         write_atomically(Path(options.html), render_page(run))
     except OSError as error:
-        say(f"cannot write {options.html}: {error.strerror or error}", error=True)
+        say(f"{options.html}: {error.strerror or error}", error=True)
         return FAILED
     say(f"page       {options.html}")
     return DONE

@@ -366,7 +366,9 @@ def test_the_page_of_a_simulated_run_has_its_lanes(tmp_path, capsys):
     seconds = data["metrics"]["series"]["time/step"]["values"][first + 1 : last + 1]
     assert np.average(idle, weights=seconds) == pytest.approx(outcome.idle["actor_train"], abs=0.01)
     assert data["log"] in told and "idle" in data["log"]
-    assert main(["simulate", EXAMPLE, *words, str(tmp_path / "nowhere" / "page.html")]) == 1
+    nowhere = str(tmp_path / "nowhere" / "page.html")
+    assert main(["simulate", EXAMPLE, *words, nowhere]) == 1
+    assert capsys.readouterr().err == f"{nowhere}: cannot write: No such file or directory\n"
     assert main(["simulate", EXAMPLE, *words, str(page), "--sweep", "ratio=0,1"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
 
