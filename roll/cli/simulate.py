@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
-from roll.cli.main import command_parser, refusal
 from roll.cli.convert import ORIGINS
+from roll.cli.main import command_parser, refusal
 from roll.configs.errors import ConfigError, choose_among
 from roll.configs.loader import dump_config
 from roll.configs.plugins import problem
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     html_help = "write the page of `roll report` about the simulated run: lanes of who works and who waits"
     parser.add_argument("--html", metavar="PAGE", help=html_help)
     sweep_help = (
-        "a table over values of a key or an input, of `ratio`, or of `split` (devices of the engine, or `auto`); several "
-        "times: over all their combinations"
+        "a table over values of a key or an input, of `ratio`, or of `split` (devices of the engine, or `auto`); "
+        "several times: over all their combinations"
     )
     parser.add_argument("--sweep", metavar="KEY=A,B,...", action="append", default=[], help=sweep_help)
     parser.add_argument(
