@@ -6,8 +6,9 @@ is predicted blind as well, with an interval. Lengths are the published means; w
 
 Large systems are simulated as an eighth or a fourth of themselves: as many prompts, replicas and trainer ranks less.
 What that changes is put back: the trainer's imperfect scaling, the driver's work, the states of a rank. Schedules of
-other systems are mapped to the nearest of ours: their staleness threshold, or number of steps off, is the ratio. Their
-weights are sent by all ranks of the trainer, not by the first.
+other systems are mapped to the nearest of ours: their staleness threshold, or number of steps off, is the ratio. While
+weights move, their engines stand still, and all of them receive all weights (`REFIT_BANDWIDTH`). NeMo-RL's recipes have
+a KL penalty of 0.01 (`grpo_math_1B.yaml`), so the reference's log-probabilities are computed too.
 
     python benchmarks/published_runs.py published_runs.json
 """
@@ -46,9 +47,14 @@ MODELS = {
     "R1-Distill-Qwen-7B": "Qwen2.5-7B",
 }
 """Published model -> one of the same sizes."""
+REFIT_BANDWIDTH = 3.8e10
+"""Bytes of weights a second. NeMo-RL's pull request 638, which is no row, has 55 s for an update of 671 billion
+parameters, about 20 of them for moving states."""
 PROMPT = 150
 """Tokens of a prompt where the source gives the mean of prompt and response."""
 SIGMA = 0.8
+NODE = 8
+"""GPUs of a node. Those of GB200 have 4, and NVLink between nodes."""
 LARGEST = 512
 """Samples of a step that are simulated at most."""
 WITHIN = 0.15
@@ -80,8 +86,8 @@ class Case:
             train = generate = gpus.get("sync") or gpus["count"]
         of_engine = settings.get("engine_tensor_parallel") or settings["engine_tp_" + self._name]
         replicas, batch = max(1, generate // of_engine), row["batch"]
-        tensor, context, _, stages = settings.get(f"train_{self._name}[TP,CP,EP,PP]", (1, 1, 1, 1))
-        part, ranks, of_model = 1, train, tensor * context * stages
+        tensor, context, experts, stages = self._parallel
+        part, ranks, of_model = 1, train, max(tensor * context, experts) * stages
         while batch * row["group"] / part > LARGEST and not (
             math.gcd(replicas, batch, train) % (2 * part) or train % (2 * part * of_model)
         ):
@@ -93,12 +99,17 @@ class Case:
         longest = row["lengths"].get("response_max") or row["lengths"]["total_max"] - PROMPT
         tree = {
             "pretrain": MODELS.get(row["model"], row["model"]),
-            "cluster": {"device": "cuda", "num_devices_per_node": devices},
+            "cluster": {
+                "device": "cuda",
+                "num_devices_per_node": NODE,
+                "num_nodes": math.ceil(devices / NODE),
+            },
             "rollout_batch_size": batch,
             "num_return_sequences_in_group": row["group"],
             "prompt_length": row["lengths"].get("prompt_max") or 2 * PROMPT,
             "response_length": longest,
             "async_generation_ratio": ratio,
+            "weight_update": {"max_unavailable": 1.0},
             "old_logprobs": "behaviour" if self.asynchronous and row["system"].startswith("verl") else "recompute",
             "actor_train": {
                 "device_mapping": f"0-{train - 1}",
@@ -109,6 +120,8 @@ class Case:
                     "strategy_config": {
                         "tensor_model_parallel_size": tensor * context,
                         "pipeline_model_parallel_size": stages,
+                        "expert_model_parallel_size": experts,
+                        "expert_tensor_parallel_size": 1,
                     }
                     if of_model > 1
                     else {},
@@ -123,6 +136,8 @@ class Case:
                 "model_args": {"dtype": "bfloat16"},
             },
         }
+        if row["system"].startswith("NeMo") or "ref" in row["breakdown"].get(self._name, {}):
+            tree["teacher"] = {"weights": "policy"}  # another forward pass of the trainer, for the reference
         if self.asynchronous and row["system"].startswith("verl fully"):
             tree["actor_train"]["stream_groups"] = True
         mean = row["lengths"].get("mean") or row["lengths"].get(f"mean_{self._name}")
@@ -134,14 +149,29 @@ class Case:
         factors = {
             "trainer.scale": part ** (1 - inputs.trainer.exponent),
             "driver.sample_seconds": part,
-            "weight_update.gather_bandwidth": ranks,
-            "weight_update.send_bandwidth": ranks,
         }
         origins = {**inputs.origins, **{path: inputs.origin(path) for path in factors}}
         moved = shape_of(config, config.actor_train).parameters * (STATE_BYTES / ranks + 2 / of_engine) / 2
         inputs = varied(inputs, factors, config)
-        update = replace(inputs.weight_update, exchange_seconds=moved / PCIE_BANDWIDTH)
+        update = replace(
+            inputs.weight_update,
+            exchange_seconds=moved / PCIE_BANDWIDTH,
+            gather_seconds=0.0,
+            send_seconds=0.0,
+            load_bandwidth=REFIT_BANDWIDTH / of_engine,
+        )
+        origins["weight_update.load_bandwidth"] = "default"
         return config, replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update, origins=origins)
+
+    @property
+    def _parallel(self) -> tuple[int, int, int, int]:
+        """Tensor, context, expert and pipeline sizes of the trainer."""
+        settings = self.row["settings"]
+        if settings.get("train", "").startswith("Megatron"):  # such as Megatron TP2 CP2 EP8
+            told = {word[:2]: int(word[2:]) for word in settings["train"].split()[1:]}
+            return told.get("TP", 1), told.get("CP", 1), told.get("EP", 1), told.get("PP", 1)
+        tensor, context, experts, stages = settings.get(f"train_{self._name}[TP,CP,EP,PP]", (1, 1, 1, 1))
+        return tensor, context, experts, stages
 
     @property
     def _name(self) -> str:

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", dest="out", metavar="OUT", help="file to write, which must not exist; default: print")
     options = parser.parse_args(arguments)
     try:
-        done = converted(_text(options.file), options.file, options.origin)
+        done = converted(read_text(options.file), options.file, options.origin)
     except ConfigError as error:
         say("\n\n".join(map(str, error.problems)), error=True)
         return BAD_INPUT
@@ -80,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     return CONVERTED
 
 
-def _text(name: str) -> str:
+def read_text(name: str) -> str:
+    """Return the text of a file. Raises `ConfigError` if it cannot be read."""
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as cause:

@@ -11,13 +11,15 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
+from roll.cli.convert import ORIGINS
 from roll.cli.main import command_parser, refusal
-from roll.configs.errors import ConfigError
+from roll.configs.errors import ConfigError, choose_among
 from roll.configs.loader import dump_config
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig
@@ -36,6 +38,8 @@ SHORT = {"ratio": "async_generation_ratio"}
 """Names beside those of keys and inputs."""
 ANEW = ("output_dir=null", "resume_from_checkpoint=false")
 """Overrides of a run's configuration: another run cannot have its folder."""
+MOST_SPLITS = 8
+"""Splits of the devices that a sweep over `split=auto` has, about."""
 PROGRESS_SECONDS = 5.0
 """Seconds between progress messages of a long simulation."""
 
@@ -43,7 +47,8 @@ _EPILOG = """\
 examples:
   roll simulate run.yaml
   roll simulate run.yaml async_generation_ratio=1 simulation.device=H200 simulation.lengths.median=3000
-  roll simulate run.yaml --sweep ratio=0,0.5,1,2
+  roll simulate run.yaml --sweep ratio=0,0.5,1,2 --sweep split=auto
+  roll simulate run_qwen3-8b.sh --from verl rewards.math.verifier=math
   roll simulate run.yaml --calibrate output/run/latest -o numbers.yaml
   roll simulate run.yaml --inputs numbers.yaml --price 2.5
   roll simulate --replay output/run/latest ratio=2
@@ -66,14 +71,19 @@ def main(arguments: Sequence[str]) -> int:
     file_help = "YAML file of a run; keys: docs/configuration.md. With --replay, the run's own"
     parser.add_argument("config", metavar="FILE", nargs="?", help=file_help)
     take_inputs(parser)
+    parser.add_argument(
+        "--from", dest="origin", choices=list(ORIGINS), help="FILE is a configuration of this system (`roll convert`)"
+    )
     replay_help = "folder of a run, whose recorded groups are simulated with its configuration and your changes"
     parser.add_argument("--replay", metavar="RUN", help=replay_help)
     parser.add_argument("-o", dest="out", metavar="OUT", help="write the inputs to this file, which must not exist")
     html_help = "write the page of `roll report` about the simulated run: lanes of who works and who waits"
     parser.add_argument("--html", metavar="PAGE", help=html_help)
-    parser.add_argument(
-        "--sweep", metavar="KEY=A,B,...", help="a table over values of a key or an input, or of `ratio`"
+    sweep_help = (
+        "a table over values of a key or an input, of `ratio`, or of `split` (devices of the engine, or `auto`); "
+        "several times: over all their combinations"
     )
+    parser.add_argument("--sweep", metavar="KEY=A,B,...", action="append", default=[], help=sweep_help)
     parser.add_argument(
         "--draws",
         type=int,
@@ -86,7 +96,10 @@ def main(arguments: Sequence[str]) -> int:
         options.config = str(RunDirectory(Path(options.replay)).config)
     elif options.config is None:
         parser.error("give FILE, or --replay RUN")
+    if options.replay is not None and options.origin is not None:
+        parser.error("--replay takes the configuration of the run: leave --from out")
     try:
+        options.source = options.config if options.origin is None else _translated(options.config, options.origin)
         return _simulate(options)
     except ConfigError as error:
         say(refusal(options.config, error), error=True)
@@ -95,13 +108,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     from roll.simulation.inputs import dump_inputs, overridden
-    from roll.simulation.prediction import origins, predict, report, table
+    from roll.simulation.prediction import left_out, origins, predict, report, table
     from roll.simulation.replay import refuse_given
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
     check_price(options.price)
-    if options.html is not None and options.sweep is not None:
+    if options.html is not None and options.sweep:
         raise problem("--html", "a page shows one simulation, and `--sweep` makes several", "leave one of them out")
     keys, numbers = split(options.overrides)
     keys = [*(ANEW if options.replay is not None else ()), *keys]
@@ -116,23 +129,24 @@ def _simulate(options: argparse.Namespace) -> int:
     progress = Progress()
     replayed = () if replay is None else replay.groups
     simulated = partial(predict, draws=options.draws, seed=options.seed, progress=progress, replayed=replayed)
-    if options.sweep is None:
+    if not options.sweep:
         told = report(config, inputs, simulated(config, inputs), options.price)
         say(told)
         return DONE if options.html is None else _draw(options, config, inputs, replayed, told)
-    key, values = _sweep(options.sweep)
+    axes = [_axis(text, config) for text in options.sweep]
     rows = []
-    for value in values:
-        change, number = split([f"{key}={value}"])
-        swept = simulated_config(options.config, [*keys, *change])
+    for point in product(*(values.items() for _, values in axes)):
+        value = ", ".join(shown for shown, _ in point)
+        change, number = split([override for _, overrides in point for override in overrides])
+        swept = simulated_config(options.source, [*keys, *change])
         given = overridden(inputs, number)
         if replay is not None:
             refuse_given(given)
             _refuse_steps(change)
-        progress.of = f"{key}={value}, "
+        progress.of = "".join(f"{key}={shown}, " for (key, _), (shown, _) in zip(axes, point, strict=True))
         rows.append((value, simulated(swept, given)))
-    say(table(key, rows, options.price))
-    say("\n".join(origins(inputs)))
+    say(table(", ".join(key for key, _ in axes), rows, options.price))
+    say("\n".join([*origins(inputs), *left_out(config, inputs)]))
     return DONE
 
 
@@ -153,7 +167,7 @@ def _draw(
     try:
         write_atomically(Path(options.html), render_page(run))
     except OSError as error:
-        say(f"cannot write {options.html}: {error.strerror or error}", error=True)
+        say(f"{options.html}: {error.strerror or error}", error=True)
         return FAILED
     say(f"page       {options.html}")
     return DONE
@@ -172,7 +186,7 @@ def _prepared(
     inputs = read_inputs(options.inputs, numbers)
     runs = [Path(each) for each in options.calibrate]
     if options.replay is None:
-        config = simulated_config(options.config, keys)
+        config = simulated_config(options.source, keys)
         inputs, notes = calibrated(config, inputs, runs) if runs else (inputs, [])
         if notes:
             say("\n".join(notes))
@@ -180,8 +194,8 @@ def _prepared(
     require_run(options.replay)
     _refuse_steps(keys)
     replay = recorded(Path(options.replay), inputs)
-    config = simulated_config(options.config, keys)
-    as_it_was = simulated_config(options.config, ANEW)
+    config = simulated_config(options.source, keys)
+    as_it_was = simulated_config(options.source, ANEW)
     inputs, notes = calibrated(as_it_was, inputs, [*runs, Path(options.replay)])
     outcome = simulate(as_it_was, inputs, seed=options.seed, replayed=replay.groups)
     say("\n".join([replay.compared(outcome), *notes]))
@@ -242,11 +256,23 @@ def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return ["".join((SHORT.get(key, key), *rest)) for key, *rest in keys], numbers
 
 
-def simulated_config(file: str, overrides: Sequence[str]) -> PipelineConfig:
-    """Load a configuration and check all but this machine. Raises `ConfigError`, also if it cannot be simulated."""
+def _translated(file: str, origin: str) -> dict[str, Any]:
+    """Return another system's configuration as a tree of ours, and say how much of it that is. Raises `ConfigError`."""
+    from roll.cli.convert import converted, read_text
+
+    done = converted(read_text(file), file, origin)
+    say(f"from       {origin}: {len(done.values)} keys; lost: {len(done.lost)} (`roll convert` names them)")
+    return done.tree()
+
+
+def simulated_config(source: str | dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
+    """Load a configuration from a file, or from the tree of another system's, and check all but this machine.
+
+    Raises `ConfigError`, also if it cannot be simulated.
+    """
     told: list[str] = []
-    config = loaded(lambda: read_config(file, overrides, told.append), here=False)
-    check_elsewhere(config, LACKING if told else ())
+    config = loaded(lambda: read_config(source, overrides, told.append), here=False)
+    check_elsewhere(config, LACKING if told or isinstance(source, dict) else ())
     if not isinstance(config, PipelineConfig):
         raise problem("pipeline", f"`{config.pipeline}` has no rollouts", "simulate a run of `rlvr` or `agentic`")
     if isinstance(config, ImageConfig):
@@ -254,9 +280,22 @@ def simulated_config(file: str, overrides: Sequence[str]) -> PipelineConfig:
     return config
 
 
-def _sweep(text: str) -> tuple[str, list[str]]:
+def _axis(text: str, config: PipelineConfig) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Return the key of a sweep, and value -> overrides. Raises `ConfigError`."""
+    from roll.simulation.advice import all_splits
+
     key, sign, values = text.partition("=")
     found = [value.strip() for value in values.split(",") if value.strip()]
     if not sign or not found:
         raise problem("--sweep", f"`{text}` names no values", "write KEY=A,B such as ratio=0,1,2")
-    return SHORT.get(key, key), found
+    if key != "split":
+        key = SHORT.get(key, key)
+        return key, {value: (f"{key}={value}",) for value in found}
+    splits = {str(number): change.overrides for number, change in all_splits(config).items()}
+    if found == ["auto"]:
+        every = max(1, round(len(splits) / MOST_SPLITS))
+        found = list(splits)[every // 2 :: every]
+    for value in found:
+        if value not in splits:
+            raise problem("--sweep", f"the engine cannot have {value} devices", choose_among(value, splits))
+    return key, {value: splits[value] for value in found}

@@ -53,6 +53,7 @@ class EngineInputs:
     bandwidth with CUDA graphs, 27 % without, and 81 % of an L4's (arXiv 2605.30571); with these defaults it uses 35 %.
     Before vLLM 0.6, an 8B model on an H100 spent 38 % of the time on the GPU, where a step takes about 5 ms (vLLM blog,
     2024-09-05 and 2025-01-27), so about 8 ms were overhead; it is less since. `efficiency` is an estimate.
+    `network_seconds` is the latency by which NCCL chooses its algorithms (`tuning.cc`: tree, LL128, between nodes).
     """
 
     scale: Positive = option(1.0, "Seconds of prefill and decoding are multiplied by this.")
@@ -61,7 +62,10 @@ class EngineInputs:
     bandwidth: Nucleus = option(0.6, "Share of the peak memory bandwidth that reading weights and caches reaches.")
     overhead_seconds: NotNegative = option(0.005, "Fixed time of a decoding step: scheduling, sampling, launches.")
     communication_seconds: NotNegative = option(
-        2e-5, "Time of one of the two sums over GPUs in each layer, if a replica has several."
+        2e-5, "Time of one of the two sums over GPUs in each layer, if a replica has several on one node."
+    )
+    network_seconds: NotNegative = option(
+        8.5e-6, "Time that a message between nodes takes; a sum over n nodes waits for 2 log2(n) of them."
     )
     step_seconds: NotNegative | None = option(
         None, "Measured time of a decoding step, in place of what model and device say (with `request_seconds`)."
@@ -77,15 +81,25 @@ class EngineInputs:
 class TrainerInputs:
     """Speed of trainers, and of the roles that compute log-probabilities.
 
-    verl published MFUs of 0.40, 0.37 and 0.31 (a 30B MoE model on 8, 16 and 32 GPUs) and of 0.19 (671B on 96 H20), in
-    `docs/perf/dpsk.md`. The default is their geometric mean.
+    Llama 3 405B was trained at MFUs of 0.38 to 0.43 (arXiv 2407.21783, table 4). With experts, verl published 0.40,
+    0.37 and 0.31 (30B on 8, 16 and 32 GPUs) and 0.19 (671B on 96 H20), in `docs/perf/dpsk.md`: their geometric mean is
+    0.3. An H20 is slow for the links between the GPUs, so the exchange of tokens between experts took little of that
+    time; it is counted beside (`costs.py`). `link_efficiency` is an estimate; DeepEP, which is not used here, publishes
+    0.96 of NVLink (H800).
     """
 
     scale: Positive = option(1.0, "Seconds that grow with tokens are multiplied by this.")
-    mfu: Nucleus = option(0.3, "Share of the peak operations that forward and backward passes reach on one rank.")
-    forward_mfu: Nucleus = option(0.3, "The same of passes for log-probabilities.")
+    mfu: Nucleus | None = option(
+        None,
+        "Share of the peak operations that forward and backward passes reach on one rank. Default: 0.4; of a mixture "
+        "of experts 0.3.",
+    )
+    forward_mfu: Nucleus | None = option(None, "The same of passes for log-probabilities.")
     exponent: Annotated[float, Range(above=0, at_most=1)] = option(
         0.95, "n ranks do the work of n to this power; 0.82 was published for a mixture of experts on 8 to 32 GPUs."
+    )
+    link_efficiency: Nucleus = option(
+        0.6, "Share of the peak bandwidth of NVLink and network at which ranks exchange the tokens of their experts."
     )
     step_seconds: NotNegative = option(2.0, "Fixed time of a training step.")
     optimizer_seconds: NotNegative = option(0.5, "Time of an optimizer step.")

@@ -29,6 +29,8 @@ LEAST_DRAWS = 4
 MOST_REQUESTS = 400_000
 """Limit on the requests of all simulations for an interval together, about half a minute of computation. Large runs get
 fewer simulations, but at least `LEAST_DRAWS`."""
+BAR = 30
+"""Characters of the longest bar of a sweep."""
 INTERVAL = (0.1, 0.9)
 """Quantiles of the outcomes at the ends of the interval."""
 
@@ -141,12 +143,17 @@ def _lines(config: PipelineConfig, inputs: Inputs, prediction: Prediction, price
     yield f"the run    {count(prediction.steps, 'step')} take {taken}{cost}"
     yield f"device     {inputs.device or ('CPU' if config.cluster.device == 'cpu' else 'H100')}"
     yield from origins(inputs)
-    left_out = ["validations"] if config.eval_steps and inputs.validation.seconds is None else []
-    left_out += ["checkpoints"] if config.save_steps else []
+    yield from left_out(config, inputs)
+
+
+def left_out(config: PipelineConfig, inputs: Inputs) -> Iterator[str]:
+    """Yield a line of text about what a simulation of this configuration leaves out."""
+    found = ["validations"] if config.eval_steps and inputs.validation.seconds is None else []
+    found += ["checkpoints"] if config.save_steps else []
     if config.actor_train.model_args.lora_target is not None:
-        left_out.append("what adapters (LoRA) save: training and updates take the time of all weights")
-    if left_out:
-        yield f"left out   {'; '.join(left_out)}"
+        found.append("what adapters (LoRA) save: training and updates take the time of all weights")
+    if found:
+        yield f"left out   {'; '.join(found)}"
 
 
 def _span(prediction: Prediction) -> str:
@@ -173,14 +180,15 @@ def origins(inputs: Inputs) -> Iterator[str]:
 
 
 def table(name: str, rows: Sequence[tuple[str, Prediction]], price: float | None = None) -> str:
-    """Return a sweep over the setting ``name`` as a text table. ``rows``: (value, prediction); ``price`` is per device
-    and hour."""
+    """Return a sweep over the setting ``name`` as a text table with a bar of the samples a second. ``rows``: (value,
+    prediction); ``price`` is per device and hour."""
     roles = sorted({role for _, each in rows for role in each.outcome.idle})
     interval = any(each.draws for _, each in rows)
     heads = [name, "step s", *["interval"] * interval, "samples/s", "lag"]
     heads += [*(f"idle {role}" for role in roles), "waste"]
     heads += [] if price is None else ["cost"]
-    lines = [heads]
+    lines = [[*heads, ""]]
+    most = max(each.outcome.samples / each.outcome.step_seconds for _, each in rows)
     for value, each in rows:
         outcome = each.outcome
         mean = sum(lag * share for lag, share in outcome.lags.items())
@@ -195,9 +203,10 @@ def table(name: str, rows: Sequence[tuple[str, Prediction]], price: float | None
                 *idle,
                 f"{outcome.wasted:.0%}",
                 *([] if price is None else [each.cost(price)]),
+                f"{'#' * round(BAR * outcome.samples / outcome.step_seconds / most):<{BAR}}",
             ]
         )
-    return aligned(lines)
+    return "\n".join(line.rstrip() for line in aligned(lines).split("\n"))
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -101,12 +101,16 @@ class Recorder:
         """Versions whose validation ended after their step was shown."""
         self.ends: dict[int, float] = {}
         self.busy_seconds: Counter[str] = Counter()
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+        """Role -> beginning and end of each time in which it worked."""
 
     @contextmanager
     def busy(self, role):
         began = asyncio.get_running_loop().time()
         yield
-        self.busy_seconds[role] += asyncio.get_running_loop().time() - began
+        ended = asyncio.get_running_loop().time()
+        self.busy_seconds[role] += ended - began
+        self.spans.setdefault(role, []).append((began, ended))
 
     def validating(self, version):
         return nullcontext()

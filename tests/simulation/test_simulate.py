@@ -136,6 +136,50 @@ def test_stages_of_a_pipeline_wait_while_it_fills_and_drains(tmp_path):
     assert seconds(1, 4, 1) / seconds(4, 1, 1) == pytest.approx(4)
 
 
+def test_tokens_travel_to_their_experts_and_back_over_the_links_of_the_device(tmp_path):
+    def seconds(device, experts, node=8, role="train", **sizes):
+        strategy = {"expert_model_parallel_size": experts, **sizes}
+        config = gpus(
+            tmp_path,
+            pretrain="Qwen/Qwen3-30B-A3B",
+            cluster={"device": "cuda", "num_devices_per_node": node},
+            actor_train={"device_mapping": "0-15", "model_args": {"dtype": "bfloat16"},
+                         "strategy_args": {"strategy_name": "megatron_train", "strategy_config": strategy}},
+            actor_infer={"device_mapping": "16-17", "num_gpus_per_engine": 2},
+        )  # fmt: skip
+        costs = costs_of(config, read_inputs(None, [f"device={device}", "trainer.link_efficiency=0.5"]))
+        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens(1600, 1.6e6, 1.6e9, 1e3))
+
+    def exchanged(*words, **sizes):
+        return seconds(*words, **sizes) - seconds(words[0], 1, **sizes)
+
+    # Of 100,000 tokens a rank: 48 layers, 8 experts of 2,048 elements of 2 bytes, there and back, forward and backward.
+    sent = 1e5 * 48 * 8 * 2048 * 2 * 2 * 2
+    assert exchanged("H100", 8) == pytest.approx(sent * 7 / 8 / (0.5 * 450e9))
+    assert exchanged("H100", 16) == pytest.approx(sent * 8 / 16 / (0.5 * 50e9))
+    assert exchanged("GB200", 16, node=4) == pytest.approx(sent * 15 / 16 / (0.5 * 900e9))
+    assert exchanged("H100", 8, role="forward") == pytest.approx(exchanged("H100", 8) / 2)
+    # Two ranks that split an expert are no other place.
+    assert exchanged("H100", 8, expert_tensor_parallel_size=2) == pytest.approx(sent * 8 / 16 / (0.5 * 50e9))
+
+
+def test_a_replica_on_several_nodes_waits_for_their_network(tmp_path):
+    def step(node, *inputs):
+        config = gpus(
+            tmp_path,
+            cluster={"device": "cuda", "num_devices_per_node": node},
+            actor_infer={"device_mapping": "16-31", "num_gpus_per_engine": 16, "model_args": {"dtype": "bfloat16"},
+                         "strategy_args": {"strategy_name": "vllm"}},
+            actor_train__device_mapping="0-15",
+        )  # fmt: skip
+        return costs_of(config, read_inputs(None, inputs)).engine.step[1]
+
+    sums = 2 * 28
+    assert step(8) - step(16) == pytest.approx(sums * 2 * 8.5e-6)
+    assert step(4, "engine.network_seconds=1e-5") - step(16) == pytest.approx(sums * 4 * 1e-5)
+    assert step(4, "device=GB200") == step(16, "device=GB200")
+
+
 def written_run(folder, config, inputs, recorded=lambda outcome: {}):
     """Write the files of a run that took what a simulation says. ``recorded`` makes further metrics of its outcome."""
     outcome = simulate(config, inputs)
@@ -296,11 +340,44 @@ def test_the_command_prints_times_rates_and_what_they_rest_on(capsys):
 
 def test_a_sweep_is_a_table(capsys):
     assert main(["simulate", EXAMPLE, "--draws", "0", "--sweep", "ratio=0,1"]) == 0
-    head, *rows, origin = capsys.readouterr().out.splitlines()
-    assert origin.startswith("default ")
+    head, *rows, origin, left_out = capsys.readouterr().out.splitlines()
+    assert origin.startswith("default ") and left_out == "left out   validations; checkpoints"
     assert head.split()[0] == "async_generation_ratio" and [row.split()[0] for row in rows] == ["0", "1"]
     steps = [float(row.split()[1]) for row in rows]
     assert steps[1] < steps[0]
+    bars = [row.split()[-1] for row in rows]
+    assert set("".join(bars)) == {"#"} and len(bars[1]) == 30
+    assert len(bars[0]) == round(30 * steps[1] / steps[0])
+
+
+def test_a_sweep_over_splits_and_ratios_has_all_their_combinations(capsys):
+    small = ["simulate", EXAMPLE, "--draws", "0", "response_length=256", "rollout_batch_size=8"]
+    assert main([*small, "--sweep", "split=2,6", "--sweep", "ratio=0,1"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()[:5]
+    assert head.startswith("split, async_generation_ratio ")
+    assert [row.split()[:2] for row in rows] == [["2,", "0"], ["2,", "1"], ["6,", "0"], ["6,", "1"]]
+    moved = ["actor_train.device_mapping=0-5", "actor_infer.device_mapping=6-7", "async_generation_ratio=0"]
+    assert main([*small, *moved]) == 0
+    assert f"a step     {rows[0].split()[2]} s" in capsys.readouterr().out
+    assert main([*small, "--sweep", "split=auto"]) == 0
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:8]] == list("1234567")
+
+
+def test_the_configuration_of_another_system_is_simulated(tmp_path, capsys):
+    theirs = tmp_path / "grpo.sh"
+    theirs.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 "
+        "data.max_prompt_length=512 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen2.5-7B "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8\n"
+    )
+    assert main(["simulate", str(theirs), "--from", "verl", "--draws", "0", "max_steps=36"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("from       verl: ") and "the run    36 steps" in told and "on 8 devices" in told
+    # 64 prompts of 4 samples.
+    step, rate = (float(re.search(rf"{name} +([0-9.]+) s", told)[1]) for name in ("a step", "rates"))
+    assert step * rate == pytest.approx(256, rel=0.02)
+    assert main(["simulate", EXAMPLE, "--from", "verl"]) == 2
+    assert "has no key of verl" in capsys.readouterr().err
 
 
 def test_the_page_of_a_simulated_run_has_its_lanes(tmp_path, capsys):
@@ -321,7 +398,9 @@ def test_the_page_of_a_simulated_run_has_its_lanes(tmp_path, capsys):
     seconds = data["metrics"]["series"]["time/step"]["values"][first + 1 : last + 1]
     assert np.average(idle, weights=seconds) == pytest.approx(outcome.idle["actor_train"], abs=0.01)
     assert data["log"] in told and "idle" in data["log"]
-    assert main(["simulate", EXAMPLE, *words, str(tmp_path / "nowhere" / "page.html")]) == 1
+    nowhere = str(tmp_path / "nowhere" / "page.html")
+    assert main(["simulate", EXAMPLE, *words, nowhere]) == 1
+    assert capsys.readouterr().err == f"{nowhere}: cannot write: No such file or directory\n"
     assert main(["simulate", EXAMPLE, *words, str(page), "--sweep", "ratio=0,1"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
 
@@ -335,7 +414,7 @@ def test_a_sweep_keeps_the_price_and_says_where_inputs_come_from(capsys, monkeyp
     config = load_config(EXAMPLE, ["async_generation_ratio=1"])
     step = simulate(config, read_inputs(None, ["lengths.median=99"])).step_seconds
     cost = 2 * step * config.max_steps * derived.total_devices(config) / 3600
-    assert head.split()[-1] == "cost" and float(row.split()[-1].replace(",", "")) == pytest.approx(cost, abs=0.5)
+    assert head.split()[-1] == "cost" and float(row.split()[-2].replace(",", "")) == pytest.approx(cost, abs=0.5)
     assert "interval" not in head
     assert "given      lengths.median=99" in origins
     assert "async_generation_ratio=1, simulation 1 of 1: 1 step of " in told.err
@@ -360,6 +439,7 @@ def test_what_adapters_save_is_named_as_left_out():
         (["simulation.device=H20", "pretrain=Qwen/Qwen2.5-72B"], "less than one sequence"),
         (["weight_update.mode=pull"], "not simulated yet"),
         (["--sweep", "ratio"], "write KEY=A,B"),
+        (["--sweep", "split=9"], "the engine cannot have 9 devices"),
         (["--draws", "-1"], "-1 is no number of simulations"),
         (["--price", "-2"], "-2 is no price"),
         (["simulation.lengths.median=3", "simulation.lengths.quantiles=[1,2]"], "leave one of them out"),
