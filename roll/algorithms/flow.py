@@ -104,6 +104,24 @@ def log_prob(sample: Tensor, mean: Tensor, std: Tensor, reduce: Reduce = "mean")
     return _reduced(density.masked_fill(sure, 0), reduce)
 
 
+def guarded_log_prob(sample: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor, weight: PerRow = 1.0) -> Tensor:
+    """Return log p_old(sample) plus the normalised log-ratio of GRPO-Guard ``[batch]`` (arXiv 2510.22319, RatioNorm).
+
+    Let r be the ratio of the densities of ``sample`` under N(mean, std^2 I) and N(old_mean, std^2 I), with ``mean``
+    reduction. Its logarithm is negative on average, and spreads with 1 / std, so a clip range means something else at
+    each step. The normalised one, std (log r + |mean - old_mean|^2 / (2 std^2)), is the mean over dimensions of
+    (sample - old_mean) (mean - old_mean) / std: 0 on average, and spread alike at all steps.
+
+    Shapes and rows with deviation 0 are as in `log_prob`. The gradient is multiplied by ``weight`` (number or
+    ``[batch]``); GRPO-Guard divides the loss of a step by its length in noise levels.
+    """
+    _, width = _width(std, mean)
+    drift = _reduced((_wide(sample) - _wide(old_mean)) / width * (_wide(mean) - _wide(old_mean)), "mean")
+    drift = drift.masked_fill(std == 0, 0)
+    weighed = drift.detach() + (drift - drift.detach()) * weight
+    return log_prob(sample, old_mean, std) + weighed
+
+
 def kl(mean: Tensor, mean_ref: Tensor, std: Tensor, reduce: Reduce = "mean") -> Tensor:
     """Return KL(N(mean, std^2 I) || N(mean_ref, std^2 I)) ``[batch]`` = |mean - mean_ref|^2 / (2 std^2), in nats.
 

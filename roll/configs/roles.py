@@ -245,10 +245,11 @@ class PictureSampling:
         "The window lies among the first so many steps, at a place drawn for each group; the last step never has "
         "noise. Default: half of the steps, where most of the picture is decided.",
     )
-    log_prob: Literal["mean", "sum"] = option(
+    log_prob: Literal["mean", "sum", "guard"] = option(
         "mean",
-        "Log-probability of a step: the mean over the dimensions of the latent, whose ratio stays near 1 (clip ranges "
-        "of 1e-5 to 1e-3), or the sum (clip ranges near 0.2).",
+        "Log-probability of a step: `mean` over the dimensions of the latent, whose ratio stays near 1 (clip ranges of "
+        "1e-5 to 1e-3), or `sum` (clip ranges near 0.2). `guard`: the mean, with GRPO-Guard's normalised ratios and "
+        "weights of steps; the engine then records the mean of each trained step, too.",
     )
 
     @property

@@ -130,6 +130,9 @@ class Sample:
     latents: np.ndarray | None = None
     """float32 ``[sampled tokens + 1, ...]`` in the shape that the model takes, for pictures only: latents before the
     first trained step and after each one. The sampled tokens of a picture are the numbers of its trained steps."""
+    means: np.ndarray | None = None
+    """float32 ``[sampled tokens, ...]`` in that shape, with ``sampling.log_prob: guard`` only: the mean of each trained
+    step's Gaussian when it was sampled."""
     image: np.ndarray | None = None
     """uint8 ``[height, width, 3]``, for pictures only: the decoded picture."""
     newest_version: int = -1
@@ -201,7 +204,7 @@ class SampleBatch:
     ``tokens`` maps a name to an array ``[total_tokens]``. It always has ``token_ids`` and ``response_mask``; for
     training also ``behaviour_logprobs``, ``versions``, ``advantages`` and the objective's fields; for episodes also
     ``turns``, ``turn_rewards`` and ``turn_states``; with router replay `ROUTED` (see `Sample`). ``per_sample`` maps a
-    name to an array ``[samples, ...]``; pictures have their ``latents`` and ``prompts`` (texts) there.
+    name to an array ``[samples, ...]``; pictures have their ``latents``, ``means`` and ``prompts`` (texts) there.
     ``prompt_pictures`` are tuples of the pictures in the prompts (see `Prompt`), if any prompt has one. ``loss_mask``
     (bool) is the part of the response mask that is trained on, if not all of it. Sample ``i`` owns
     ``offsets[i]:offsets[i + 1]``.
@@ -329,9 +332,13 @@ def joined_routing(turns: Sequence[np.ndarray | None], length: int) -> np.ndarra
 
 
 def _of_pictures(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Return the stacked ``latents`` of pictures, which all have the same number of steps; empty for other samples."""
-    latents = [sample.latents for sample in samples if sample.latents is not None]
-    return {"latents": np.stack(latents)} if latents else {}
+    """Return the stacked ``latents`` (and ``means``) of pictures, which all have the same number of steps; empty for
+    other samples."""
+    found = {}
+    for name in ("latents", "means"):
+        values = [vars(sample)[name] for sample in samples if vars(sample)[name] is not None]
+        found |= {name: np.stack(values)} if values else {}
+    return found
 
 
 def derive_seed(run_seed: int, *parts: int | str) -> int:

@@ -84,6 +84,8 @@ class Picture:
     shape that the transformer takes. Without stochastic steps: only the final latents."""
     newest_version: int = -1
     """Newest weight version used in any denoising step, deterministic ones included."""
+    means: np.ndarray | None = None
+    """float32 ``[stochastic steps, ...]``: mean of each stochastic step, if ``sampling.log_prob`` is ``guard``."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class Drawing:
     """Number of the next denoising step."""
     trail: list[Tensor] = field(default_factory=list)
     """Latents before the first stochastic step, and after each of them."""
+    means: list[Tensor] = field(default_factory=list)
+    """Mean of each stochastic step, if the sampling settings ask for it."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token."""
     versions: list[int] = field(default_factory=list)
@@ -82,8 +84,8 @@ class Drawing:
         seed = derive_seed(self.active.request.sampling.seed, of)
         return torch.randn(self.latents.shape, generator=torch.Generator().manual_seed(seed)).to(self.latents.device)
 
-    def advance(self, drawn: Tensor, logprob: float, version: int) -> None:
-        """Record a step: its resulting latents ``drawn``, log-probability and weight version."""
+    def advance(self, drawn: Tensor, mean: Tensor, logprob: float, version: int) -> None:
+        """Record a step: its resulting latents ``drawn``, their mean, log-probability and weight version."""
         if self.step in self.tokens:
             if self.is_noisy and not self.trail:
                 self.trail.append(self.latents)
@@ -91,6 +93,8 @@ class Drawing:
             self.versions.append(version)
         if self.is_noisy:
             self.trail.append(drawn)
+            if self.asked.sampling.log_prob == "guard":
+                self.means.append(mean)
         self.latents = drawn
         self.newest_version = max(self.newest_version, version)
         self.step += 1
@@ -270,13 +274,14 @@ class PictureEngine(ModelEngine):
                 drawn[number] += std[number] * row.noise(row.step)
         logprobs = schedule.log_probs(drawn, mean, std).tolist()
         for number, row in enumerate(batch):
-            row.advance(drawn[number], logprobs[number], self.version)
+            row.advance(drawn[number], mean[number], logprobs[number], self.version)
         self.generated_tokens += len(batch)
 
     def _picture(self, drawing: Drawing) -> Picture:
         latents = torch.stack(drawing.trail or [drawing.latents])
         image = self._frozen.picture(drawing.latents, drawing.asked.sampling)
-        return Picture(image, latents.cpu().numpy(), drawing.newest_version)
+        means = torch.stack(drawing.means).cpu().numpy() if drawing.means else None
+        return Picture(image, latents.cpu().numpy(), drawing.newest_version, means)
 
     def _end(
         self, active: ActiveRequest, chunk: TokenChunk, reason: FinishReason, picture: Picture | None = None

@@ -180,7 +180,18 @@ class Schedule:
 
     def log_probs(self, drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the log-probability of each latent ``drawn`` from its Gaussian, float32 ``[batch]``, in nats."""
-        return flow.log_prob(drawn, mean, std, self.sampling.log_prob)
+        return flow.log_prob(drawn, mean, std, self._reduce)
+
+    def guarded_log_probs(self, drawn: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor, steps: Tensor) -> Tensor:
+        """Return `flow.guarded_log_prob` of each latent ``drawn``, float32 ``[batch]``.
+
+        For ``sampling.log_prob: guard``. ``steps`` (int64 ``[batch]``) are the numbers of the steps. A step's gradient
+        is divided by its length in noise levels, relative to the mean length of the steps among which the trained ones
+        lie, so that the size of gradients stays.
+        """
+        lengths = -self.levels.diff().to(steps.device)
+        weights = lengths[: self.sampling.reach].mean() / lengths[steps]
+        return flow.guarded_log_prob(drawn, mean, old_mean, std, weights)
 
     def divergences(self, mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
         """Return the KL divergence of each step's Gaussian from the reference's, ``[batch]``, in nats.
@@ -188,13 +199,17 @@ class Schedule:
         ``mean`` and ``reference`` are ``[batch, ...]``. As for log-probabilities, it is per dimension or summed over
         them (`sampling.log_prob`).
         """
-        return flow.kl(mean, reference, std, self.sampling.log_prob)
+        return flow.kl(mean, reference, std, self._reduce)
 
     def entropies(self, std: Tensor, dimensions: int) -> Tensor:
         """Return the entropy of each step's Gaussian, ``[batch]``, in nats: per dimension or summed over the
         ``dimensions`` of a latent, as for log-probabilities (`sampling.log_prob`)."""
         each = std.log() + 0.5 * (1 + np.log(2 * np.pi))
-        return each if self.sampling.log_prob == "mean" else each * dimensions
+        return each if self._reduce == "mean" else each * dimensions
+
+    @property
+    def _reduce(self) -> flow.Reduce:
+        return "sum" if self.sampling.log_prob == "sum" else "mean"
 
 
 class FrozenParts:

@@ -286,8 +286,8 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
     estimator = problems.attempt(make_advantage_estimator, config.adv_estimator, config.adv_estimator_args)
     if objective is not None and not problems.found:
         problems.found += _policy_problems(config, objective, correction)
-        if isinstance(config, ImageConfig) and config.sampling.log_prob == "mean":
-            problems.found += _idle_bounds(objective, correction)
+        if isinstance(config, ImageConfig) and config.sampling.log_prob != "sum":
+            problems.found += _idle_bounds(objective, correction, config.sampling.log_prob)
     if estimator is not None:
         problems.found += _estimator_problems(config, estimator, objective)
         reasons = (
@@ -308,6 +308,12 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
     streams = config.actor_train.stream_groups is not False and not reasons
     needs_proximal = correction is not None or "proximal_logprobs" in objective.token_fields
     problems.found += _role_problems(config, needs_proximal, streams)
+    if needs_proximal and isinstance(config, ImageConfig) and config.sampling.log_prob == "guard":
+        message = "guard: it normalises ratios to the recorded log-probabilities, and this run needs recomputed ones"
+        remedy = (
+            "remove `train_infer_correction`, `old_logprobs: recompute` or the loss that needs them, or write `mean`"
+        )
+        problems.found.append(ConfigProblem("sampling.log_prob", message, remedy))
     problems.raise_any()
     if streams and needs_proximal:
         objective = replace(objective, one_pass=True, correction=correction)
@@ -461,7 +467,7 @@ def _policy_problems(
             yield ConfigProblem("old_logprobs", message, remedy)
 
 
-def _idle_bounds(objective: PolicyObjective, correction: Correction | None) -> Iterator[ConfigProblem]:
+def _idle_bounds(objective: PolicyObjective, correction: Correction | None, log_prob: str) -> Iterator[ConfigProblem]:
     """Yield the bounds, including defaults, that ratios of mean log-probabilities of images never reach."""
     bounds = {f"actor_train.pg_variant_args.{name}": value for name, value in objective.policy_loss.arguments.items()}
     if correction is not None:
@@ -477,7 +483,7 @@ def _idle_bounds(objective: PolicyObjective, correction: Correction | None) -> I
         if absent or not (name in _FROM_ONE and value >= FAR or name in _AROUND_ONE and abs(value - 1) >= FAR):
             continue
         example = "1.0e-4" if name in _FROM_ONE else "0.999" if value < 1 else "1.001"
-        message = f"{value:g} never acts: with `sampling.log_prob: mean` the ratio of a step is far closer to 1"
+        message = f"{value:g} never acts: with `sampling.log_prob: {log_prob}` the ratio of a step is far closer to 1"
         yield ConfigProblem(path, message, f"write for example {example}, or set `sampling.log_prob: sum`")
 
 

@@ -53,7 +53,7 @@ NOTES = "exact"
 """Folder, within the run directory, of the recorded tensors; also the name of the stage that records them."""
 _BUCKET_BYTES = 64 * 2**20
 ORDER = (
-    "token_ids", "latents", "behaviour_logprobs", "versions", "routed_experts", "scores", "rewards",
+    "token_ids", "latents", "means", "behaviour_logprobs", "versions", "routed_experts", "scores", "rewards",
     "reference_logprobs", "reference_means", "teacher_logprobs", "values", "advantages", "returns",
     "proximal_logprobs", "correction_weights", "loss_mask",
     "critic/loss", "critic/grad_norm", "actor/loss", "actor/grad_norm",

@@ -110,7 +110,7 @@ class PictureFunction(RolloutFunction):
         sample.image = completion.picture.image
         sample.newest_version = completion.picture.newest_version
         if self.purpose == "train":
-            sample.latents = completion.picture.latents
+            sample.latents, sample.means = completion.picture.latents, completion.picture.means
         return sample
 
     def _input(self, prompt: Prompt, sample: Sample) -> RewardInput:

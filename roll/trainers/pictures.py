@@ -24,7 +24,7 @@ from roll.pictures.model import FrozenParts, Schedule, load_transformer
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import TrainerSetup
 from roll.trainers.state import PICTURES
-from roll.trainers.step import REFERENCE_MEANS, MicroBatch
+from roll.trainers.step import MEANS, REFERENCE_MEANS, MicroBatch
 
 
 def prepare_pictures(setup: TrainerSetup, gradient_checkpointing: bool, dtype: torch.dtype) -> ModelMixin:
@@ -55,11 +55,17 @@ class PictureForward:
         """Return log-probabilities and entropies of the targets, ``[rows, kept]``; see `HfForward.outputs`.
 
         With the reference's means in the micro-batch, their KL divergences from it follow, in closed form. The entropy
-        depends only on the noise level and has no gradient. ``temperature`` has no meaning here and is ignored.
+        depends only on the noise level and has no gradient. ``temperature`` has no meaning here and is ignored. With
+        ``sampling.log_prob: guard`` the log-probabilities are those of `guarded_log_prob`, only good for a ratio to the
+        recorded ones.
         """
         mean, std = self._moments(micro_batch)
         entropies = self._schedule.entropies(std, mean[0].numel())
         found = [self._log_probs(micro_batch, mean, std), entropies]
+        if self._schedule.sampling.log_prob == "guard":
+            drawn, old_mean = self._of_steps(micro_batch, "latents", 1), self._of_steps(micro_batch, MEANS)
+            steps = micro_batch.targets.flatten()
+            found[0] = self._schedule.guarded_log_probs(drawn, mean, old_mean, std, steps)
         if REFERENCE_MEANS in micro_batch.pictures:
             reference = self._of_steps(micro_batch, REFERENCE_MEANS)
             found.append(self._schedule.divergences(mean, reference, std))

@@ -194,9 +194,11 @@ class Packing:
 
 REFERENCE_MEANS = "reference_means"
 """Field of samples with the reference's mean of each recorded denoising step; see `ForwardStrategy.step_means`."""
+MEANS = "means"
+"""Field of samples with the mean of each recorded denoising step when it was sampled; see `Sample.means`."""
 PROMPT_PICTURES = "prompt_pictures"
 """Field of samples with the pictures of their prompts, for vision-language models; see `SampleBatch`."""
-PICTURE_FIELDS = ("latents", "prompts", REFERENCE_MEANS)
+PICTURE_FIELDS = ("latents", "prompts", MEANS, REFERENCE_MEANS)
 """Fields of samples from which an image model's log-probabilities and divergences are computed."""
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from roll.algorithms.flow import KINDS, kl, log_prob, per_row, step_moments, window
+from roll.algorithms.flow import KINDS, guarded_log_prob, kl, log_prob, per_row, step_moments, window
 
 SAMPLES = 20_000
 SPREAD = {"flow_sde": 0.6, "dance": 0.6, "cps": 0.0}
@@ -123,6 +123,34 @@ def test_the_divergence_is_what_samples_estimate():
         )
         ratio = own - other
         assert abs(ratio.mean() - exact[row]) < 4 * ratio.std() / math.sqrt(SAMPLES)
+
+
+@pytest.mark.parametrize("std", [0.02, 0.9])
+def test_a_guarded_ratio_is_the_published_one_without_bias_and_spread_alike_at_all_steps(std):
+    old, change = drawn(2, 3), 0.1 * drawn(2, 3, seed=1)
+    samples = old + std * drawn(SAMPLES, 2, 3, seed=2)
+    olds, means = old.expand_as(samples), (old + change).expand_as(samples)
+    deviations = torch.full((SAMPLES,), std)
+    before, plain = log_prob(samples, olds, deviations), log_prob(samples, means, deviations)
+    guarded = guarded_log_prob(samples, means, olds, deviations) - before
+    # Equation 8 of GRPO-Guard, with the mean over dimensions.
+    published = std * (plain - before + (means - olds).square().flatten(1).mean(-1) / (2 * std**2))
+    torch.testing.assert_close(guarded, published, atol=1e-5, rtol=1e-3)
+    spread = change.square().mean().sqrt() / math.sqrt(6)
+    assert abs(float(guarded.mean())) < 4 * spread / math.sqrt(SAMPLES)
+    assert float(guarded.std()) == pytest.approx(float(spread), rel=0.03)
+    assert float((plain - before).mean()) < -3 * float((plain - before).std()) / math.sqrt(SAMPLES)
+
+
+def test_a_weight_changes_the_gradient_of_a_guarded_log_probability_and_not_its_value():
+    sample, old, std = drawn(2, 4), drawn(2, 4, seed=1), torch.tensor([0.5, 0.0])
+    mean = drawn(2, 4, seed=2).requires_grad_()
+    plain, weighed = (guarded_log_prob(sample, mean, old, std, weight) for weight in (1.0, torch.tensor([3.0, 5.0])))
+    assert torch.equal(plain, weighed) and weighed[1] == 0
+    (once,), (thrice,) = (torch.autograd.grad(each.sum(), mean) for each in (plain, weighed))
+    torch.testing.assert_close(thrice[0], 3 * once[0])
+    torch.testing.assert_close(once[0], (sample - old)[0] / 0.5 / 4)
+    assert not thrice[1].any()
 
 
 def test_a_step_without_deviation_has_neither_value_nor_gradient():

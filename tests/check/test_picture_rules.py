@@ -197,6 +197,11 @@ def test_a_configuration_that_works_has_no_problems(task):
             "no code",
         ),
         ({"prompt_length": 1000}, "prompt_length", "cut prompts at 6 tokens"),
+        (
+            {"sampling__log_prob": "guard", "old_logprobs": "recompute", "actor_train__pg_variant": "decoupled_ppo"},
+            "sampling.log_prob",
+            "needs recomputed ones",
+        ),
         ({"sampling__max_sequence_length": 0}, "sampling.max_sequence_length", "must be >= 1"),
         ({"sampling__max_sequence_length": 513}, "sampling.max_sequence_length", "<= 512"),
         ({"critic": {"device_mapping": [0]}, "adv_estimator": "gae"}, "critic", "this section is not built"),

@@ -33,6 +33,7 @@ def samples(draw) -> Sample:
         turns=rng.integers(-1, 5, length).astype(np.int32) if with_turns else None,
         turn_rewards=rng.random(length).astype(np.float32) if with_turns else None,
         turn_states=rng.integers(-1, 2**62, length) if with_turns else None,
+        means=rng.random((2, 3, 1)).astype(np.float32) if draw(st.booleans()) else None,
         latents=rng.random((draw(st.integers(1, 4)), 2, 3, 1)).astype(np.float32) if draw(st.booleans()) else None,
         routed_experts=rng.integers(0, 99, (length, 2, 3)).astype(draw(st.sampled_from(["uint8", "int16"])))
         if draw(st.booleans())

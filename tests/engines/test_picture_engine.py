@@ -79,7 +79,10 @@ def test_a_picture_has_the_same_bits_whatever_is_drawn_beside_it(model, at_once)
     assert len(set(together)) == len(together)
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, replace(GUIDED, log_prob="sum"), replace(PLAIN, kind="dance")])
+@pytest.mark.parametrize(
+    "sampling",
+    [PLAIN, replace(GUIDED, log_prob="sum"), replace(PLAIN, kind="dance"), replace(PLAIN, log_prob="guard")],
+)
 def test_the_record_is_that_of_the_transitions(model, sampling):
     (done,) = drawn(engine(model), [asked(3, range(1, 3), "two blue", sampling)])
     assert done.token_ids.tolist() == [1, 2] and done.versions.tolist() == [0, 0] and done.finish_reason == "stop"
@@ -104,6 +107,9 @@ def test_the_record_is_that_of_the_transitions(model, sampling):
         expected = torch.distributions.Normal(moments[0], moments[1].reshape(1, 1, 1, 1)).log_prob(after)
         expected = expected.sum() if sampling.log_prob == "sum" else expected.mean()
         assert done.logprobs[number] == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+        if sampling.log_prob == "guard":
+            np.testing.assert_allclose(done.picture.means[number], moments[0][0].numpy(), atol=1e-5, rtol=0)
+    assert done.picture.means is None or (sampling.log_prob == "guard" and len(done.picture.means) == 2)
 
 
 def other_weights(model, scale: float = 1.5):

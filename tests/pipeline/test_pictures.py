@@ -88,8 +88,14 @@ COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": 
             marks=pytest.mark.tier("all"),
         ),
         pytest.param(
-            {"use_kl_loss": True, "kl_loss_coef": 100.0, "reference": {"device_mapping": [0]}, "ppo_epochs": 2},
-            id="near a reference",
+            {
+                "use_kl_loss": True,
+                "kl_loss_coef": 100.0,
+                "reference": {"device_mapping": [0]},
+                "ppo_epochs": 2,
+                "sampling__log_prob": "guard",
+            },
+            id="near a reference, guarded",
             marks=pytest.mark.tier("all"),
         ),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.roles import ModelArguments, PictureSampling
+from roll.configs.roles import ModelArguments, PictureSampling, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, PictureRequest, SamplingParams
 from roll.trainers.step import build_micro_batch
@@ -71,8 +71,10 @@ def recorded(model: str, sampling: PictureSampling, count: int = 6, first_steps:
         "behaviour_logprobs": np.concatenate([np.append(0, each.logprobs) for each in done]).astype(np.float32),
         "advantages": np.repeat(np.linspace(-1, 1, count), 3).astype(np.float32),
     }
-    latents = np.stack([each.picture.latents for each in done])
-    return SampleBatch(np.full(count, 3), flat, {"latents": latents, "prompts": np.array(prompts)})
+    fields = {"latents": np.stack([each.picture.latents for each in done]), "prompts": np.array(prompts)}
+    if sampling.log_prob == "guard":
+        fields["means"] = np.stack([each.picture.means for each in done])
+    return SampleBatch(np.full(count, 3), flat, fields)
 
 
 OBJECTIVE = PolicyObjective(max_response_length=2, pg_variant="vanilla")
@@ -96,6 +98,35 @@ def test_log_probabilities_are_those_of_the_engine(model, kind):
     mask = batch.tokens["response_mask"]
     np.testing.assert_allclose(found[mask], batch.tokens["behaviour_logprobs"][mask], atol=1e-5, rtol=0)
     assert not found[~mask].any() and np.ptp(found[mask]) > 1e-2
+
+
+def trained_twice(trainer, batch):
+    """Metrics of two updates on one batch, which the second finds off policy; log-probabilities and means between."""
+    bounds = {"clip_low": 1e-4, "clip_high": 1e-4}
+    ratios = PolicyObjective(max_response_length=2, pg_variant="ppo", pg_variant_args=bounds)
+    first = trainer.train_step(batch, ratios, 1.0)
+    between = trainer.log_probs(batch, 1.0), trainer.step_means(batch)
+    return first, between, trainer.train_step(batch, ratios, 1.0)
+
+
+def test_guarded_ratios_are_those_of_the_recorded_means(model):
+    """Against the formula of GRPO-Guard on the trainer's own means after one update; the first update is on policy."""
+    from roll.pictures.model import Schedule
+
+    sampling = replace(PLAIN, log_prob="guard", kind="flow_sde")
+    batch, setup = recorded(model, sampling), {"training_args": TrainingArguments(learning_rate=3e-3)}
+    job = Job(trained_twice, "fsdp2_train", model, batch, setup | {"pictures": sampling}, ranks=1)
+    ((first, (plain, means), second),) = run_here(job)
+    assert first["ratio_max"] == pytest.approx(1, abs=1e-5)
+    mask, levels = batch.tokens["response_mask"], Schedule.of(sampling, model).levels
+    steps = batch.tokens["token_ids"][mask]
+    drift = ((means - batch.per_sample["means"]) ** 2).reshape(len(steps), -1).mean(-1)
+    s, after = levels[steps].numpy(), levels[steps + 1].numpy()
+    g = sampling.noise_level * np.sqrt(s / (1 - np.where(s == 1, float(levels[1]), s)))
+    std = g * np.sqrt(s - after)
+    ratio = np.exp(std * (plain[mask] - batch.tokens["behaviour_logprobs"][mask] + drift / (2 * std**2)))
+    assert second["ratio_max"] - 1 == pytest.approx(ratio.max() - 1, rel=1e-2) and ratio.max() > 1 + 1e-4
+    assert second["ratio_mean"] == pytest.approx(ratio.mean(), abs=1e-6)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
