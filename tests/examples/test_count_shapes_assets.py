@@ -84,7 +84,7 @@ def test_the_same_seed_makes_the_same_files(folder, tmp_path):
 def test_the_example_learns_to_count(tmp_path, ray_cluster, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = world.make(tmp_path, 0, world.WarmUp())
-    assert 0.25 <= made.greedy_accuracy <= 0.4
+    assert 0.25 <= made.greedy_accuracy <= 0.5
     arguments = [
         "--config", str(EXAMPLE / "rlvr.yaml"),
         f"pretrain={tmp_path / 'model'}",
