@@ -147,7 +147,7 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         request = response.request
         images = [await self._image(picture) for picture in request.prompt_pictures]
-        if response.aborted or response.begins_again:
+        if response.withdrawn:
             return
         prompt = self._prompt(request, images)  # not before: it names the weights
         params = sampling_params(request, self._end_tokens)
