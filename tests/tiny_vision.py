@@ -15,6 +15,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -42,8 +44,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make_model(folder: Path, newer: bool = False, seed: int = 0, initializer_range: float = 0.2) -> str:
-    """Write a random model with tokenizer and image processor. ``newer``: a Qwen2.5-VL."""
+KINDS = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+}
+
+
+def make_model(folder: Path, family: str = "qwen2_vl", seed: int = 0, initializer_range: float = 0.2) -> str:
+    """Write a random model of a family in `KINDS` with tokenizer and image processor."""
     torch.manual_seed(seed)
     text = {
         "vocab_size": len(SPECIAL) + len(CHARACTERS), "hidden_size": 64, "intermediate_size": 96,
@@ -52,18 +61,20 @@ def make_model(folder: Path, newer: bool = False, seed: int = 0, initializer_ran
         "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "initializer_range": initializer_range,
     }  # fmt: skip
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    if newer:
-        vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16,
-                   "fullatt_block_indexes": [1]}  # fmt: skip
-    else:
+    wide = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+    if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    elif family == "qwen2_5_vl":
+        vision |= wide | {"window_size": 16, "fullatt_block_indexes": [1]}
+    else:
+        vision |= wide | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        text["head_dim"] = 32
     ids = {
         "vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6,
         "tie_word_embeddings": False,
     }  # fmt: skip
-    kinds = (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration) if newer else (
-        Qwen2VLConfig, Qwen2VLForConditionalGeneration)  # fmt: skip
-    model = kinds[1](kinds[0](text_config=text, vision_config=vision, initializer_range=initializer_range, **ids))
+    config, model_class = KINDS[family]
+    model = model_class(config(text_config=text, vision_config=vision, initializer_range=initializer_range, **ids))
     model.generation_config.eos_token_id = 1
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """``model_type`` of the models whose placeholders, positions and picture tensors this module knows."""
 PLACE = "<image>"
 """Text that marks the place of a picture in a row that has pictures."""
@@ -101,6 +101,19 @@ def decoded(picture: np.ndarray) -> Image:
         raise NoPicture(f"a picture cannot be decoded ({type(cause).__name__}: {cause})") from cause
 
 
+def picture_format(picture: np.ndarray) -> str:
+    """Return the format of a picture's file in lower case, such as ``png``."""
+    return _header(picture)[0].lower()
+
+
+def _header(picture: np.ndarray) -> tuple[str, tuple[int, int]]:
+    """Return the format of a picture's file, and width and height in pixels, without decoding it."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(picture.tobytes())) as image:
+        return str(image.format), image.size
+
+
 def png(image: Image) -> bytes:
     """Return an image as the bytes of a PNG file."""
     file = io.BytesIO()
@@ -145,7 +158,7 @@ class PictureProcessor:
 
     def placeholders(self, picture: np.ndarray) -> int:
         """Return the number of placeholder tokens of a picture."""
-        width, height = decoded(picture).size
+        width, height = _header(picture)[1]
         try:
             patches = self._images.get_number_of_image_patches(height, width, {})
         except ValueError as cause:
@@ -226,7 +239,7 @@ def digest(pictures: Sequence[np.ndarray]) -> str:
 
 
 def _known() -> str:
-    return " and ".join(FAMILIES)
+    return ", ".join(FAMILIES)
 
 
 def _stand_in() -> np.ndarray:

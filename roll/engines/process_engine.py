@@ -241,6 +241,11 @@ class Response:
     _last_version: int | None = None
     """The engine's version at the last message."""
 
+    @property
+    def withdrawn(self) -> bool:
+        """True if the library must not run the request any longer."""
+        return self.aborted or self.begins_again
+
     def take(
         self,
         token_ids: Sequence[int],

@@ -27,6 +27,7 @@ from roll.configs.derived import present_roles, tracker_classes, tracker_list
 from roll.configs.loader import redacted_config
 from roll.configs.roles import COMPARED_ROLES, ROLES
 from roll.configs.run import PipelineConfig, RunConfig
+from roll.data.pictures import digest, picture_format
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
@@ -165,6 +166,7 @@ def _readable(
         domain=group.prompt.domain,
         split=split,
         tokens=None if is_picture else readable_tokens(group.episodes[0], advantages, decoder),
+        pictures=[prompt_picture_file(picture) for picture in group.prompt.pictures],
     )
 
 
@@ -186,6 +188,20 @@ def write_pictures(
             Image.fromarray(image).save(path)
             files.append((group, path))
     return files
+
+
+def prompt_picture_file(picture: np.ndarray) -> str:
+    """Return the file name of a picture in a prompt, uint8 ``[bytes]``; equal pictures share it."""
+    return f"prompt-{digest([picture])}.{picture_format(picture)}"
+
+
+def write_prompt_pictures(groups: Sequence[Group], folder: Path) -> None:
+    """Write the pictures in the groups' prompts to ``folder``, as the data has them, each picture once."""
+    for picture in (picture for group in groups for picture in group.prompt.pictures):
+        folder.mkdir(exist_ok=True)
+        path = folder / prompt_picture_file(picture)
+        if not path.exists():
+            path.write_bytes(picture.tobytes())
 
 
 def readable_tokens(
@@ -397,6 +413,7 @@ class RunRecorder:
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
         await asyncio.to_thread(write_pictures, batch.groups[:count], step, "train", self.run.pictures)
+        await asyncio.to_thread(write_prompt_pictures, batch.groups[:count], self.run.pictures)
         dropped, self._filtered = self._filtered, []
         await asyncio.to_thread(self._groups.write, [*batch.groups, *dropped], step)
 
@@ -427,6 +444,7 @@ class RunRecorder:
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         chosen, version = result.groups[:count], result.version
         drawn = await asyncio.to_thread(write_pictures, chosen, version, "val", self.run.pictures)
+        await asyncio.to_thread(write_prompt_pictures, chosen, self.run.pictures)
         pictures = {f"val/{group.prompt.domain}/{group.group_id}": path for group, path in drawn}
         pictures |= await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, version)
         if self._events is not None:

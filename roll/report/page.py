@@ -29,7 +29,7 @@ from roll.report.files import NoRun, RunFiles, read_run
 from roll.report.findings import findings, idle_shares, ledger_of, settled
 from roll.report.lanes import drawn_lanes
 from roll.report.panels import MAX_NUMBERS, Panel, sections_of, series_of
-from roll.report.pictures import picture_grid
+from roll.report.pictures import picture_grid, prompt_pictures, spread
 from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
 
@@ -153,6 +153,7 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
     """Return all data of the page of a run, ready for JSON."""
     names = dict.fromkeys(name for record in run.metrics for name in record)
     resumed_at = list(run.summary.get("resumed_at") or [])
+    shown, pictures = excerpts(run.samples), RunDirectory(run.root).pictures
     return {
         "name": str(run.config.get("exp_name") or run.root.resolve().name),
         "folder": str(run.root.resolve()),
@@ -169,9 +170,10 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
         "ledger": ledger_of(run),
         "tokens": token_totals(run.training_steps),
         "weights": publication_times(settled(run)),
-        "samples": excerpts(run.samples),
+        "samples": shown,
         "samples_recorded": len(run.samples),
-        "pictures": picture_grid(RunDirectory(run.root).pictures, run.samples),
+        "prompt_pictures": prompt_pictures(pictures, shown),
+        "pictures": picture_grid(pictures, run.samples),
         "config": run.config_text[:LONGEST_CONFIG],
         "config_characters": len(run.config_text),
         "log": run.log_tail[-20_000:],
@@ -230,14 +232,6 @@ def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
 def _fit(sizes: Iterable[int], room: int) -> bool:
     """Return True if all sizes fit; stop at the first that does not."""
     return all(total <= room for total in accumulate(sizes))
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` (at least 2) evenly spaced items, including the first and the last."""
-    count = max(2, count)
-    if len(items) <= count:
-        return list(items)
-    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
 
 
 def _cut(text: str) -> str:

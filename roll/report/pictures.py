@@ -1,4 +1,4 @@
-"""Validation pictures of an image run as a grid: a row for each prompt, a column for each validated version.
+"""Pictures on the page: those in prompts, and validation pictures of an image run as a grid of prompts and versions.
 
 A validation draws the same prompts with the same seeds, so a row shows what training changed. Pictures are made small
 and put into the page as data.
@@ -10,10 +10,12 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 MAX_VERSIONS = 12
 MAX_PROMPTS = 16
+MAX_PROMPT_PICTURES = 64
 SIDE = 128
 """Longest side of a picture on the page, in pixels."""
 CRISP_SIDE = 64
@@ -44,6 +46,24 @@ def picture_grid(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str
     return {"versions": shown, "versions_recorded": len(versions), "rows": rows, "prompts_recorded": len(found)}
 
 
+def prompt_pictures(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return data URLs by name for pictures in ``folder`` that are in the prompts of ``samples``.
+
+    From more than `MAX_PROMPT_PICTURES`, some are taken evenly, including the first and the last.
+    """
+    names = list(dict.fromkeys(name for sample in samples for name in sample.get("pictures", [])))
+    sources = {name: _data_url(folder / Path(name).name) for name in spread(names, MAX_PROMPT_PICTURES)}
+    return {name: source for name, source in sources.items() if source}
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return ``count`` (at least 2) evenly spaced items, including the first and the last."""
+    count = max(2, count)
+    if len(items) <= count:
+        return list(items)
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+
+
 def _cell(folder: Path, sample: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if sample is None:
         return None
@@ -53,7 +73,7 @@ def _cell(folder: Path, sample: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 def _data_url(file: Path) -> str | None:
     """Return a small version of a picture as a data URL; None if it cannot be read."""
-    from PIL import Image  # only pages of image runs need it
+    from PIL import Image  # only pages with pictures need it
 
     try:
         with Image.open(file) as image:

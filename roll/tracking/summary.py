@@ -56,6 +56,8 @@ class ReadableSample:
     finish_reason: str
     tokens: ReadableTokens | None = None
     """Tokens of the sample. If the turns of an episode are separate samples: the tokens of all turns, in order."""
+    pictures: Sequence[str] = ()
+    """Names of the files of the pictures in the prompt, in order."""
 
 
 class SampleLog(JsonLines):
@@ -70,6 +72,8 @@ class SampleLog(JsonLines):
 def _as_record(sample: ReadableSample) -> dict[str, Any]:
     record = {**vars(sample), "score": json_number(sample.score), "advantage": _known_number(sample.advantage)}
     tokens = record.pop("tokens")
+    if not sample.pictures:
+        del record["pictures"]
     return record if tokens is None else {**record, "tokens": _tokens_record(tokens)}
 
 

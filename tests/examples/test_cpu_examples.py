@@ -32,6 +32,7 @@ RUNS = {
     "frozen_lake-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
     "sokoban-tiny-cpu/agentic": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
     "agent-tool-cpu/agent": ["rollout_batch_size=4", "val_env_manager.num_env_groups=8"],
+    "count-shapes-cpu/rlvr": ["rollout_batch_size=4", "val_batch_size=16", *PROMPTS],
     "image-shapes-cpu/image": [
         *("rollout_batch_size=4", "val_batch_size=4", "validation.generating_args.num_return_sequences=1"),
         "actor_train.data_args.file_name={made}/data/train.jsonl",
@@ -67,7 +68,7 @@ def made(tmp_path_factory):
 
 def make_in_this_process(name, folder):
     """As its command does, but for the seconds that a new process takes to import torch and transformers."""
-    out = folder if name in ("quickstart", "image-shapes-cpu") else folder / "model"
+    out = folder if name in ("quickstart", "count-shapes-cpu", "image-shapes-cpu") else folder / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["make_model.py", "--out", str(out), "--steps", "4"])
         patch.setattr(sys, "path", [*sys.path])

@@ -25,7 +25,10 @@ from tests.docs.settings import settings_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.yaml"))
-MAKES_ITS_MODEL = ("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu", "agent-tool-cpu", "image-shapes-cpu")
+MAKES_ITS_MODEL = (
+    *("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu", "agent-tool-cpu"),
+    *("count-shapes-cpu", "image-shapes-cpu"),
+)
 """Examples that make their model and data; their own tests run them."""
 PACKAGES = {
     "strategy_name: vllm": "vllm",

@@ -131,6 +131,8 @@ def test_a_whole_run_agrees_with_its_engine_and_goes_on_from_its_checkpoint(task
     assert agreed and max(agreed) < 1e-5
     assert all(step["reward/mean"] > 0 for step in run.metrics)
     assert abs(run.metrics[0]["actor/kl_loss"]) < 1e-5 < run.metrics[-1]["actor/kl_loss"]
+    named = {name for sample in run.samples for name in sample["pictures"]}
+    assert named and {path.name for path in (run.folder / "samples").iterdir()} == named
     before = run.metrics
     again = go_on_from(2, run, task, IN_THIS_PROCESS, config)
     assert [step["reward/mean"] for step in again.metrics] == [step["reward/mean"] for step in before]

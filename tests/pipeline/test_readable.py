@@ -1,10 +1,21 @@
 """Single tokens of a sample: what each says, who sampled it when, and never more than a bounded number of them."""
 
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 
+from roll.data.pictures import read_picture
 from roll.data.records import Group, Prompt, Sample, SampleBatch
-from roll.pipeline.recorder import FIRST_TOKENS, LAST_TOKENS, readable, readable_tokens, token_texts
+from roll.pipeline.recorder import (
+    FIRST_TOKENS,
+    LAST_TOKENS,
+    readable,
+    readable_tokens,
+    token_texts,
+    write_prompt_pictures,
+)
 
 
 class Letters:
@@ -110,6 +121,31 @@ def test_each_group_is_told_with_the_advantages_of_its_own_rows():
         (0, 1.0, [1.0]), (1, 5.0, [5.0]),
     ]  # fmt: skip
     assert [each.tokens.texts for each in told] == [["a"], ["c"]]
+
+
+def test_pictures_in_prompts_are_named_and_written_once_as_the_data_has_them(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (9, 5), (200, 0, 0)).save(file, "JPEG")
+    red = read_picture(file.getvalue(), tmp_path)
+    black = read_picture(Image.new("RGB", (4, 4)), tmp_path)
+    groups = [
+        Group(
+            number,
+            Prompt("p", "d", np.zeros(1, np.int32), "a", pictures=pictures),
+            [sample_of([0, 1], [0, 1], [-1, 0])],
+        )
+        for number, pictures in enumerate([[red, black], [black], []])
+    ]
+    data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
+    data.tokens["advantages"] = np.zeros(6, np.float32)
+    first, second, third = (sample.pictures for sample in readable(groups, data, 4, 3, Letters()))
+    folder = tmp_path / "samples"
+    write_prompt_pictures(groups, folder)
+    assert first[1:] == second and third == []
+    assert [name.rpartition(".")[2] for name in first] == ["jpeg", "png"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        name: picture.tobytes() for name, picture in zip(first, (red, black), strict=True)
+    }
 
 
 def test_a_picture_that_came_back_from_the_journal_is_no_text():

@@ -160,6 +160,23 @@ def test_validation_pictures_are_a_grid_of_prompts_and_versions(make_run, make_s
     assert head == "data:image/jpeg;base64" and image.size == (128, 64)
 
 
+def test_samples_have_the_pictures_of_their_prompts(make_run, make_sample):
+    samples = [make_sample(step, pictures=[f"prompt-{step}.png", "prompt-all.jpeg"]) for step in range(1, 101)]
+    run = make_run(samples=[make_sample(1, pictures=["../../secret.png", "prompt-lost.png"]), *samples])
+    run.pictures.mkdir()
+    (run.root.parent / "secret.png").write_bytes(b"not a picture of this run")
+    for step in range(1, 101):
+        Image.new("RGB", (8, 8), (step, 0, 0)).save(run.pictures / f"prompt-{step}.png")
+    Image.new("RGB", (400, 200)).save(run.pictures / "prompt-all.jpeg")
+    data = page_of(run).data
+    assert data["samples"][1]["pictures"] == ["prompt-1.png", "prompt-all.jpeg"]
+    shown = data["prompt_pictures"]
+    assert "prompt-100.png" in shown and 50 < len(shown) <= 64
+    assert not {"../../secret.png", "prompt-lost.png"} & shown.keys()
+    head, image = decoded(shown["prompt-100.png"])
+    assert head == "data:image/png;base64" and image.getpixel((0, 0)) == (100, 0, 0)
+
+
 def test_a_damaged_picture_leaves_its_place_empty(make_run, make_sample):
     run = make_run(samples=[make_sample(0, split="val", response="0.png")])
     run.pictures.mkdir()

@@ -25,6 +25,12 @@ def test_a_sample_is_read_back_with_all_it_says(tmp_path):
     assert (val["split"], val["advantage"]) == ("val", None)
 
 
+def test_a_sample_names_the_pictures_in_its_prompt(tmp_path):
+    SampleLog(tmp_path / "s").write([sample(pictures=["prompt-1.png", "prompt-2.jpeg"])])
+    (told,) = read_json_lines(tmp_path / "s")
+    assert told["pictures"] == ["prompt-1.png", "prompt-2.jpeg"]
+
+
 def test_text_stays_readable_and_newlines_stay_inside_the_line(tmp_path):
     path = tmp_path / "samples.jsonl"
     SampleLog(path).write([sample(response="größer\n第二行\u2028")])

@@ -12,7 +12,7 @@ import torch
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import DataArguments
-from roll.data.pictures import PictureProcessor, picture_tokens
+from roll.data.pictures import FAMILIES, PictureProcessor, picture_tokens
 from roll.data.prompts import load_prompts
 from roll.data.records import Prompt, SampleBatch
 from roll.data.tokenizer import load_tokenizer
@@ -98,9 +98,9 @@ def scores(trainer: ForwardStrategy, batch: SampleBatch) -> np.ndarray:
     return trainer.log_probs(batch, 1.0)
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_trainer_and_reference_compute_the_log_probabilities_of_the_engine(tmp_path, newer):
-    model = make_model(tmp_path / "model", newer)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_and_reference_compute_the_log_probabilities_of_the_engine(tmp_path, family):
+    model = make_model(tmp_path / "model", family)
     requests = requests_of(prompts_of(tmp_path, model)[::8])
     batch = batch_of(requests, generated(model, requests))
     mask = batch.tokens["response_mask"]
@@ -148,9 +148,10 @@ def test_a_response_ends_at_a_placeholder(tmp_path, which):
 
 
 @pytest.mark.tier("all")
-def test_ranks_and_micro_batches_without_pictures_keep_in_step(tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_ranks_and_micro_batches_without_pictures_keep_in_step(tmp_path, family):
     """One sample has a picture. Alone on a rank, or with gradient checkpointing, the step is the same."""
-    model = make_model(tmp_path / "model")
+    model = make_model(tmp_path / "model", family)
     requests = requests_of(prompts_of(tmp_path, model)[:1])
     requests += [replace(requests[-1], request_id=f"text {seed}", sampling=SamplingParams(9, seed=seed))
                  for seed in range(3)]  # fmt: skip

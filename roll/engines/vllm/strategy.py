@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, fields
@@ -49,6 +50,7 @@ from roll.weights.buckets import (
 from roll.weights.publisher import WEIGHT_BACKENDS
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PretrainedConfig
     from vllm import AsyncEngineArgs
     from vllm import SamplingParams as VLLMSamplingParams
@@ -64,6 +66,8 @@ _LOOK_SECONDS = 1.0
 """Interval at which a call that has no answer yet looks whether the engine is alive."""
 _MEMORY_SECONDS = 2.0
 """Longest wait for what vLLM's workers tell of their memory."""
+_DECODED_PICTURES = 16
+"""Decoded pictures that are kept for the next requests."""
 Result = TypeVar("Result")
 
 
@@ -142,7 +146,10 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
 
     async def _updates(self, response: Response) -> AsyncGenerator[Response, None]:
         request = response.request
-        prompt = self._prompt(request)
+        images = [await self._image(picture) for picture in request.prompt_pictures]
+        if response.withdrawn:
+            return
+        prompt = self._prompt(request, images)  # not before: it names the weights
         params = sampling_params(request, self._end_tokens)
         engine = self._live_engine()
         # Leaving the iterator aborts the request inside vLLM.
@@ -164,8 +171,18 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                     if stopped:
                         return
 
-    def _prompt(self, request: GenerateRequest) -> TokensInput | TokensPrompt:
-        """Return a request's prompt in vLLM's form."""
+    async def _image(self, picture: np.ndarray) -> Image:
+        """Decode a picture in a thread, once for all samples of a group."""
+        key = digest([picture])
+        if key not in self._images:
+            self._images[key] = asyncio.ensure_future(asyncio.to_thread(decoded, picture))
+            if len(self._images) > _DECODED_PICTURES:
+                self._images.popitem(last=False)
+        self._images.move_to_end(key)
+        return await asyncio.shield(self._images[key])  # an aborted request leaves it to the others
+
+    def _prompt(self, request: GenerateRequest, images: Sequence[Image]) -> TokensInput | TokensPrompt:
+        """Return a request's prompt in vLLM's form. ``images``: its decoded pictures."""
         from vllm.inputs.engine import tokens_input
 
         # Cached prefixes are shared only between requests that began with the same weights.
@@ -176,11 +193,15 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         token_ids = self._processor.collapsed(request.prompt_token_ids, pictures).tolist()
         return {
             "prompt_token_ids": token_ids,
-            "multi_modal_data": {"image": [decoded(picture) for picture in pictures]},
+            "multi_modal_data": {"image": list(images)},
             # The salt does not reach the cache of the vision tower's results, which outlives an update of weights.
             "multi_modal_uuids": {"image": [f"{digest([picture])}-{self._loads}" for picture in pictures]},
             "cache_salt": salt,
         }
+
+    @cached_property
+    def _images(self) -> OrderedDict[str, asyncio.Future[Image]]:
+        return OrderedDict()
 
     @cached_property
     def _processor(self) -> PictureProcessor:

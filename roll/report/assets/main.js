@@ -106,7 +106,7 @@ function filesView() {
 function samplesSection() {
   if (!run.samples.length) return absent(run.absent["samples.jsonl"]);
   const some = run.samples.length < run.samples_recorded ? `${number(run.samples.length)} of ${number(run.samples_recorded)} recorded samples, of steps spread evenly over the run; all are in samples.jsonl.` : "";
-  return [some ? h("p", { class: "quiet" }, some) : "", samplesView(run.samples)];
+  return [some ? h("p", { class: "quiet" }, some) : "", samplesView(run.samples, run.prompt_pictures)];
 }
 
 const links = [];

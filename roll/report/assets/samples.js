@@ -6,7 +6,7 @@ function expanded(runs, length) {
 }
 const lagOf = (sample, version) => (sample.split === "train" ? sample.step - 1 - version : sample.step - version);
 
-function samplesView(samples) {
+function samplesView(samples, pictures) {
   const state = { step: samples.at(-1).step, split: "", domain: "", paint: "version" };
   let steps = [];
   const list = h("div", {}), legend = h("div", { class: "keys" });
@@ -28,7 +28,7 @@ function samplesView(samples) {
     earlier.disabled = !steps.length || state.step === steps[0]; later.disabled = !steps.length || state.step === steps.at(-1);
     const chosen = wanted.filter((each) => each.step === state.step);
     legend.replaceChildren(...paintLegend(state.paint, largest, oldest));
-    list.replaceChildren(...(chosen.length ? chosen.map((sample) => sampleCard(sample, state.paint, largest, oldest)) : [absent("No sample is like that.")]));
+    list.replaceChildren(...(chosen.length ? chosen.map((sample) => sampleCard(sample, pictures, state.paint, largest, oldest)) : [absent("No sample is like that.")]));
   }
   show();
   return [
@@ -40,12 +40,13 @@ function samplesView(samples) {
   ];
 }
 
-function sampleCard(sample, paint, largest, oldest) {
+function sampleCard(sample, pictures, paint, largest, oldest) {
   const versions = sample.versions[0] === sample.versions[1] ? `version ${sample.versions[0]}` : `versions ${sample.versions[0]} to ${sample.versions[1]}`;
   const lag = sample.split === "train" ? `, lag up to ${lagOf(sample, sample.versions[0])}` : "";
   const facts = [sample.split === "train" ? "training" : "validation", sample.domain, `group ${sample.group_id}`, `score ${number(sample.score)}`,
     sample.advantage === null ? "" : `mean advantage ${number(sample.advantage)}`, versions + lag, `ended by ${sample.finish_reason}`];
   return h("article", { class: "sample" }, h("header", {}, facts.filter(Boolean).map((fact) => h("span", {}, fact))),
+    sample.pictures ? h("div", { class: "text pictures" }, sample.pictures.map((name) => (pictures[name] ? h("img", { src: pictures[name], alt: name, title: `samples/${name}` }) : h("span", {}, `samples/${name} `)))) : "",
     sample.prompt ? h("div", { class: "text", dir: "auto" }, sample.prompt) : "",
     sample.tokens ? tokensView(sample, paint, largest, oldest) : plainResponse(sample, paint, largest, oldest));
 }
