@@ -334,7 +334,7 @@ def joined_routing(turns: Sequence[np.ndarray | None], length: int) -> np.ndarra
 def _of_pictures(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Return the stacked ``latents`` (and ``means``) of pictures, which all have the same number of steps; empty for
     other samples."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for name in ("latents", "means"):
         values = [vars(sample)[name] for sample in samples if vars(sample)[name] is not None]
         found |= {name: np.stack(values)} if values else {}
