@@ -17,6 +17,11 @@ from roll.configs.roles import GeneratingArguments, ModelArguments
 from roll.configs.run import PipelineConfig, RunConfig
 from roll.configs.strategies import ENGINES, Engine, Options, Trainer, strategy_of
 
+FLASH_ATTENTION = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": ("flash_attn_interface", "build `hopper` of github.com/Dao-AILab/flash-attention"),
+}
+"""``attn_implementation`` -> the module that computes it, and how to install that."""
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
 
@@ -57,10 +62,10 @@ def attention_can_be_computed(config: RunConfig) -> Iterator[ConfigProblem]:
             engine_key = f"set `attention_backend` in `{name}.strategy_args.strategy_config`"
             remedy = f"remove this key, or {'use another trainer' if trains else engine_key}"
             yield without_effect(path, chosen, f"{engine} chooses its attention itself", remedy)
-        elif chosen == "flash_attention_2" and config.cluster.device == "cpu":
-            yield ConfigProblem(path, "flash_attention_2 needs GPUs, and cluster.device is cpu", "write `sdpa`")
-        elif chosen == "flash_attention_2" and role.model_args.dtype == "float32":
-            yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
+        elif chosen in FLASH_ATTENTION and config.cluster.device == "cpu":
+            yield ConfigProblem(path, f"{chosen} needs GPUs, and cluster.device is cpu", "write `sdpa`")
+        elif chosen in FLASH_ATTENTION and role.model_args.dtype == "float32":
+            yield ConfigProblem(path, f"{chosen} cannot compute in float32", "set `dtype: bfloat16`")
 
 
 def gpus_are_visible(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from roll.check.config import config_warnings
 from roll.check.data import data_sections, files_of, has_model, is_local, needs_datasets, task_sets
-from roll.check.devices import sees_gpus
+from roll.check.devices import FLASH_ATTENTION, sees_gpus
 from roll.check.memory import TIGHT, MemoryEstimate
 from roll.check.memory_parts import GIB
 from roll.check.rules import chosen_trackers, is_installed, tracker_words
@@ -310,13 +311,18 @@ def _packages(config: RunConfig) -> Iterator[Need]:
         yield _package("peft", install_command("peft"))
     if isinstance(config, PromptConfig | SFTConfig) and any(map(needs_datasets, data_sections(config).values())):
         yield _package("datasets", install_command("datasets"))
-    if any(
-        section.model_args.attn_implementation == "flash_attention_2"
-        and (strategy := strategy_of(role, section)) is not None
-        and strategy.chooses_attention
+    used = {
+        section.model_args.attn_implementation
         for role, section in derived.roles_and_reward_models(config).items()
-    ):
-        yield _package("flash_attn", "pip install flash-attn --no-build-isolation, or `attn_implementation: sdpa`")
+        if (strategy := strategy_of(role, section)) is not None and strategy.chooses_attention
+    }
+    for name in sorted(used & FLASH_ATTENTION.keys()):
+        module, install = FLASH_ATTENTION[name]
+        yield _package(module, f"{install}, or `attn_implementation: sdpa`")
+    if any(map(derived.compiles_layers, derived.present_roles(config).values())):
+        compiler = os.environ.get("CXX", "g++")
+        missing = "not found here: install it, or set `compile` in `strategy_config` to false"
+        yield _need(f"C++ compiler {compiler}", shutil.which(compiler) is not None, missing)
 
 
 def _package(name: str, install: str) -> Need:

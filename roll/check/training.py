@@ -71,6 +71,9 @@ def experts_can_be_replayed(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if section is not None and derived.context_ranks(section) > 1:
             message = f"true, but the ranks of {role} split rows (`context_parallel_size`), unlike recorded experts"
             yield ConfigProblem(path, message, f"{remedy}, or `context_parallel_size` to 1")
+        if section is not None and derived.compiles_layers(section):
+            message = f"true, but {role} compiles its layers (`compile`), in which no choice of experts is replaced"
+            yield ConfigProblem(path, message, f"{remedy}, or `compile` to false")
     for message, other in _no_experts_recorded(config):
         yield ConfigProblem(path, f"true, but {message}", f"{remedy}, or {other}")
 

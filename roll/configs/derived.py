@@ -226,6 +226,11 @@ def context_ranks(role: WorkerConfig) -> int:
     return int(Options.of(role).get("context_parallel_size", 1))
 
 
+def compiles_layers(role: WorkerConfig) -> bool:
+    """Return True if the role's trainer compiles the layers of its model."""
+    return role.strategy_args.strategy_name == "fsdp2_train" and bool(Options.of(role).get("compile", False))
+
+
 def data_parallel_ranks(role: WorkerConfig) -> int:
     """Return the number of data-parallel ranks of a trainer.
 

@@ -33,7 +33,7 @@ class ModelArguments:
         "Computing precision. Training keeps float32 master weights and gradients in any case. `float16` is for "
         "engines, reward models, `hf_infer` and `fsdp2_train`, which then scales the loss.",
     )
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option(
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] = option(
         "sdpa", "Attention implementation handed to transformers."
     )
     trust_remote_code: bool = option(False, "Allow code that comes with the model files to be executed.")

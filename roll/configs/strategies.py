@@ -279,6 +279,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": bool,
         "offload": _Offload,
         "context_parallel_size": _Count,
+        "compile": bool,
     },
     "deepspeed_train": {
         "gradient_checkpointing": bool,

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from roll.algorithms.metrics import PartMetrics
 from roll.configs.plugins import made
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
+from roll.trainers.compiled import compile_layers
 from roll.trainers.context_parallel import ContextForward, ContextGroup, install_context_parallel
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.loss_scale import LossScale
@@ -70,6 +71,8 @@ class Fsdp2TrainStrategy(TrainStrategy):
         task = "CAUSAL_LM" if setup.pictures is None else None
         adapters = setup.trains_adapters
         self.adapters = add_adapters(model, setup.model_args, setup.model_path, task) if adapters else None
+        if self.options.compile:
+            compile_layers(decoder_layers(model), self.device)
         self.model = self._shard(model)
         if stored_dtype(setup) == torch.float32:
             self.model.float()

@@ -45,6 +45,8 @@ class Fsdp2Options:
     backward passes run on the device either way."""
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the positions of the same rows (Ulysses)."""
+    compile: bool = False
+    """Compile each decoder layer (`torch.compile`)."""
     process_group_timeout_seconds: Seconds = 600.0
     """Longest wait in a collective before it fails."""
 
@@ -176,7 +178,7 @@ class MegatronOptions:
 
 PASSED_ON = frozenset(
     {
-        "aio", "comms_logger", "communication_data_type", "compile", "data_types", "disable_allgather",
+        "aio", "comms_logger", "communication_data_type", "data_types", "disable_allgather",
         "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor", "graph_harvesting",
         "log_level", "memory_breakdown", "prescale_gradients", "steps_per_print", "timers", "wall_clock_breakdown",
         "zero_optimization",
@@ -200,6 +202,7 @@ _REPLACEMENTS: dict[str, tuple[str, ...]] = {
         "managed_gradient_accumulation", "gradient_allreduce_op",
     ),
     "`gradient_checkpointing: true` in `strategy_config`": ("activation_checkpointing",),
+    "nothing: DeepSpeed compiles only if the training loop calls it; `fsdp2_train` has a key `compile`": ("compile",),
     "`device_mapping`": ("elasticity",),
     "a run of its own: it ends the process that trains": ("autotuning",),
     "nothing: the run makes the batches": ("curriculum_learning", "data_efficiency", "dataloader_drop_last"),

@@ -65,8 +65,9 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
     ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
     samples = [part[None] for part in ids.split(TRIED_LENGTHS)]
     alone = torch.cat([_hidden_states(model, sample) for sample in samples], dim=1)
-    AttentionInterface.register(PACKED_NAMES["sdpa"], packed_sdpa)
-    AttentionInterface.register(PACKED_NAMES["eager"], packed_eager)
+    for name, attend in {"sdpa": packed_sdpa, "eager": packed_eager}.items():
+        # Compiled layers leave it out: it would be compiled anew for each set of lengths.
+        AttentionInterface.register(PACKED_NAMES[name], torch.compiler.disable(attend))
     model.set_attn_implementation(PACKED_NAMES[tried])
     if model.config._attn_implementation != PACKED_NAMES[tried]:
         raise _refusal(model, "it does not take its attention from transformers' interface")

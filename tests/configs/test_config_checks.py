@@ -305,6 +305,15 @@ WRONG = [
         "actor_train.model_args.attn_implementation", "needs GPUs", "sdpa",
     ),
     (
+        {"actor_train.model_args": {"attn_implementation": "flash_attention_3"}},
+        "actor_train.model_args.attn_implementation", "flash_attention_3 needs GPUs", "sdpa",
+    ),
+    (
+        {"cluster.device": "cuda", "cluster.address": "auto",
+         "actor_train.model_args": {"attn_implementation": "flash_attention_3", "dtype": "float32"}},
+        "actor_train.model_args.attn_implementation", "flash_attention_3 cannot compute in float32", "bfloat16",
+    ),
+    (
         {"actor_train.strategy_args": {"strategy_name": "megatron_train"}, "actor_train.use_sequence_packing": True},
         "actor_train.use_sequence_packing", "padded rows only", "`fsdp2_train` or `deepspeed_train`",
     ),
@@ -874,6 +883,7 @@ def engine_named(name: str, **changes: Any) -> dict[str, Any]:
             },
             "the ranks of actor_train split rows",
         ),
+        ({"actor_train.strategy_args.strategy_config": {"compile": True}}, "actor_train compiles its layers"),
         (engine_named("vllm"), "on GPUs only"),
         (
             ON_GPUS | engine_named("vllm") | {"actor_infer.generating_args.stop_strings": ["x"]},

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.check.config import check_config
-from roll.check.plan import plan
+from roll.check.memory import estimate_memory
+from roll.check.plan import needs, plan
 from roll.configs import derived
 from roll.configs.loader import config_from_tree
 from roll.configs.run import RLVRConfig, WeightUpdateConfig
@@ -142,3 +143,19 @@ def test_an_engine_that_shares_its_devices_keeps_no_version(tree):
     }  # fmt: skip
     tree["actor_infer"] |= {"device_mapping": "0-3"}
     assert derived.pinned_replicas(check_config(config_from_tree(tree))) == 0
+
+
+def test_what_kernels_and_compiled_layers_need_is_listed(tree, monkeypatch):
+    def named(**changes):
+        chosen = config_from_tree(tree | {"actor_train": tree["actor_train"] | changes})
+        return {need.what: need for need in needs(chosen, estimate_memory(chosen))}
+
+    assert not any("flash" in what or "compiler" in what for what in named())
+    flash = named(model_args={"attn_implementation": "flash_attention_3"})
+    assert "hopper" in flash["package flash_attn_interface"].state
+    compiled = {"strategy_args": {"strategy_config": {"compile": True}}}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    missing = named(**compiled)["C++ compiler no-such-compiler"]
+    assert not missing.here and "set `compile`" in missing.state
+    monkeypatch.setenv("CXX", "true")
+    assert named(**compiled)["C++ compiler true"].here

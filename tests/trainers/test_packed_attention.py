@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -23,8 +28,10 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    modeling_flash_attention_utils,
 )
 
+from roll.trainers import packing
 from roll.trainers.packing import UnpackableModel, install_packed_attention
 from roll.trainers.step import Packing
 
@@ -177,3 +184,46 @@ def test_a_model_that_mixes_samples_in_secret_is_found_out(model_class, reason):
     model = model_class._from_config(LlamaConfig(**SIZES), attn_implementation="sdpa").eval()
     with pytest.raises(UnpackableModel, match=reason):
         install_packed_attention(model, "sdpa")
+
+
+def test_flash_attention_3_is_told_where_samples_begin(monkeypatch):
+    """Its kernel is a stand-in with the signature of the real one (flash-attention's `hopper` folder)."""
+    calls = []
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+        softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+        sm_margin=0, return_attn_probs=False,
+    ):  # fmt: skip
+        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, window_size))
+        assert causal and cu_seqlens_q.dtype == torch.int32
+        parts = []
+        for first, last in pairwise(cu_seqlens_q.tolist()):
+            sample = (tensor[first:last].transpose(0, 1)[None] for tensor in (q, k, v))
+            window = None if window_size[0] < 0 else window_size[0] + 1
+            visible = packing._visible(last - first, window, q.device)
+            attended = functional.scaled_dot_product_attention(
+                *sample, attn_mask=visible, scale=softmax_scale, enable_gqa=True
+            )
+            parts.append(attended[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    kernels = SimpleNamespace(
+        flash_attn_func=None, flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=None
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", kernels)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(
+        PreTrainedModel,
+        "_check_and_adjust_attn_implementation",
+        lambda self, attn_implementation, *a, **k: attn_implementation,
+    )
+    for name, windows in (("Qwen2", (-1, -1)), ("Mistral, all layers with windows", (2, 2))):
+        model, samples = random_model(*MODELS[name]), some_samples()
+        expected = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
+        install_packed_attention(model, "flash_attention_3")
+        calls.clear()
+        torch.testing.assert_close(torch.cat(packed_logits(model, samples)), expected, rtol=1e-4, atol=1e-5)
+        bounds = [0, *np.cumsum(LENGTHS).tolist()]
+        assert calls == [(bounds, bounds, max(LENGTHS), max(LENGTHS), windows)] * 2

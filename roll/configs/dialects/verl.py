@@ -135,7 +135,9 @@ _TABLE = {
     f"{_AR}.actor.entropy_coeff": to("entropy_loss_coef"),
     f"{_AR}.actor.entropy_checkpointing": none("the entropy is computed in chunks"),
     f"{_AR}.actor.entropy_from_logits_with_chunking": none(_ALWAYS),
-    f"{_AR}.actor.use_torch_compile": none("nothing is compiled"),
+    f"{_AR}.actor.use_torch_compile": none(
+        "losses are not compiled; `strategy_config: {compile: true}` compiles the layers"
+    ),
     f"{_AR}.actor.checkpoint.**": none("a checkpoint has the whole state"),
     # generation
     f"{_AR}.rollout.name": to("actor_infer.strategy_args.strategy_name", {"hf": "hf_infer"}),
