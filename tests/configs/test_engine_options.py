@@ -17,7 +17,7 @@ from roll.configs.strategies import OPTIONS, Options
 ENGINES = ("vllm", "sglang", "hf_infer")
 SWITCHES = {
     "enforce_eager", "disable_cuda_graph", "reshard_after_forward", "gradient_checkpointing", "sequence_parallel",
-    "use_distributed_optimizer", "enable_prefix_caching",
+    "use_distributed_optimizer", "enable_prefix_caching", "compile",
 }  # fmt: skip
 SECTIONS = {"zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"}
 NUMBERS_THAT_WORK = {
