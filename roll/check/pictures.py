@@ -5,6 +5,7 @@ Features that are not built for pictures are rejected by name, so that no key is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -157,6 +158,22 @@ def steps_are_possible(config: ImageConfig) -> Iterator[ConfigProblem]:
             f"{sampling.noise_level:g}: at 1 all noise is new, and of the picture so far only its prediction stays"
         )
         yield ConfigProblem("sampling.noise_level", message, "write less than 1, for example 0.8")
+    yield from _noise_is_stable(sampling)
+
+
+def _noise_is_stable(sampling: PictureSampling) -> Iterator[ConfigProblem]:
+    """Require a noise level that does not make latents grow.
+
+    A step of length d multiplies the pure noise it starts from by 1 - a^2 / 2 under `flow_sde` and 1 - a^2 d / 2 under
+    `dance`, beside what the ODE does; below -1 the noise grows. Without a shift, d is 1 / steps.
+    """
+    most = {"flow_sde": 2.0, "dance": 2 * math.sqrt(sampling.num_inference_steps)}.get(sampling.kind, math.inf)
+    if sampling.noise_level > most:
+        message = (
+            f"{sampling.noise_level:g}: above {most:.3g}, with `kind: {sampling.kind}` and "
+            f"{sampling.num_inference_steps} steps, the first step reverses the noise and makes it grow"
+        )
+        yield ConfigProblem("sampling.noise_level", message, f"write at most {math.floor(most * 10) / 10:g}")
 
 
 def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:

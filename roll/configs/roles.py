@@ -236,7 +236,9 @@ class PictureSampling:
         "Distribution of a step with noise: `flow_sde` (Flow-GRPO), `cps` (coefficients-preserving sampling) or "
         "`dance` (DanceGRPO). See `docs/images.md`.",
     )
-    noise_level: Positive = option(0.7, "Strength of that noise; for `cps` below 1.")
+    noise_level: Positive = option(
+        0.7, "Strength of that noise: `cps` below 1, `flow_sde` at most 2, `dance` at most twice the root of the steps."
+    )
     window_size: Count = option(
         2, "Steps in a row that have noise and are trained on; all others follow the ODE (Flow-GRPO-Fast)."
     )

@@ -93,6 +93,8 @@ def test_a_configuration_that_works_has_no_problems(task):
     in_bfloat16 = {"actor_train__model_args": LORA["actor_train__model_args"] | rounded, "use_kl_loss": True}
     assert problems(task, actor_infer__model_args=rounded, reference={}, **in_bfloat16) == {}
     assert problems(task, async_generation_ratio=1, weight_update__in_flight="drain") == {}
+    for kind, most in (("flow_sde", 2.0), ("dance", 4.0)):  # of four steps
+        assert problems(task, sampling__kind=kind, sampling__noise_level=most) == {}
     assert problems(task, sampling__log_prob="sum", actor_train__pg_variant_args={}) == {}
     seen = {"verifier": "judge", "judge": JUDGE | {"template": "Like {prompt}? Score: 1"}}
     seen["timeout_seconds"] = 60
@@ -115,6 +117,9 @@ def test_a_configuration_that_works_has_no_problems(task):
         ({"sampling__height": 9}, "sampling.height", "patches of 2 pixels"),
         ({"sampling__width": 18}, "sampling.width", "more than the 16 that the model has positions for"),
         ({"sampling__noise_level": 1.0}, "sampling.noise_level", "all noise is new"),
+        ({"sampling__kind": "dance", "sampling__noise_level": 50}, "sampling.noise_level", "makes it grow"),
+        ({"sampling__kind": "dance", "sampling__noise_level": 4.1}, "sampling.noise_level", "above 4"),
+        ({"sampling__kind": "flow_sde", "sampling__noise_level": 2.1}, "sampling.noise_level", "above 2"),
         ({"sampling__true_cfg_scale": 4.0}, "sampling.true_cfg_scale", "is `guidance_scale`"),
         ({"sampling__negative_prompt": "blue"}, "sampling.negative_prompt", "no guidance"),
         ({"sampling__kind": "ddim"}, "sampling.kind", "ddim"),

@@ -119,6 +119,19 @@ def test_what_a_readme_proposes_to_change_can_run(folder, overrides):
     assert len(refused) < len(list(folder.glob("*.yaml"))), refused
 
 
+def test_three_gpus_hold_two_ranks_of_the_picture_trainer_and_one_engine():
+    folder = EXAMPLES / "sd3.5-medium-flow_grpo"
+    (overrides,) = [
+        each for found, each in proposed_settings() if found == folder and "actor_infer.device_mapping=[2]" in each
+    ]
+    config = load_config(folder / "fast_3gpu.yaml", overrides)
+    check_elsewhere(config)
+    assert parse_device_mapping(config.actor_train.device_mapping) == [0, 1] and config.async_generation_ratio == 1
+    estimate = estimate_memory(config)
+    assert estimate.unknown == [] and estimate.misfits == [] and estimate.tight == []
+    assert [device.roles for device in estimate.devices] == [["actor_train"], ["actor_infer"]]
+
+
 def off_policy_overrides() -> dict[str, list[str]]:
     """`pg_variant` -> the overrides that the README gives for it."""
     lines = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (OFF_POLICY / "README.md").read_text(), re.MULTILINE)
