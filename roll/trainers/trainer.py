@@ -160,7 +160,7 @@ class ForwardStrategy(ABC):
     def __init__(self, setup: TrainerSetup) -> None:
         self.setup = setup
         self.used = Usage()
-        """Work since the last report."""
+        """Optimizer steps and micro-batches of the current call; its caller clears it."""
 
     @abstractmethod
     def initialize(self) -> None:

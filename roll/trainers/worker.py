@@ -86,12 +86,14 @@ class TrainWorker(Worker):
     """Checksums of the base model, if only adapters are sent to engines."""
     _writing: list[Writing]
     """Writes in progress, oldest first."""
+    _used: Usage
+    """Work of finished calls since the last report."""
     _shape: ModelShape | None
     """Sizes of the model; None if they are unknown."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
-        self._writing, self._shape = [], shape_of(spec.setup)
+        self._writing, self._used, self._shape = [], Usage(), shape_of(spec.setup)
         me = self.identity
         host = (await self.describe())["host"]
         if spec.transport is not None:
@@ -173,23 +175,27 @@ class TrainWorker(Worker):
     async def _counted(self, batch: SampleBatch, passes: float, work: Callable[..., Result], *args: object) -> Result:
         """Do work in the thread, and count its seconds and the operations of so many forward passes."""
 
-        def timed() -> tuple[Result, float]:
+        def timed() -> tuple[Result, Usage]:
+            self._strategy.used = Usage()
             began = time.perf_counter()
-            return work(*args), time.perf_counter() - began
+            result = work(*args)
+            return result, replace(self._strategy.used, seconds=time.perf_counter() - began)
 
-        result, seconds = await self.in_thread(timed)
-        used = self._strategy.used
-        used.seconds += seconds
+        result, done = await self.in_thread(timed)
+        used = self._used
+        used.seconds += done.seconds
+        used.optimizer_seconds += done.optimizer_seconds
+        used.micro_batches += done.micro_batches
         if passes == 1:
-            used.forward_seconds += seconds
+            used.forward_seconds += done.seconds
         if self._shape is not None:
             lengths = batch.lengths.astype(np.float64)
             used.operations += passes * self._shape.forward_operations(lengths.sum(), (lengths**2).sum())
         return result
 
     async def usage(self) -> Usage:
-        """Return what this rank has computed since the last call, and its memory."""
-        used, self._strategy.used = self._strategy.used, Usage()
+        """Return what finished calls of this rank have computed since the last report, and its memory."""
+        used, self._used = self._used, Usage()
         return replace(used, cpu_seconds=cpu_seconds(), device=device_name(), memory=memory_in_use())
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +19,10 @@ from roll.check.hardware import peak_flops
 from roll.check.memory_parts import find_shape
 from roll.configs.roles import ActorInferConfig
 from roll.pipeline.usage import CpuSeconds, EngineLoads, engine_memory, rates_per_device, trainer_usage
+from roll.runtime.placement import WorkerPlace
 from roll.runtime.usage import Usage, cpu_seconds, memory_in_use
+from roll.runtime.workers import WorkerIdentity
+from roll.trainers.worker import TrainWorker
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,42 @@ def test_times_of_a_trainer_are_means_over_its_ranks():
         "micro_batches/critic": 4.0,
     }
     assert trainer_usage("critic", [Usage()], None) == {}
+
+
+class Trainer:
+    """A strategy whose only call lasts until it is let go."""
+
+    def __init__(self) -> None:
+        self.used = Usage()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def train_part(self, batch, objective, temperature, *, completes):
+        self.used.micro_batches += 3
+        self.used.optimizer_seconds += 1e-9
+        self.begun.set()
+        self.goes_on.wait(10)
+        return {}, None
+
+
+def test_a_call_is_reported_whole_by_the_first_report_after_it():
+    async def reports() -> list[Usage]:
+        worker, trainer = (
+            TrainWorker(WorkerIdentity("actor_train", 0, 1, WorkerPlace(0, "cpu", (0,), 1), None)),
+            Trainer(),
+        )
+        worker._strategy = worker._trainer = trainer
+        worker._used, worker._shape, worker._setup = Usage(), None, SimpleNamespace(trains_adapters=False)
+        training = asyncio.create_task(worker.train_part(None, None, 1.0, completes=True))
+        await asyncio.to_thread(trainer.begun.wait, 10)
+        during = await worker.usage()
+        trainer.goes_on.set()
+        await training
+        return [during, await worker.usage(), await worker.usage()]
+
+    during, after, later = asyncio.run(reports())
+    assert (during.micro_batches, during.optimizer_seconds, during.seconds) == (0, 0.0, 0.0)
+    assert after.micro_batches == 3 and after.seconds > after.optimizer_seconds == 1e-9
+    assert (later.micro_batches, later.seconds) == (0, 0.0)
 
 
 def test_processor_seconds_are_those_since_the_last_look_and_unknown_where_a_process_was_replaced():
@@ -139,17 +181,22 @@ def test_the_memory_of_this_process():
 def test_a_run_tells_how_its_devices_are_used(task):
     done = run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, cluster__device_tflops=0.1))
     shape = find_shape(str(task / "model"))
+    computed: list[float] = []
+    busy = 0.0
     for step in done.metrics:
         trained = step["tokens_per_second/actor_train"] * step["time/step"]
         least = 3 * 2 * shape.active_parameters * trained / (0.1e12 * step["time/step"])
         assert least < step["mfu/actor_train"] < 1, "the operations of a step take less time than the step"
         assert step["tokens_per_second_per_device/actor_train"] == step["tokens_per_second/actor_train"]
         assert 0 < step["engine/running"] <= 64 and 0 < step["engine/kv_cache_use"] <= 1 and step["engine/waiting"] == 0
-        assert 0 < step["engine/prefix_hit_share"] < 1, "samples of a group share their prompt"
-        seconds = [step[f"seconds/actor_train/{part}"] for part in ("forward_backward", "optimizer")]
-        assert min(seconds) > 0 and sum(seconds) <= (1 - step["idle/actor_train"]) * step["time/step"]
+        computed += [step[f"seconds/actor_train/{part}"] for part in ("forward_backward", "optimizer")]
+        busy += (1 - step["idle/actor_train"]) * step["time/step"]
         assert step["micro_batches/actor_train"] >= 1
         assert step["memory/actor_train/peak_gib"] > 0 < step["memory/actor_infer/peak_gib"]
+    # A step is recorded while the next one goes on, so what belongs to one may be told with the other.
+    assert min(computed) > 0 and sum(computed) <= busy
+    shares = [step["engine/prefix_hit_share"] for step in done.metrics if "engine/prefix_hit_share" in step]
+    assert 0 < sum(shares) < len(shares), "samples of a group share their prompt"
 
 
 def test_without_a_known_peak_there_is_no_utilisation(task):
