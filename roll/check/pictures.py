@@ -113,6 +113,9 @@ def text_keys_are_left_alone(config: ImageConfig) -> Iterator[ConfigProblem]:
     if config.actor_train.pg_variant in _DENSITIES:
         message = f"{config.actor_train.pg_variant} {_DENSITIES[config.actor_train.pg_variant]}"
         yield ConfigProblem("actor_train.pg_variant", message, "use another one, for example `ppo`")
+    if config.sampling.log_prob == "guard" and config.actor_train.pg_variant == "vanilla":
+        message = "guard: it normalises ratios, and `pg_variant: vanilla` has none"
+        yield ConfigProblem("sampling.log_prob", message, "write `mean`, or use another loss, for example `ppo`")
     for name, reward in config.rewards.items():
         yield from _blind(name, reward)
 

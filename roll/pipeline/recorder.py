@@ -200,7 +200,7 @@ def write_prompt_pictures(groups: Sequence[Group], folder: Path) -> None:
     for picture in (picture for group in groups for picture in group.prompt.pictures):
         folder.mkdir(exist_ok=True)
         path = folder / prompt_picture_file(picture)
-        if not path.exists():
+        if not path.exists() or path.stat().st_size != picture.nbytes:  # a crash may have cut it off
             path.write_bytes(picture.tobytes())
 
 

@@ -207,6 +207,7 @@ def test_a_configuration_that_works_has_no_problems(task):
             "sampling.log_prob",
             "needs recomputed ones",
         ),
+        ({"sampling__log_prob": "guard", "actor_train__pg_variant": "vanilla"}, "sampling.log_prob", "has none"),
         ({"sampling__max_sequence_length": 0}, "sampling.max_sequence_length", "must be >= 1"),
         ({"sampling__max_sequence_length": 513}, "sampling.max_sequence_length", "<= 512"),
         ({"critic": {"device_mapping": [0]}, "adv_estimator": "gae"}, "critic", "this section is not built"),

@@ -140,6 +140,8 @@ def test_pictures_in_prompts_are_named_and_written_once_as_the_data_has_them(tmp
     data.tokens["advantages"] = np.zeros(6, np.float32)
     first, second, third = (sample.pictures for sample in readable(groups, data, 4, 3, Letters()))
     folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / first[0]).write_bytes(b"cut off by a crash")
     write_prompt_pictures(groups, folder)
     assert first[1:] == second and third == []
     assert [name.rpartition(".")[2] for name in first] == ["jpeg", "png"]
