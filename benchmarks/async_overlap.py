@@ -8,7 +8,7 @@ prompts, their length, samples and passes are options; streaming takes one pass.
 of the ratio-0 run, in which nothing overlaps. The bound is the gain of perfect overlap: (rollout + training) /
 max(rollout, training). Prints one JSON line.
 
-    python benchmarks/async_overlap.py [--steps 12] [--prompts 96] [--prompt-tokens 40] [--epochs 1]
+    python benchmarks/async_overlap.py [--steps 12] [--prompts 192] [--prompt-tokens 40] [--epochs 1]
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each run")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    parser.add_argument("--prompts", type=int, default=96, help="prompts per step")
+    parser.add_argument("--prompts", type=int, default=192, help="prompts per step")
     parser.add_argument("--prompt-tokens", type=int, default=40, help="longest prompt")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
     parser.add_argument("--response-length", type=int, default=16, help="tokens of every response")
