@@ -352,5 +352,6 @@ class InferWorker(Worker):
 
     async def stats(self) -> dict[str, Any]:
         """See `InferStrategy.stats`; also returns `memory` and `cpu_seconds` of the engine's processes."""
+        stats = self._strategy.stats()  # first: while the others are awaited, requests of the next step may come
         used = await asyncio.to_thread(cpu_seconds)
-        return self._strategy.stats() | {"memory": await self._strategy.memory(), "cpu_seconds": used}
+        return stats | {"memory": await self._strategy.memory(), "cpu_seconds": used}
