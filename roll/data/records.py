@@ -260,10 +260,13 @@ class SampleBatch:
 
     @classmethod
     def concatenated(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
-        """Return the samples of all batches, which have the same fields."""
+        """Return the samples of all batches. They have the same fields, but for a ``loss_mask`` that only some have."""
+        fields = [batch.tokens for batch in batches]
+        if any("loss_mask" in tokens for tokens in fields):
+            fields = [{"loss_mask": tokens["response_mask"], **tokens} for tokens in fields]
         return cls(
             lengths=np.concatenate([batch.lengths for batch in batches]),
-            tokens={name: np.concatenate([batch.tokens[name] for batch in batches]) for name in batches[0].tokens},
+            tokens={name: np.concatenate([tokens[name] for tokens in fields]) for name in fields[0]},
             per_sample={
                 name: np.concatenate([batch.per_sample[name] for batch in batches]) for name in batches[0].per_sample
             },
