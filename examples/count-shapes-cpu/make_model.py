@@ -69,7 +69,7 @@ class WarmedModel:
 
 @dataclass(frozen=True)
 class Question:
-    """How many shapes of a colour are in a picture?"""
+    """A picture, and the number of shapes of a colour in it."""
 
     image: Image.Image
     colour: str

@@ -260,16 +260,18 @@ class SampleBatch:
 
     @classmethod
     def concatenated(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
-        """Return the samples of all batches. They have the same fields, but for a ``loss_mask`` that only some have."""
-        fields = [batch.tokens for batch in batches]
+        """Return the samples of all batches. They have the same fields, but for ``loss_mask`` and ``prompt_pictures``,
+        which only some may have."""
+        fields, own = [batch.tokens for batch in batches], [batch.per_sample for batch in batches]
         if any("loss_mask" in tokens for tokens in fields):
             fields = [{"loss_mask": tokens["response_mask"], **tokens} for tokens in fields]
+        if any("prompt_pictures" in values for values in own):
+            none = np.frompyfunc(lambda _: (), 1, 1)
+            own = [{"prompt_pictures": none(batch.lengths), **batch.per_sample} for batch in batches]
         return cls(
             lengths=np.concatenate([batch.lengths for batch in batches]),
             tokens={name: np.concatenate([tokens[name] for tokens in fields]) for name in fields[0]},
-            per_sample={
-                name: np.concatenate([batch.per_sample[name] for batch in batches]) for name in batches[0].per_sample
-            },
+            per_sample={name: np.concatenate([values[name] for values in own]) for name in own[0]},
         )
 
     def unrouted(self) -> SampleBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -270,6 +271,15 @@ def test_a_part_of_which_nothing_is_left_out_joins_one_with_a_group_that_is(mask
     parts[masked].data.tokens["loss_mask"] = nothing
     wanted = [nothing if number == masked else part.data.tokens["response_mask"] for number, part in enumerate(parts)]
     assert np.array_equal(asyncio.run(join(parts)).data.tokens["loss_mask"], np.concatenate(wanted))
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_part_without_pictures_in_its_prompts_joins_one_with_pictures(seen):
+    whole, picture = batch_of(*(([sample(1), sample(0)], None) for _ in range(2))), np.ones(3, np.uint8)
+    whole.groups[seen].prompt = replace(PROMPT, pictures=[picture])
+    parts = [TrainingBatch.from_groups(4, [group]) for group in whole.groups]
+    found = asyncio.run(join(parts)).data.per_sample["prompt_pictures"]
+    assert [len(pictures) for pictures in found] == [int(row // 2 == seen) for row in range(4)]
 
 
 def test_advantages_of_a_part_change_nothing_and_are_those_of_its_batch():
