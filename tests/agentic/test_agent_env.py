@@ -157,7 +157,7 @@ def test_an_error_of_a_function_is_its_own(agents):
 def is_alive(pid: int) -> bool:
     try:
         return open(f"/proc/{pid}/stat").read().split(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

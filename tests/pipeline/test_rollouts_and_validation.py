@@ -281,6 +281,7 @@ def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
     finished = StepGroups(0, [FinishedGroup(0, None, Group(0, prompt(), [sample]), 0)])
     run = SimpleNamespace(
         config=SimpleNamespace(rollout_batch_size=1),
+        least_groups=1,
         logp=None,
         max_staleness=0,
         scheduler=SimpleNamespace(ledger=Ledger()),
