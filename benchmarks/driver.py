@@ -94,6 +94,7 @@ class Meter:
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.longest_turn = 0.0
+        self.has_requests = False
         self.tokens = self.samples = 0
         self._outside = 0.0
         self._turn: tuple[float, float] = (0.0, 0.0)
@@ -118,6 +119,11 @@ class Meter:
             yield
         finally:
             self._outside += time.thread_time() - began
+
+    def first_request(self) -> None:
+        """Measure turns from here on: what came before, above all a collection of garbage, keeps nothing waiting."""
+        if not self.has_requests:
+            self.has_requests, self.longest_turn = True, 0.0
 
     def turn_begins(self) -> None:
         """Note the beginning of a turn of the event loop."""
@@ -243,6 +249,7 @@ class EngineHandle(Handle):
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Begin these requests. Lengths are log-normal."""
+        self._meter.first_request()
         with self._meter.outside():
             now = asyncio.get_running_loop().time()
             for request in requests:
@@ -521,7 +528,6 @@ class DriverRun:
                 status.now()
 
         async def measure_steps() -> None:
-            meter.longest_turn = 0.0
             await run.steps.reached(self._arguments.warm_up)
             meter.start()
             began = asyncio.get_running_loop().time()
