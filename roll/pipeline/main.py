@@ -36,6 +36,7 @@ from roll.pipeline.stages import (
     publish,
     reached_engines,
     record,
+    takes_parts,
 )
 from roll.pipeline.status import StatusKeeper, watch_for_stall
 from roll.pipeline.streaming import PARTS_PER_BATCH, join
@@ -134,7 +135,7 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
     source: Any = groups_of_steps(run)
     for each in chain:
         beside, last = each.finish is not None, each is chain[-1]
-        outbox = None if beside or last else Channel(f"after {each.name}", PARTS_PER_BATCH)
+        outbox = None if beside or last else Channel(f"after {each.name}", PARTS_PER_BATCH if takes_parts(run) else 1)
         inbox = source
         if beside:
             inbox = stages[-1].side = Channel(f"to {each.name}")

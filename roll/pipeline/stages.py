@@ -81,7 +81,7 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
         batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
         batch.complete, batch.metrics = finished.complete, finished.metrics
         batch.check_staleness(run.max_staleness)
-        if not _takes_parts(run):
+        if not takes_parts(run):
             batch.describe_rollouts(run.side.sample_metrics, derived.is_scored(run.config))
         return batch
 
@@ -94,7 +94,8 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
     return batch
 
 
-def _takes_parts(run: RunContext) -> bool:
+def takes_parts(run: RunContext) -> bool:
+    """Return True if batches may pass through the stages in parts."""
     return run.least_groups < run.config.rollout_batch_size
 
 
@@ -147,7 +148,7 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
         part = await asyncio.to_thread(with_own_advantages, batch, run.advantages)
     if whole is None:
         return part
-    if _takes_parts(run):
+    if takes_parts(run):
         await asyncio.to_thread(whole.describe_rollouts, run.side.sample_metrics, derived.is_scored(run.config))
     whole.metrics.update(await asyncio.to_thread(add_advantages, whole, run.advantages))
     whole.advantage_state = run.advantages.state_dict()

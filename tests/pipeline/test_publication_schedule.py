@@ -26,7 +26,7 @@ from roll.pipeline.records import StepRecords
 from roll.pipeline.rollouts import EngineGate, ValidationResult
 from roll.pipeline.stage import StageGraph, StepCounter
 from roll.pipeline.stages import ChainedStage, stage_chain
-from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
+from roll.pipeline.streaming import PARTS_PER_BATCH, PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
 from roll.tracking.timeline import Timeline
@@ -291,6 +291,20 @@ def run(tmp_path, monkeypatch):
         return made.run()
 
     return run
+
+
+@pytest.mark.parametrize(("streams", "room"), [(False, {1}), (True, {PARTS_PER_BATCH})])
+def test_a_channel_has_room_for_parts_only_where_batches_come_in_parts(tmp_path, streams, room):
+    config = config_from_tree(tiny_config(tmp_path, actor_train__stream_groups=streams, rollout_batch_size=64))
+    run = SimpleNamespace(
+        config=config,
+        compared={},
+        hold=lambda role: None,
+        streams=streams,
+        least_groups=least_groups(config, streams),
+        recorder=SimpleNamespace(timeline=None),
+    )
+    assert {stage.inbox.capacity for stage in build_stages(stage_chain({}), run) if stage.inbox is not None} == room
 
 
 @pytest.mark.parametrize(
