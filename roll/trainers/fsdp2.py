@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,22 +86,13 @@ class Fsdp2TrainStrategy(TrainStrategy):
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args, fused=True)
             self.start_schedule()
 
-    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        if self.adapters is None:
-            return super().base_log_probs(batch, temperature)
-        with self.adapters.disabled():
-            return self.log_probs(batch.unrouted(), temperature)
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return super().without_adapters() if self.adapters is None else self.adapters.disabled()
 
     def step_means(self, batch: SampleBatch) -> np.ndarray:
         found = super().step_means(batch)
         self._reshard()
         return found
-
-    def base_step_means(self, batch: SampleBatch) -> np.ndarray:
-        if self.adapters is None:
-            return super().base_step_means(batch)
-        with self.adapters.disabled():
-            return self.step_means(batch)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights, with LoRA adapters merged; see `TrainStrategy`."""
