@@ -203,23 +203,8 @@ class PictureEngine(ModelEngine):
             self._end(drawing.active, drawing.chunk(), "stop", self._picture(drawing))
         self.clock.set(False)
 
-    def drop_caches(self) -> None:
-        """Do nothing: this engine has no caches."""
-
-    def sleep(self) -> None:
-        """Move the models to host memory. Idempotent."""
-        self._move(torch.device("cpu"))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.asleep = True
-
-    def wake(self) -> None:
-        """Move the models back to the device."""
-        self._move(self._device)
-        self.asleep = False
-
     def _move(self, device: torch.device) -> None:
-        self._model.to(device)
+        super()._move(device)
         self._frozen.move(device)
 
     def _admit(self) -> None:

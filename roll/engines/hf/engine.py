@@ -171,21 +171,6 @@ class HFEngine(ModelEngine):
         self._cache.release()
         self._caches_dropped = True
 
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory. Idempotent."""
-        if self.asleep:
-            return
-        self.drop_caches()
-        self._model.to("cpu")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.asleep = True
-
-    def wake(self) -> None:
-        """Move the weights back to the device. The next step recomputes the KV cache."""
-        self._model.to(self._device)
-        self.asleep = False
-
     def _score(self, token_ids: np.ndarray) -> np.ndarray:
         longest = self._max_length
         if not 0 < len(token_ids) <= longest:
