@@ -68,13 +68,7 @@ number of dimensions."""
 
 
 def step_moments(
-    kind: str,
-    latent: Tensor,
-    velocity: Tensor,
-    level: PerRow,
-    next_level: PerRow,
-    noise: PerRow,
-    first_level: float,
+    kind: str, latent: Tensor, velocity: Tensor, level: PerRow, next_level: PerRow, noise: PerRow, first_level: float
 ) -> Moments:
     """Return mean ``[batch, ...]`` and standard deviation ``[batch]`` of the next latent.
 

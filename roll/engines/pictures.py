@@ -21,14 +21,7 @@ from torch import Tensor
 from roll.configs.plugins import made
 from roll.configs.roles import PictureSampling
 from roll.data.records import PictureStep, derive_seed
-from roll.engines.base import (
-    FinishReason,
-    GenerateRequest,
-    Picture,
-    PictureRequest,
-    TokenChunk,
-    no_tokens,
-)
+from roll.engines.base import FinishReason, GenerateRequest, Picture, PictureRequest, TokenChunk, no_tokens
 from roll.engines.hf.engine import ActiveRequest
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.engines.hf.weights import ModelEngine

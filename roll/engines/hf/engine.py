@@ -27,14 +27,7 @@ from transformers.cache_utils import DynamicCache
 from roll.algorithms.logprobs import token_logprobs
 from roll.algorithms.routing import RoutingRecorder, RoutingShape
 from roll.data.pictures import PictureProcessor, digest, picture_tokens
-from roll.engines.base import (
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    StopStringMatcher,
-    TokenChunk,
-    no_tokens,
-)
+from roll.engines.base import EngineLoad, FinishReason, GenerateRequest, StopStringMatcher, TokenChunk, no_tokens
 from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.hf.weights import ModelEngine
 from roll.engines.options import HFInferConfig
