@@ -265,10 +265,6 @@ def missing_packages(config: RunConfig) -> dict[str, Strategy]:
     }
 
 
-def _installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
 def _inputs(config: RunConfig) -> Iterator[Need]:
     """Yield models, judges that must answer when the run starts (no request is sent here), and data files."""
     roles = derived.roles_and_reward_models(config).values()
@@ -326,7 +322,7 @@ def _packages(config: RunConfig) -> Iterator[Need]:
 
 
 def _package(name: str, install: str) -> Need:
-    return _need(f"package {name}", _installed(name), f"not installed here: {install}")
+    return _need(f"package {name}", find_spec(name) is not None, f"not installed here: {install}")
 
 
 def _trackers(config: RunConfig) -> Iterator[Need]:
