@@ -336,18 +336,22 @@ def build_export(
 
     Raises ``RuntimeError`` if weights are missing.
     """
-    if setup.pictures is not None:
-        return _pictures().build_picture_export(like, weights, setup.model_path)
-    trusted, kind = setup.model_args.trust_remote_code, setup.kind
+    draws, trusted = setup.pictures is not None, setup.model_args.trust_remote_code
     with torch.device("meta"):
-        skeleton = model_class(kind, like.config).from_config(like.config, trust_remote_code=trusted)
+        if draws:
+            skeleton = type(like).from_config(like.config)
+        else:
+            skeleton = model_class(setup.kind, like.config).from_config(like.config, trust_remote_code=trusted)
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers() if not buffer.is_meta}
     skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
-    skeleton.tie_weights()
+    if not draws:
+        skeleton.tie_weights()
     missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
     if missing:
         raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
-    if kind == "policy":
+    if draws:
+        return _pictures().PictureExport(skeleton, setup.model_path)
+    if setup.kind == "policy":
         skeleton.generation_config = _ended_by(like, setup.end_tokens)
     return ModelExport(skeleton, setup.model_path, trusted)
 
