@@ -217,7 +217,6 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
 
 
 def _levels(path: str, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
-    """Require noise levels that are built."""
     scheduler = known.scheduler
     if scheduler and scheduler.get("_class_name") != SCHEDULER:
         message = f"{model} has a {scheduler.get('_class_name')}; its noise levels must be those of {SCHEDULER}"
@@ -246,7 +245,6 @@ def _guidance(sampling: PictureSampling, model: Path, known: PictureModel) -> It
 
 
 def _prompts(config: ImageConfig, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
-    """Require prompts that the text encoders do not cut."""
     short = settings(model / "tokenizer" / "tokenizer_config.json").get("model_max_length", config.prompt_length)
     longest = known.longest_prompt(config.sampling, int(short))
     if config.prompt_length > longest:

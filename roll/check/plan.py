@@ -57,7 +57,6 @@ def plan_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
-    """Return the rows of a supervised fine-tuning run."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     actor, devices = config.actor_train, count(derived.total_devices(config), slots)
     length = count(config.max_steps, "training step")
@@ -81,7 +80,6 @@ def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
 
 
 def _rollout_rows(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Return the rows of a reinforcement learning run."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)

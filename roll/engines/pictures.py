@@ -284,7 +284,6 @@ class DiffusersInferStrategy(HFInferStrategy):
         self._drawing_options = made("diffusers_infer", DiffusersInferConfig, self._strategy_config, where)
 
     def _build_engine(self) -> Any:
-        """Build the engine. Runs in the engine's thread."""
         options, spec = self._drawing_options, self._spec
         if options.threads is not None:
             torch.set_num_threads(options.threads)

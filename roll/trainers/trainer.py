@@ -524,7 +524,6 @@ class TrainStrategy(ForwardStrategy):
         return join(None)
 
     def _set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
