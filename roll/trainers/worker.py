@@ -120,12 +120,29 @@ class TrainWorker(Worker):
         if restore_from is not None:
             self._trainer.restore(SavedState(restore_from))
 
-    async def forward(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray | None:
-        """Return the results of a strategy's method without gradients, such as ``log_probs``, on rank 0.
+    async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
+        """Return log-probabilities of the batch's tokens on rank 0, None elsewhere."""
+        return await self._forward(self._strategy.log_probs, batch, temperature)
 
-        None elsewhere: all ranks have the same values, and one copy is sent.
-        """
-        values = await self._counted(batch, 1, getattr(self._strategy, method), batch, *args)
+    async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
+        """Return the log-probabilities without the trained adapters on rank 0, None elsewhere."""
+        return await self._forward(self._trainer.base_log_probs, batch, temperature)
+
+    async def step_means(self, batch: SampleBatch) -> np.ndarray | None:
+        """Return the means of the batch's denoising steps on rank 0, None elsewhere."""
+        return await self._forward(self._strategy.step_means, batch)
+
+    async def base_step_means(self, batch: SampleBatch) -> np.ndarray | None:
+        """Return the means without the trained adapters on rank 0, None elsewhere."""
+        return await self._forward(self._trainer.base_step_means, batch)
+
+    async def values(self, batch: SampleBatch) -> np.ndarray | None:
+        """Return a critic's values of the batch's tokens on rank 0, None elsewhere."""
+        return await self._forward(self._trainer.values, batch)
+
+    async def _forward(self, work: Callable[..., np.ndarray], batch: SampleBatch, *args: object) -> np.ndarray | None:
+        """Do work without gradients. Return the result on rank 0, None elsewhere: all ranks have the same one."""
+        values = await self._counted(batch, 1, work, batch, *args)
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
@@ -400,9 +417,9 @@ class TrainerGroup:
         return await self.forward("values", batch)
 
     async def forward(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
-        """Return the results of a method of the strategies; see `TrainWorker.forward`."""
+        """Return the result of one of `TrainWorker`'s methods without gradients."""
         # Arrays from the object store are read-only; the caller gets a writable copy.
-        return np.array((await self._call("forward", method, ray.put(batch), *args))[0])
+        return np.array((await self._call(method, ray.put(batch), *args))[0])
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """Run one training step and return the metrics of rank 0 (equal on all ranks)."""
