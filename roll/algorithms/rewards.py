@@ -25,7 +25,6 @@ from roll.algorithms.advantages.shared import (
     result_dtype,
 )
 from roll.algorithms.aggregation import needed
-from roll.configs.rewards import RepetitionPenaltyConfig
 
 MomentsOf = Literal["none", "batch", "group", "tag", "running"]
 """The samples over which the mean or standard deviation for normalisation is computed."""
@@ -51,6 +50,16 @@ class LengthPenalty:
             raise ValueError(f"unknown length penalty {self.kind!r}; valid: overlong, relative")
         if self.kind == "overlong" and not (self.max_length and self.buffer):
             raise ValueError("the overlong penalty needs max_length and buffer")
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """Settings of `repetition_penalty`, which is added to the score."""
+
+    ngram_size: int = 3
+    """Number of tokens in an n-gram."""
+    weight: float = 1.0
+    """Scale of the penalty, in units of the reward."""
 
 
 @dataclass
@@ -118,8 +127,7 @@ class RewardShaping:
     """Inclusive range of a group's mean raw score; groups outside it are dropped."""
     drop_zero_variance: bool = False
     """True to drop groups whose raw scores are all equal."""
-    repetition_penalty: RepetitionPenaltyConfig | None = None
-    """Settings of `repetition_penalty`, which is added to the score."""
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from roll.algorithms.correction import Correction, correct, parse_correction
 from roll.algorithms.kl import AdaptiveKLController, KLController, token_kl
 from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments, shape_rewards
+from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments, shape_rewards
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
@@ -391,7 +391,9 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
             mean=config.norm_mean_type,
             std=config.norm_std_type,
             length_penalty=length_penalty,
-            repetition_penalty=config.repetition_penalty,
+            repetition_penalty=None
+            if config.repetition_penalty is None
+            else RepetitionPenalty(config.repetition_penalty.ngram_size, config.repetition_penalty.weight),
             drop_truncated=config.max_len_mask,
             drop_zero_variance=config.zero_variance_mask,
             difficulty=difficulty,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from roll.algorithms.rewards import (
     LengthPenalty,
+    RepetitionPenalty,
     RewardShaping,
     RunningMoments,
     clip_rewards,
@@ -23,7 +24,6 @@ from roll.algorithms.rewards import (
     shape_rewards,
     zero_variance_mask,
 )
-from roll.configs.rewards import RepetitionPenaltyConfig
 from tests.tiers import examples
 
 PLACES = ("none", "batch", "group", "running")
@@ -318,7 +318,7 @@ def test_a_loop_is_nearly_the_whole_penalty_and_long_responses_do_not_overflow()
 
 
 def test_repetition_lowers_the_clipped_score():
-    shaping = RewardShaping(clip=1.0, repetition_penalty=RepetitionPenaltyConfig(1, 0.5))
+    shaping = RewardShaping(clip=1.0, repetition_penalty=RepetitionPenalty(1, 0.5))
     given = (torch.tensor([3.0, 1.0]), [0, 0], torch.tensor([4, 2]), torch.zeros(2), shaping)
     shaped = shape_rewards(*given, responses=[np.array([5, 5, 5, 5]), np.array([5, 6])])
     assert shaped.rewards.tolist() == [1 - 0.5 * 0.75, 1.0]

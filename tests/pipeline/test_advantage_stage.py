@@ -11,8 +11,7 @@ from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
-from roll.configs.rewards import RepetitionPenaltyConfig
+from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction, select_tokens
 
@@ -234,7 +233,7 @@ def test_repetition_is_counted_in_what_the_policy_wrote_in_its_whole_episode():
     first.token_ids, second.token_ids = np.array([9, 9, 1, 2, 3]), np.array([9, 9, 1, 2, 4])
     first.episode = second.episode = 0
     batch = batch_of(([first, second], None), ([sample(1.0)], None))
-    shaping = RewardShaping(repetition_penalty=RepetitionPenaltyConfig(ngram_size=2))
+    shaping = RewardShaping(repetition_penalty=RepetitionPenalty(ngram_size=2))
     metrics = add_advantages(batch, settings("reinforce", shaping))
     assert batch.data.per_sample["rewards"] == pytest.approx([1 - 0.2, 1 - 0.2, 1.0])  # 12 23 31 12 24
     assert metrics["reward/repetition_penalty"] == pytest.approx(-0.1)
