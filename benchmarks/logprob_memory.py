@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from roll.algorithms.logprobs import LINEAR_CHUNK_ELEMENTS, linear_logprobs_and_entropy
+from roll.algorithms.logprobs import LINEAR_CHUNK_ELEMENTS, EntropyUse, linear_results
 
 MIB = 2**20
 GRADIENTS = ("hidden_gradient", "weight_gradient")
@@ -47,9 +47,9 @@ def product_way(
     hidden: Tensor, weight: Tensor, targets: Tensor, entropy_gradient: bool, chunk_elements: int
 ) -> tuple[Tensor, Tensor]:
     """Compute both as the trainer does."""
-    return linear_logprobs_and_entropy(
-        hidden, weight, None, targets, entropy_gradient=entropy_gradient, chunk_elements=chunk_elements
-    )
+    use: EntropyUse = "loss" if entropy_gradient else "metric"
+    logprobs, entropy = linear_results(hidden, weight, None, targets, 1.0, use, chunk_elements)
+    return logprobs, entropy
 
 
 SIDES = {"plain": plain_way, "roll": product_way}

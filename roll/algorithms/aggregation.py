@@ -127,6 +127,11 @@ def keep(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
+def wide(values: Tensor) -> Tensor:
+    """Return the values in float32, or in their own dtype if that is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 Value = TypeVar("Value")
 
 

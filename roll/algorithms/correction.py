@@ -131,8 +131,7 @@ class SecondMomentRejection:
     most a threshold (M2PO, Zheng et al., arXiv 2510.01161)."""
 
     second_moment: Annotated[
-        float,
-        Field(gt=0, lt=math.inf, description="Largest mean of (log rho)^2 over the batch; the paper has 0.04."),
+        float, Field(gt=0, lt=math.inf, description="Largest mean of (log rho)^2 over the batch; the paper has 0.04.")
     ]
 
     def accepts(self, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None) -> Tensor:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.algorithms.aggregation import wide
+
 Reduce = Literal["mean", "sum"]
 PerRow = float | Tensor
 """One number for all rows, or a tensor ``[batch]``."""
@@ -68,13 +70,7 @@ number of dimensions."""
 
 
 def step_moments(
-    kind: str,
-    latent: Tensor,
-    velocity: Tensor,
-    level: PerRow,
-    next_level: PerRow,
-    noise: PerRow,
-    first_level: float,
+    kind: str, latent: Tensor, velocity: Tensor, level: PerRow, next_level: PerRow, noise: PerRow, first_level: float
 ) -> Moments:
     """Return mean ``[batch, ...]`` and standard deviation ``[batch]`` of the next latent.
 
@@ -84,7 +80,7 @@ def step_moments(
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of sampling {kind!r}; valid: {', '.join(KINDS)}")
-    x, v = _wide(latent), _wide(velocity)
+    x, v = wide(latent), wide(velocity)
     s, to, strength = (per_row(value, x) for value in (level, next_level, noise))
     mean, std = KINDS[kind](x, v, s, to, strength, first_level)
     return mean, std.flatten().expand(len(x))
@@ -99,7 +95,7 @@ def log_prob(sample: Tensor, mean: Tensor, std: Tensor, reduce: Reduce = "mean")
     deterministic step), value and gradient are 0; exclude it with the response mask.
     """
     sure, width = _width(std, mean)
-    squares = ((_wide(sample) - _wide(mean)) / width).square()
+    squares = ((wide(sample) - wide(mean)) / width).square()
     density = -squares / 2 - width.log() - math.log(2 * math.pi) / 2
     return _reduced(density.masked_fill(sure, 0), reduce)
 
@@ -116,7 +112,7 @@ def guarded_log_prob(sample: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor
     ``[batch]``); GRPO-Guard divides the loss of a step by its length in noise levels.
     """
     _, width = _width(std, mean)
-    drift = _reduced((_wide(sample) - _wide(old_mean)) / width * (_wide(mean) - _wide(old_mean)), "mean")
+    drift = _reduced((wide(sample) - wide(old_mean)) / width * (wide(mean) - wide(old_mean)), "mean")
     drift = drift.masked_fill(std == 0, 0)
     weighed = drift.detach() + (drift - drift.detach()) * weight
     return log_prob(sample, old_mean, std) + weighed
@@ -129,7 +125,7 @@ def kl(mean: Tensor, mean_ref: Tensor, std: Tensor, reduce: Reduce = "mean") -> 
     because it depends on the noise level only.
     """
     sure, width = _width(std, mean)
-    squares = ((_wide(mean) - _wide(mean_ref)) / width).square()
+    squares = ((wide(mean) - wide(mean_ref)) / width).square()
     return _reduced((squares / 2).masked_fill(sure, 0), reduce)
 
 
@@ -154,7 +150,7 @@ def per_row(value: PerRow, like: Tensor) -> Tensor:
 
 def _width(std: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return a mask of the rows with deviation 0, and the deviations with these replaced by 1."""
-    deviation = per_row(std, _wide(like))
+    deviation = per_row(std, wide(like))
     sure = deviation == 0
     return sure, deviation.masked_fill(sure, 1)
 
@@ -162,7 +158,3 @@ def _width(std: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(values: Tensor, reduce: Reduce) -> Tensor:
     flat = values.flatten(1)
     return flat.mean(-1) if reduce == "mean" else flat.sum(-1)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

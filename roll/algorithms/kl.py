@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import checked_mask, checked_shape, keep
+from roll.algorithms.aggregation import checked_mask, checked_shape, keep, wide
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def token_kl(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor
         checked_shape(name, tensor, tuple(response_mask.shape), floating=True)
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; valid: {', '.join(KL_ESTIMATORS)}")
-    difference = _wide(keep(logprobs, response_mask)) - _wide(keep(reference_logprobs, response_mask))
+    difference = wide(keep(logprobs, response_mask)) - wide(keep(reference_logprobs, response_mask))
     return KL_ESTIMATORS[estimator](difference)
 
 
@@ -87,7 +87,7 @@ def sequence_token_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
     checked_shape("rewards", rewards, tuple(response_mask.shape[:1]))
     from_here_on = response_mask.flip(-1).cumsum(-1).flip(-1)
     last = response_mask & (from_here_on == 1)
-    return keep(_wide(rewards)[:, None].expand(response_mask.shape), last)
+    return keep(wide(rewards)[:, None].expand(response_mask.shape), last)
 
 
 def kl_penalised_token_rewards(
@@ -168,7 +168,3 @@ class AdaptiveKLController(KLController):
         if coef is None or not 0 < coef < math.inf:
             raise ValueError(f"the state of an adaptive KL controller needs a finite coef above 0, not {dict(state)}")
         self.coef = coef
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

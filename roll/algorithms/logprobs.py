@@ -30,7 +30,7 @@ head's weight.
 """
 
 
-_EntropyUse = Literal["none", "metric", "loss"]
+EntropyUse = Literal["none", "metric", "loss"]
 """Use of entropies: not computed, computed without a gradient (metric), or computed with a gradient (loss)."""
 
 
@@ -43,7 +43,7 @@ def token_logprobs(
     logits). Raises ``ValueError`` for a temperature that is not positive (a greedy distribution has no gradient), and
     for targets of another shape or type.
     """
-    (logprobs,) = _in_chunks(logits, targets, temperature, chunk_elements, "none")
+    (logprobs,) = token_results(logits, targets, temperature, "none", chunk_elements)
     return logprobs
 
 
@@ -58,49 +58,20 @@ def token_logprobs_and_entropy(
 
     The entropy carries a gradient only with ``entropy_gradient``; without one it needs no additional memory.
     """
-    entropy_use: _EntropyUse = "loss" if entropy_gradient else "metric"
-    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, entropy_use)
+    logprobs, entropy = token_results(
+        logits, targets, temperature, "loss" if entropy_gradient else "metric", chunk_elements
+    )
     return logprobs, entropy
 
 
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+def token_results(
+    logits: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
-    chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
-) -> Tensor:
-    """Return `token_logprobs` of the logits ``hidden @ weight.T + bias``, without holding all logits at once.
-
-    ``hidden`` is ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or None, ``targets``
-    int ``[...]``; returns float32 ``[...]`` (float64 for float64 inputs), with gradients for ``hidden``, ``weight`` and
-    ``bias``. The matrix product is computed in the precision of its factors, the rest in float32 or better. If all
-    logits fit into ``chunk_elements``, values and gradients are bit-identical to those of `token_logprobs`. Raises
-    ``ValueError`` for a temperature that is not positive.
-    """
-    (logprobs,) = _linear(hidden, weight, bias, targets, temperature, chunk_elements, "none")
-    return logprobs
-
-
-def linear_logprobs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-    chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of `linear_logprobs`, and the entropies as `token_logprobs_and_entropy` does."""
-    entropy_use: _EntropyUse = "loss" if entropy_gradient else "metric"
-    logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, entropy_use)
-    return logprobs, entropy
-
-
-def _in_chunks(
-    logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, entropy_use: _EntropyUse
+    temperature: float,
+    entropy_use: EntropyUse,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> list[Tensor]:
+    """Return the result of `token_logprobs`, and the entropies if they are used (`token_logprobs_and_entropy`)."""
     _check_temperature(temperature)
     checked_shape("targets", targets, tuple(logits.shape[:-1]))
     if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -119,7 +90,7 @@ def _in_chunks(
     return [torch.cat(results).reshape(targets.shape) for results in zip(*pieces, strict=True)]
 
 
-def _chunk(logits: Tensor, targets: Tensor, temperature: float, entropy_use: _EntropyUse) -> tuple[Tensor, ...]:
+def _chunk(logits: Tensor, targets: Tensor, temperature: float, entropy_use: EntropyUse) -> tuple[Tensor, ...]:
     scaled = _scaled(logits, temperature)
     log_normalizer = scaled.logsumexp(-1)
     logprobs = _chosen(scaled, targets) - log_normalizer
@@ -130,18 +101,26 @@ def _chunk(logits: Tensor, targets: Tensor, temperature: float, entropy_use: _En
     return logprobs, _entropy_of(scaled, log_normalizer)
 
 
-def _linear(
+def linear_results(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    temperature: float,
-    chunk_elements: int,
-    entropy_use: _EntropyUse,
+    temperature: float = 1.0,
+    entropy_use: EntropyUse = "none",
+    chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> list[Tensor]:
+    """Return `token_results` of the logits ``hidden @ weight.T + bias``, without holding all logits at once.
+
+    ``hidden`` is ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or None, ``targets``
+    int ``[...]``; each result is float32 ``[...]`` (float64 for float64 inputs), with gradients for ``hidden``,
+    ``weight`` and ``bias``. The matrix product is computed in the precision of its factors, the rest in float32 or
+    better. If all logits fit into ``chunk_elements``, values and gradients are bit-identical to those of
+    `token_results`. Raises ``ValueError`` for a temperature that is not positive.
+    """
     _check_temperature(temperature)
     if targets.numel() <= _rows_of(len(weight), chunk_elements):
-        return _in_chunks(functional.linear(hidden, weight, bias), targets, temperature, chunk_elements, entropy_use)
+        return token_results(functional.linear(hidden, weight, bias), targets, temperature, entropy_use, chunk_elements)
     flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
     results = _ChunkedHead.apply(flat_hidden, weight, bias, flat_targets, temperature, chunk_elements, entropy_use)
     return [values.reshape(targets.shape) for values in results]
@@ -189,7 +168,7 @@ class _ChunkedHead(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_elements: int,
-        entropy_use: _EntropyUse,
+        entropy_use: EntropyUse,
     ) -> tuple[Tensor, ...]:
         rows = _rows_of(len(weight), chunk_elements)
         # Filled in place: one result tensor per chunk would fragment memory.

@@ -18,14 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import (
-    LOSS_AGG_MODES,
-    LossNormalizers,
-    aggregate,
-    checked_mask,
-    checked_shape,
-    keep,
-)
+from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, checked_mask, checked_shape, keep
 from roll.algorithms.correction import Correction, correct
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss

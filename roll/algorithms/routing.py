@@ -67,11 +67,6 @@ class RoutingShape:
         """Shape of the record of a token: layers, experts per token."""
         return self.layers, self.top_k
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that the record of a token takes."""
-        return self.layers * self.top_k * self.dtype.itemsize
-
     def record(self, rows: np.ndarray) -> np.ndarray:
         """Return a record from an engine's own, ``[tokens, layers, top_k]`` or flat. Raises ``ValueError`` if it does
         not fit."""

@@ -1,6 +1,7 @@
 """Rules of `pipeline: image`: sampling, the abilities of the model, and keys that only have a meaning for text.
 
-Features that are not built for pictures are rejected by name, so that no key is silently ignored.
+Features that are not built for pictures are rejected by name, so that no key is silently ignored. At the end: what a
+run needs if its prompts have pictures (vision-language models).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from roll.configs.fields import changes
 from roll.configs.pictures import FAMILIES, MODEL_INDEX, PictureModel, settings
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import PictureSampling
-from roll.configs.run import ImageConfig, PipelineConfig
+from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
 from roll.configs.strategies import ENGINES, Engine, Trainer, strategies_of, strategy_of
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
@@ -216,7 +217,6 @@ def pictures_fit_the_model(config: ImageConfig) -> Iterator[ConfigProblem]:
 
 
 def _levels(path: str, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
-    """Require noise levels that are built."""
     scheduler = known.scheduler
     if scheduler and scheduler.get("_class_name") != SCHEDULER:
         message = f"{model} has a {scheduler.get('_class_name')}; its noise levels must be those of {SCHEDULER}"
@@ -245,7 +245,6 @@ def _guidance(sampling: PictureSampling, model: Path, known: PictureModel) -> It
 
 
 def _prompts(config: ImageConfig, model: Path, known: PictureModel) -> Iterator[ConfigProblem]:
-    """Require prompts that the text encoders do not cut."""
     short = settings(model / "tokenizer" / "tokenizer_config.json").get("model_max_length", config.prompt_length)
     longest = known.longest_prompt(config.sampling, int(short))
     if config.prompt_length > longest:
@@ -267,3 +266,30 @@ def pipelines_exist(config: ImageConfig) -> Iterator[ConfigProblem]:
         message = f"{shown(str(model))} is no folder with a {MODEL_INDEX}"
         remedy = "give the folder of a pipeline, as diffusers' `save_pretrained` writes it; hub names are not read yet"
         yield ConfigProblem(path, message, remedy)
+
+
+def prompt_picture_problems(config: PromptConfig) -> Iterator[ConfigProblem]:
+    """Yield a problem for each key that does not go with pictures in prompts."""
+    roles = derived.present_roles(config)
+    for role, section in roles.items():
+        strategy = strategy_of(role, section)
+        if isinstance(strategy, Engine | Trainer) and not strategy.sees:
+            kind, name = strategies_of(role), section.strategy_args.strategy_name
+            able = [f"`{each}`" for each, record in kind.built_in.items() if record.sees]
+            message = f"{name} cannot be given the pictures in the prompts"
+            yield ConfigProblem(f"{role}.strategy_args.strategy_name", message, f"use {' or '.join(able)}")
+        if section.use_sequence_packing:
+            message = "pictures give tokens positions in three dimensions, and packed rows have positions in one"
+            yield ConfigProblem(f"{role}.use_sequence_packing", message, "set it to false")
+        if derived.context_ranks(section) > 1:
+            path = f"{role}.strategy_args.strategy_config.context_parallel_size"
+            yield ConfigProblem(path, "a picture's positions are not split over ranks", "write 1")
+    if config.actor_train.model_args.lora_target is not None:
+        message = "adapters are not supported for prompts with pictures"
+        yield ConfigProblem("actor_train.model_args.lora_target", message, "leave it out, and train all weights")
+    if config.teacher is not None:
+        message = "a teacher is not supported for prompts with pictures"
+        yield ConfigProblem("teacher", message, "leave it out, or take the pictures out of the prompts")
+    if "critic" in roles:
+        message = "a critic is not supported for prompts with pictures: transformers has no value model that sees them"
+        yield ConfigProblem("critic", message, "use an `adv_estimator` without one, such as `grpo`")

@@ -57,7 +57,6 @@ def plan_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
-    """Return the rows of a supervised fine-tuning run."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     actor, devices = config.actor_train, count(derived.total_devices(config), slots)
     length = count(config.max_steps, "training step")
@@ -81,7 +80,6 @@ def _supervised_rows(config: SFTConfig) -> list[tuple[str, str]]:
 
 
 def _rollout_rows(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Return the rows of a reinforcement learning run."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)
@@ -265,10 +263,6 @@ def missing_packages(config: RunConfig) -> dict[str, Strategy]:
     }
 
 
-def _installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
 def _inputs(config: RunConfig) -> Iterator[Need]:
     """Yield models, judges that must answer when the run starts (no request is sent here), and data files."""
     roles = derived.roles_and_reward_models(config).values()
@@ -326,7 +320,7 @@ def _packages(config: RunConfig) -> Iterator[Need]:
 
 
 def _package(name: str, install: str) -> Need:
-    return _need(f"package {name}", _installed(name), f"not installed here: {install}")
+    return _need(f"package {name}", find_spec(name) is not None, f"not installed here: {install}")
 
 
 def _trackers(config: RunConfig) -> Iterator[Need]:

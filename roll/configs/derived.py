@@ -74,13 +74,6 @@ def prompted(config: RunConfig) -> PromptConfig:
     return config
 
 
-def agentic(config: PipelineConfig) -> AgenticConfig:
-    """Return the configuration typed as that of `pipeline: agentic`. Raises `TypeError` for another pipeline."""
-    if not isinstance(config, AgenticConfig):
-        raise TypeError(f"a configuration of `pipeline: agentic` is needed here, not a {type(config).__name__}")
-    return config
-
-
 def role_sections(config: RunConfig) -> dict[str, WorkerConfig]:
     """Return the role sections present in the configuration, by role name."""
     if not isinstance(config, PipelineConfig):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from types import GenericAlias
@@ -205,7 +205,7 @@ _UNRESOLVED = object()
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None
 ) -> RunConfig:
     """Read, merge, resolve and validate a configuration. Raises `ConfigError` with every problem found.
 
@@ -213,25 +213,53 @@ def load_config(
     is merged into the one in the file, anything else replaces it. If the file is in ROLL's dialect, ``tell`` is called
     with a text that explains how it is read.
     """
-    written = read_mapping(Path(path))
-    return _typed(written, overrides, partial(_tell_dialect, str(path), tell))
+    return config_from_tree(read_mapping(Path(path)), overrides, tell, str(path))
+
+
+def config_from_tree(
+    written: dict[str, Any],
+    overrides: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda text: None,
+    name: str = "the configuration",
+) -> RunConfig:
+    """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`.
+
+    ``name`` is its name in the text for ``tell``.
+    """
+    references = _References()
+    if rolls_dialect.is_roll(written):
+        tree, problems = _resolved(written, overrides, references)
+        file = tree if not overrides else _resolved(written, (), _References())[0]
+        reading = rolls_dialect.translate(tree, file)
+        about = f"{name} is in ROLL's dialect (docs/migration/roll.md); read as follows:"
+        tell("\n  ".join([about, *reading.lines]))
+        problems += reading.problems
+        tree = reading.tree()
+        cls = _config_class(tree, ())
+        tree = _laid_over(asdict(cls()), tree)
+    else:
+        cls = _config_class(written, overrides)
+        tree, problems = _resolved(_laid_over(asdict(cls()), written), overrides, references)
+    valid, wrong = validated(cls, tree)
+    problems += references.problems
+    pipeline = tree.get("pipeline")
+    if not isinstance(pipeline, str) or pipeline not in PIPELINES:
+        remedy = choose_among(str(pipeline), PIPELINES)
+        problems.append(ConfigProblem("pipeline", f"{shown(pipeline)} is no pipeline", remedy))
+    reported = {each.path for each in problems}
+    problems += [each for each in wrong if each.path not in reported]
+    if problems:
+        raise ConfigError(problems, valid or _without(cls, tree, problems))
+    config: RunConfig = valid
+    problems = place_shares(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def resolved_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a tree with its references `${...}` resolved; those that cannot be resolved are left out."""
     return _resolved(tree, (), _References())[0]
-
-
-def _tell_dialect(path: str, tell: Callable[[str], None] | None, lines: Sequence[str]) -> None:
-    if tell is not None:
-        tell("\n  ".join([f"{path} is in ROLL's dialect (docs/migration/roll.md); read as follows:", *lines]))
-
-
-def config_from_tree(
-    tree: dict[str, Any], overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
-) -> RunConfig:
-    """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`."""
-    return _typed(tree, overrides, partial(_tell_dialect, "the configuration", tell))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -252,39 +280,6 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_with_texts(below, change) for below in value]
     return change(value) if isinstance(value, str) else value
-
-
-def _typed(
-    written: dict[str, Any], overrides: Sequence[str], tell_dialect: Callable[[Sequence[str]], None]
-) -> RunConfig:
-    references = _References()
-    if rolls_dialect.is_roll(written):
-        tree, problems = _resolved(written, overrides, references)
-        file = tree if not overrides else _resolved(written, (), _References())[0]
-        reading = rolls_dialect.translate(tree, file)
-        tell_dialect(reading.lines)
-        problems += reading.problems
-        tree = reading.tree()
-        cls = _config_class(tree, ())
-        tree = _laid_over(asdict(cls()), tree)
-    else:
-        cls = _config_class(written, overrides)
-        tree, problems = _resolved(_laid_over(asdict(cls()), written), overrides, references)
-    valid, wrong = validated(cls, tree)
-    problems += references.problems
-    name = tree.get("pipeline")
-    if not isinstance(name, str) or name not in PIPELINES:
-        remedy = choose_among(str(name), PIPELINES)
-        problems.append(ConfigProblem("pipeline", f"{shown(name)} is no pipeline", remedy))
-    reported = {each.path for each in problems}
-    problems += [each for each in wrong if each.path not in reported]
-    if problems:
-        raise ConfigError(problems, valid or _without(cls, tree, problems))
-    config: RunConfig = valid
-    problems = place_shares(config)
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 def _resolved(

@@ -174,8 +174,7 @@ class ExampleArguments(RowArguments):
         "token; `chat`: the tokenizer's chat template (a text prompt becomes one user message).",
     )
     overlong_prompts: Literal["error", "drop"] = option(
-        "error",
-        "Treatment of examples longer than `sequence_length` tokens. `data/overlong` counts the ones left out.",
+        "error", "Treatment of examples longer than `sequence_length` tokens. `data/overlong` counts the ones left out."
     )
 
 

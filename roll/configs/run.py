@@ -529,8 +529,7 @@ class EnvManagerConfig:
     )
     tags: list[str] = option(list, "Tags of `custom_envs` used. Default: all, in their order.")
     num_groups_partition: list[int] = option(
-        list,
-        "Groups of each tag in one cycle of groups, whose length is the sum of these numbers. Default: 1 each.",
+        list, "Groups of each tag in one cycle of groups, whose length is the sum of these numbers. Default: 1 each."
     )
     max_traj_per_env: Count | None = option(
         None,

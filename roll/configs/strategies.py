@@ -161,7 +161,7 @@ ENGINES = Kind(
         ),
         "hf_infer": Engine(
             "roll.engines.hf.strategy:HFInferStrategy",
-            options="roll.engines.options:check_hf_options",
+            options="roll.engines.options:HFInferConfig",
             chooses_attention=True,
             replicates=True,
             largest_adapter=math.inf,

@@ -532,9 +532,7 @@ CHECKS: dict[str, Check] = {
         "two ranks of the trainer (NCCL), and vLLM over the same two GPUs", "two ranks (gloo)", two_devices
     ),
     "experts": Check(
-        "updates of a mixture of experts, kind by kind, compared with transformers token by token",
-        "the same",
-        experts,
+        "updates of a mixture of experts, kind by kind, compared with transformers token by token", "the same", experts
     ),
     "sleep_and_wake": Check(
         "sleep with requests under way, memory freed, wake, also without the weights; compared token by token",

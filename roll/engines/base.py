@@ -373,7 +373,6 @@ class InferStrategy(ABC):
         self._end_tokens = (*ends, *picture_tokens(config))
 
     def _check_request(self, request: GenerateRequest) -> None:
-        """Raise ``ValueError`` for an invalid request."""
         check_request(request, self._spec.max_length, self._vocabulary)
 
     def _matcher_for(self, request: GenerateRequest) -> StopStringMatcher | None:

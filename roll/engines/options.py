@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from roll.configs.errors import ConfigProblem, nearest, problems_of
-from roll.configs.plugins import made, problem
+from roll.configs.errors import ConfigProblem, nearest
+from roll.configs.plugins import problem
 
 if TYPE_CHECKING:
     from roll.engines.base import ModelSpec
@@ -46,11 +46,6 @@ class DiffusersInferConfig:
     """Maximum number of images that are generated at once, batched step by step; further ones are queued."""
     threads: Annotated[int | None, Field(ge=1)] = None
     """Number of torch threads on a CPU. Default: torch's own default."""
-
-
-def check_hf_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return the problems of a ``strategy_config`` for `hf_infer`, at ``path`` in the configuration."""
-    return problems_of(lambda: made("hf_infer", HFInferConfig, strategy_config, path))
 
 
 _STREAM_INTERVAL = 8

@@ -21,14 +21,7 @@ from torch import Tensor
 from roll.configs.plugins import made
 from roll.configs.roles import PictureSampling
 from roll.data.records import PictureStep, derive_seed
-from roll.engines.base import (
-    FinishReason,
-    GenerateRequest,
-    Picture,
-    PictureRequest,
-    TokenChunk,
-    no_tokens,
-)
+from roll.engines.base import FinishReason, GenerateRequest, Picture, PictureRequest, TokenChunk, no_tokens
 from roll.engines.hf.engine import ActiveRequest
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.engines.hf.weights import ModelEngine
@@ -203,23 +196,8 @@ class PictureEngine(ModelEngine):
             self._end(drawing.active, drawing.chunk(), "stop", self._picture(drawing))
         self.clock.set(False)
 
-    def drop_caches(self) -> None:
-        """Do nothing: this engine has no caches."""
-
-    def sleep(self) -> None:
-        """Move the models to host memory. Idempotent."""
-        self._move(torch.device("cpu"))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.asleep = True
-
-    def wake(self) -> None:
-        """Move the models back to the device."""
-        self._move(self._device)
-        self.asleep = False
-
     def _move(self, device: torch.device) -> None:
-        self._model.to(device)
+        super()._move(device)
         self._frozen.move(device)
 
     def _admit(self) -> None:
@@ -306,7 +284,6 @@ class DiffusersInferStrategy(HFInferStrategy):
         self._drawing_options = made("diffusers_infer", DiffusersInferConfig, self._strategy_config, where)
 
     def _build_engine(self) -> Any:
-        """Build the engine. Runs in the engine's thread."""
         options, spec = self._drawing_options, self._spec
         if options.threads is not None:
             torch.set_num_threads(options.threads)

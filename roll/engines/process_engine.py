@@ -548,7 +548,6 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
         return self._engine
 
     def _tick(self) -> None:
-        """Update the busy clock."""
         self._clock.set(bool(self._requests.inside) and not self._paused and not self._asleep)
 
     @abstractmethod

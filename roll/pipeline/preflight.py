@@ -26,8 +26,8 @@ import xxhash
 from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.memory_parts import ShapeUnknown, find_shape
+from roll.check.pictures import prompt_picture_problems
 from roll.check.plan import missing_packages
-from roll.check.prompt_pictures import prompt_picture_problems
 from roll.check.rules import restarts_have_a_checkpoint
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems

@@ -22,7 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from roll.trainers.model import HfForward
-from roll.trainers.packing import BATCH_DEPENDENT_POSITIONS, KNOWN_LAYERS, packed_eager, packed_sdpa
+from roll.trainers.packing import (
+    COARSE_TOLERANCE,
+    KNOWN_LAYERS,
+    TOLERANCES,
+    batch_dependent_positions,
+    hidden_states,
+    packed_eager,
+    packed_sdpa,
+    relative_difference,
+)
 from roll.trainers.step import MicroBatch, Packing
 
 if TYPE_CHECKING:
@@ -34,9 +43,6 @@ ULYSSES = "roll_ulysses"
 """Name under which the attention of context groups is registered with transformers."""
 INNER = {"sdpa": packed_sdpa, "eager": packed_eager}
 """``attn_implementation`` -> attention over the whole rows of a share of the heads."""
-TOLERANCES = {torch.float32: 1e-3}
-COARSE_TOLERANCE = 5e-2
-"""Rounding tolerances of hidden states against those of whole rows, relative to the largest one, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -216,37 +222,25 @@ def install_context_parallel(model: PreTrainedModel, setup: TrainerSetup, contex
     unknown = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS
     if unknown:
         raise _refusal(model, f"layers of the kind {', '.join(sorted(unknown))} need whole rows")
-    if BATCH_DEPENDENT_POSITIONS & _rope_types(text.to_dict()):
+    if batch_dependent_positions(text.to_dict()):
         raise _refusal(model, "its positions depend on the longest position of a pass")
     width = 2 * context.size + 1
     # These ids exist in any vocabulary.
     ids = torch.arange(width)[None] * 5 % min(text.vocab_size, 1000)
     whole = MicroBatch(ids, torch.arange(width), ids, torch.ones(1, width, dtype=torch.bool), {})
-    expected = _hidden_states(model, whole)
+    expected = hidden_states(model, **whole.model_arguments())
     AttentionInterface.register(ULYSSES, torch.compiler.disable(ulysses(context, INNER[chosen])))
     model.set_attn_implementation(ULYSSES)
     own = context.slice_of(whole)
     try:
-        found = _hidden_states(model, own)
+        found = hidden_states(model, **own.model_arguments())
     except (RuntimeError, TypeError, ValueError) as error:
         raise _refusal(model, f"it fails on split rows ({error})") from error
     first = context.rank * own.input_ids.shape[1]
     expected = expected[:, first : first + found.shape[1]]
-    difference = ((found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max()).item()
+    difference = relative_difference(found[:, : expected.shape[1]], expected)
     if not difference <= TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
         raise _refusal(model, f"its results change in split rows (by {difference:.1g}, relative)")
-
-
-def _rope_types(settings: dict[str, Any]) -> set[str]:
-    rope = settings.get("rope_parameters") or {}
-    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
-    return {table["rope_type"] for table in tables if "rope_type" in table}
-
-
-def _hidden_states(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    with torch.no_grad():
-        output = model(**micro_batch.model_arguments(), output_hidden_states=True)
-    return output.hidden_states[-1].float()
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:

@@ -8,9 +8,11 @@ reproducible.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,10 +26,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from roll.algorithms.metrics import PartMetrics
 from roll.configs.plugins import made
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
-from roll.trainers.compiled import compile_layers
 from roll.trainers.context_parallel import ContextForward, ContextGroup, install_context_parallel
 from roll.trainers.lora import add_adapters, is_adapter
-from roll.trainers.loss_scale import LossScale
 from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, prepare_model, stored_dtype
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
@@ -39,6 +39,47 @@ if TYPE_CHECKING:
 
     from roll.data.records import SampleBatch
     from roll.trainers.pictures import PictureExport
+
+
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-4
+"""Limits of the loss scale. Gradients that overflow even at the smallest scale are wrong, not merely large."""
+GROWTH_INTERVAL = 200
+"""Consecutive updates without an overflow after which the scale is doubled. A skipped update wastes a batch of
+rollouts, so larger scales are tried rarely."""
+VARIANTS = 32
+"""Largest number of compiled variants of the same code (gradients or none, one row or several, kinds of layers,
+adapters or none). Beyond it torch computes without compiling. Its own limit, 8, is too small, but torch has to be new
+enough to take another."""
+
+
+@dataclass
+class LossScale:
+    """Factor of the loss in float16, in which many gradients would underflow to zero. Constant 1 unless ``dynamic``.
+
+    Gradients are accumulated in float32 and divided by the scale. An overflow halves it, and the update is skipped. All
+    ranks see the same gradient norm, so all have the same scale.
+    """
+
+    dynamic: bool
+    value: float = 1.0
+    good_updates: int = 0
+    """Updates since the scale last changed."""
+
+    @classmethod
+    def of(cls, dtype: str) -> LossScale:
+        """Return the initial loss scale for training in ``dtype``."""
+        return cls(dynamic=True, value=2.0**14) if dtype == "float16" else cls(dynamic=False)
+
+    def update(self, finite: bool) -> None:
+        """Adapt the scale after an update. ``finite``: its gradients did not overflow."""
+        if not self.dynamic:
+            return
+        if not finite:
+            self.value, self.good_updates = max(SMALLEST_SCALE, self.value / 2), 0
+            return
+        self.good_updates += 1
+        if self.good_updates >= GROWTH_INTERVAL:
+            self.value, self.good_updates = min(LARGEST_SCALE, self.value * 2), 0
 
 
 def _sharded(parameter: Tensor) -> DTensor:
@@ -85,22 +126,13 @@ class Fsdp2TrainStrategy(TrainStrategy):
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args, fused=True)
             self.start_schedule()
 
-    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        if self.adapters is None:
-            return super().base_log_probs(batch, temperature)
-        with self.adapters.disabled():
-            return self.log_probs(batch.unrouted(), temperature)
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return super().without_adapters() if self.adapters is None else self.adapters.disabled()
 
     def step_means(self, batch: SampleBatch) -> np.ndarray:
         found = super().step_means(batch)
         self._reshard()
         return found
-
-    def base_step_means(self, batch: SampleBatch) -> np.ndarray:
-        if self.adapters is None:
-            return super().base_step_means(batch)
-        with self.adapters.disabled():
-            return self.step_means(batch)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights, with LoRA adapters merged; see `TrainStrategy`."""
@@ -335,3 +367,33 @@ def _fill(tensor: Tensor, name: str, state: SavedState) -> None:
     local, offsets = _box(tensor)
     if local.numel():
         local.copy_(state.read(name, offsets, local.shape))
+
+
+def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Have each layer compiled in place at its first call. Raises ``RuntimeError`` if nothing can be compiled here.
+
+    Layers of the same kind share their compiled code. Sizes are variables in it, except for sizes of 1. Call this
+    before sharding, whose hooks are not compiled.
+    """
+    _require_compiler(device)
+    limit = {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    for layer in layers:
+        layer.compile(dynamic=True, **limit)
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Compile and run a small function, so that a missing compiler is found before training starts."""
+    from torch._inductor import config
+
+    def doubled(values: Tensor) -> Tensor:
+        return values * 2
+
+    try:
+        # A result from torch's cache would need no compiler.
+        with config.patch(force_disable_caches=True):
+            torch.compile(doubled)(torch.ones(2, device=device))
+    except Exception as error:
+        raise RuntimeError(
+            f"strategy_config.compile: torch cannot compile for {device.type} here ({error}). It needs a C++ compiler "
+            "(g++), and on GPUs Triton as well. Install them, or set `compile` to false"
+        ) from error

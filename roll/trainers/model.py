@@ -18,7 +18,7 @@ import copy
 import inspect
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,13 +30,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from roll.algorithms.logprobs import (
-    LINEAR_CHUNK_ELEMENTS,
-    linear_logprobs,
-    linear_logprobs_and_entropy,
-    token_logprobs,
-    token_logprobs_and_entropy,
-)
+from roll.algorithms.logprobs import LINEAR_CHUNK_ELEMENTS, EntropyUse, linear_results, token_results
 from roll.algorithms.routing import RouterReplay
 from roll.configs.roles import ModelArguments
 from roll.data.pictures import PictureProcessor, policy_class
@@ -164,31 +158,14 @@ class HfForward:
         """
         if self.kind == "value":
             return (self.values(micro_batch),)
-        targets = micro_batch.targets
-        if self.head is None:
-            results = token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
-            return micro_batch.by_sample(results[0]), micro_batch.by_sample(results[1])
-
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-            return linear_logprobs_and_entropy(
-                hidden, weight, bias, targets, temperature, entropy_gradient, self.chunk_elements
-            )
-
-        logprobs, entropy = self._in_head(self.head, micro_batch, compute)
+        logprobs, entropy = self._results(micro_batch, temperature, "loss" if entropy_gradient else "metric")
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """Return the log-probabilities of the targets, ``[rows, kept]``."""
         if self.kind == "value":
             raise RuntimeError("this role has a value model, which gives no log-probabilities")
-        targets = micro_batch.targets
-        if self.head is None:
-            return micro_batch.by_sample(token_logprobs(self._logits(micro_batch), targets, temperature))
-
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-            return (linear_logprobs(hidden, weight, bias, targets, temperature, self.chunk_elements),)
-
-        return self._in_head(self.head, micro_batch, compute)[0]
+        return self._results(micro_batch, temperature, "none")[0]
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Return the value of the state before each target, float32 ``[rows, kept]``."""
@@ -223,17 +200,23 @@ class HfForward:
             return self.model(**arguments, logits_to_keep=micro_batch.positions).logits
         return self.model(**arguments).logits[:, micro_batch.positions]
 
-    def _in_head(
-        self, head: OutputHead, micro_batch: MicroBatch, compute: Callable[..., tuple[Tensor, ...]]
-    ) -> list[Tensor]:
-        """Run ``compute`` inside the model's head, on the hidden states that predict the targets."""
+    def _results(self, micro_batch: MicroBatch, temperature: float, entropy_use: EntropyUse) -> list[Tensor]:
+        """Return log-probabilities of the targets, and entropies if they are used, ``[rows, kept]`` each.
 
-        def compute_kept(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return torch.stack(compute(hidden[:, micro_batch.positions], weight, bias), dim=-1)
+        They are computed inside the model's head if that is possible."""
+        targets, chunk = micro_batch.targets, self.chunk_elements
 
-        with head.computing(compute_kept):
-            results = self.model(**self._arguments(micro_batch)).logits
-        return [micro_batch.by_sample(values) for values in results.unbind(-1)]
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            kept = hidden[:, micro_batch.positions]
+            return torch.stack(linear_results(kept, weight, bias, targets, temperature, entropy_use, chunk), dim=-1)
+
+        results: Iterable[Tensor]
+        if self.head is None:
+            results = token_results(self._logits(micro_batch), targets, temperature, entropy_use)
+        else:
+            with self.head.computing(compute):
+                results = self.model(**self._arguments(micro_batch)).logits.unbind(-1)
+        return [micro_batch.by_sample(values) for values in results]
 
 
 def model_class(kind: ModelKind, config: PretrainedConfig) -> Any:
@@ -353,18 +336,22 @@ def build_export(
 
     Raises ``RuntimeError`` if weights are missing.
     """
-    if setup.pictures is not None:
-        return _pictures().build_picture_export(like, weights, setup.model_path)
-    trusted, kind = setup.model_args.trust_remote_code, setup.kind
+    draws, trusted = setup.pictures is not None, setup.model_args.trust_remote_code
     with torch.device("meta"):
-        skeleton = model_class(kind, like.config).from_config(like.config, trust_remote_code=trusted)
+        if draws:
+            skeleton = type(like).from_config(like.config)
+        else:
+            skeleton = model_class(setup.kind, like.config).from_config(like.config, trust_remote_code=trusted)
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers() if not buffer.is_meta}
     skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
-    skeleton.tie_weights()
+    if not draws:
+        skeleton.tie_weights()
     missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
     if missing:
         raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
-    if kind == "policy":
+    if draws:
+        return _pictures().PictureExport(skeleton, setup.model_path)
+    if setup.kind == "policy":
         skeleton.generation_config = _ended_by(like, setup.end_tokens)
     return ModelExport(skeleton, setup.model_path, trusted)
 

@@ -12,7 +12,7 @@ rejected, because it would silently train on wrong values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,6 @@ PACKED_NAMES = {"sdpa": "roll_packed_sdpa", "eager": "roll_packed_eager"}
 """``attn_implementation`` -> name under which its packed form is registered with transformers."""
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types, in transformers' terms, whose attention this module can restrict to a sample."""
-BATCH_DEPENDENT_POSITIONS = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings that depend on the longest position in the batch."""
 TRIED_LENGTHS = (6, 4, 4, 1)
 INFLUENCE_TOLERANCES = {torch.float32: 1e-4}
 TOLERANCES = {torch.float32: 1e-3}
@@ -82,10 +80,10 @@ def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tens
     together = _hidden_states(model, torch.cat(samples, dim=1), packing)
     beside_others = _hidden_states(model, torch.cat([samples[0] + 1, *samples[1:]], dim=1), packing)
     first = TRIED_LENGTHS[0]
-    influence = _difference(beside_others[:, first:], together[:, first:])
+    influence = relative_difference(beside_others[:, first:], together[:, first:])
     if not influence <= INFLUENCE_TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
         raise _refusal(model, f"samples in a row influence each other (by {influence:.1g}, relative)")
-    difference = _difference(together, alone)
+    difference = relative_difference(together, alone)
     if not difference <= TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
         raise _refusal(model, f"its results change in a packed row (by {difference:.1g}, relative)")
 
@@ -98,10 +96,7 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
     if kinds - KNOWN_LAYERS:
         names = ", ".join(sorted(kinds - KNOWN_LAYERS))
         raise _refusal(model, f"layers of the kind {names} may reach across samples")
-    rope = settings.get("rope_parameters") or {}
-    # Some models have one dictionary of rotary settings per layer type.
-    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
-    tricks = {table["rope_type"] for table in tables if "rope_type" in table} & BATCH_DEPENDENT_POSITIONS
+    tricks = batch_dependent_positions(settings)
     if tricks:
         raise _refusal(model, f"its positions ({', '.join(sorted(tricks))}) depend on the longest sample of a row")
     has_windows = "sliding_attention" in kinds or (not kinds and settings.get("sliding_window"))
@@ -114,7 +109,16 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
         raise _refusal(model, "it does not take positions, or does not hand on where samples begin")
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def batch_dependent_positions(settings: Mapping[str, Any]) -> set[str]:
+    """Return the types of rotary embeddings in a model's settings that depend on the longest position in a batch."""
+    rope = settings.get("rope_parameters") or {}
+    # Some models have one dictionary of rotary settings per layer type.
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
+    return {table["rope_type"] for table in tables if "rope_type" in table} & {"dynamic", "longrope"}
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -125,14 +129,17 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
-    """Return the last layer's hidden states. (Outputs would not do: a new value head returns 0 everywhere.)"""
     arguments = {} if packing is None else packing.model_arguments()
     try:
-        with torch.no_grad():
-            output = model(input_ids=ids, use_cache=False, output_hidden_states=True, **arguments)
-        return output.hidden_states[-1].float()
+        return hidden_states(model, input_ids=ids, use_cache=False, **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         raise _refusal(model, f"it fails on {'plain' if packing is None else 'packed'} rows ({error})") from error
+
+
+def hidden_states(model: PreTrainedModel, **arguments: Any) -> Tensor:
+    """Return the last layer's hidden states. (Outputs would not do: a new value head returns 0 everywhere.)"""
+    with torch.no_grad():
+        return model(**arguments, output_hidden_states=True).hidden_states[-1].float()
 
 
 def packed_sdpa(

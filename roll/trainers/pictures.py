@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,18 +155,3 @@ def _link_or_copy(source: str, target: str) -> None:
             os.link(Path(source).resolve(), target)
             return
     shutil.copyfile(source, target)
-
-
-def build_picture_export(like: ModelMixin, weights: Mapping[str, Tensor], source: str) -> PictureExport:
-    """Return an export with ``weights`` (full tensors by name) and the class and configuration of ``like``.
-
-    Raises ``RuntimeError`` if weights are missing.
-    """
-    with torch.device("meta"):
-        skeleton = type(like).from_config(like.config)
-    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers()}
-    skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
-    missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
-    if missing:
-        raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
-    return PictureExport(skeleton, source)

@@ -101,11 +101,7 @@ def write_state(
     places = {key: [part.whole_shape, part.offsets] for key, part in parts.items()}
     path = state_file(folder, rank)
     folder.mkdir(parents=True, exist_ok=True)
-    header = {
-        "places": json.dumps(places),
-        "facts": json.dumps(dict(snapshot.facts)),
-        "ranks": str(snapshot.ranks),
-    }
+    header = {"places": json.dumps(places), "facts": json.dumps(dict(snapshot.facts)), "ranks": str(snapshot.ranks)}
     try:
         save_file({key: part.tensor.contiguous() for key, part in parts.items()}, path, header)
     except SafetensorError as cause:

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -343,13 +344,19 @@ class TrainStrategy(ForwardStrategy):
         self._in_parts = False
         """True while a batch is accumulated in parts and its last part has not come."""
 
-    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return `log_probs` of the base model, without the LoRA adapters. Raises ``RuntimeError`` without adapters."""
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Run the base model, without the LoRA adapters, within the block. Raises ``RuntimeError`` without adapters."""
         raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
 
+    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return `log_probs` of the base model, without the LoRA adapters. Collective."""
+        with self.without_adapters():
+            return self.log_probs(batch.unrouted(), temperature)
+
     def base_step_means(self, batch: SampleBatch) -> np.ndarray:
-        """Return `step_means` of the model without the LoRA adapters. Raises ``RuntimeError`` if there are none."""
-        raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
+        """Return `step_means` of the base model, without the LoRA adapters. Collective."""
+        with self.without_adapters():
+            return self.step_means(batch)
 
     def values(self, batch: SampleBatch) -> np.ndarray:
         """Return the critic's value of the state before each token. Collective; critics only.
@@ -517,7 +524,6 @@ class TrainStrategy(ForwardStrategy):
         return join(None)
 
     def _set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 

@@ -122,26 +122,27 @@ class TrainWorker(Worker):
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Return log-probabilities of the batch's tokens on rank 0, None elsewhere."""
-        return self._from_first(await self._counted(batch, 1, self._strategy.log_probs, batch, temperature))
+        return await self._forward(self._strategy.log_probs, batch, temperature)
 
     async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Return the log-probabilities without the trained adapters on rank 0, None elsewhere."""
-        return self._from_first(await self._counted(batch, 1, self._trainer.base_log_probs, batch, temperature))
+        return await self._forward(self._trainer.base_log_probs, batch, temperature)
 
     async def step_means(self, batch: SampleBatch) -> np.ndarray | None:
         """Return the means of the batch's denoising steps on rank 0, None elsewhere."""
-        return self._from_first(await self._counted(batch, 1, self._strategy.step_means, batch))
+        return await self._forward(self._strategy.step_means, batch)
 
     async def base_step_means(self, batch: SampleBatch) -> np.ndarray | None:
         """Return the means without the trained adapters on rank 0, None elsewhere."""
-        return self._from_first(await self._counted(batch, 1, self._trainer.base_step_means, batch))
+        return await self._forward(self._trainer.base_step_means, batch)
 
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
         """Return a critic's values of the batch's tokens on rank 0, None elsewhere."""
-        return self._from_first(await self._counted(batch, 1, self._trainer.values, batch))
+        return await self._forward(self._trainer.values, batch)
 
-    def _from_first(self, values: np.ndarray) -> np.ndarray | None:
-        """Return the values on rank 0, None on others: all ranks have the same values, and one copy is sent."""
+    async def _forward(self, work: Callable[..., np.ndarray], batch: SampleBatch, *args: object) -> np.ndarray | None:
+        """Do work without gradients. Return the result on rank 0, None elsewhere: all ranks have the same one."""
+        values = await self._counted(batch, 1, work, batch, *args)
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
@@ -165,7 +166,7 @@ class TrainWorker(Worker):
             return self._trainer.train_part(batch, objective, temperature, completes=completes)
 
         metrics, logprobs = await self._counted(batch, self._passes, train)
-        return metrics, None if logprobs is None else self._from_first(logprobs)
+        return metrics, logprobs if self.identity.rank == 0 else None
 
     @property
     def _passes(self) -> int:
@@ -405,25 +406,18 @@ class TrainerGroup:
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return float32 ``[total_tokens]``: the log-probability of each token under the role's model."""
-        return await self._for_each_token("log_probs", batch, temperature)
-
-    async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return `log_probs` of the base model, without the LoRA adapters."""
-        return await self._for_each_token("base_log_probs", batch, temperature)
+        return await self.forward("log_probs", batch, temperature)
 
     async def step_means(self, batch: SampleBatch) -> np.ndarray:
         """Return float32 ``[samples, steps, ...]``: the mean of each denoising step of the pictures."""
-        return await self._for_each_token("step_means", batch)
-
-    async def base_step_means(self, batch: SampleBatch) -> np.ndarray:
-        """Return `step_means` of the base model, without the LoRA adapters."""
-        return await self._for_each_token("base_step_means", batch)
+        return await self.forward("step_means", batch)
 
     async def values(self, batch: SampleBatch) -> np.ndarray:
         """Return float32 ``[total_tokens]``: the critic's value of the state before each token."""
-        return await self._for_each_token("values", batch)
+        return await self.forward("values", batch)
 
-    async def _for_each_token(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
+    async def forward(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
+        """Return the result of one of `TrainWorker`'s methods without gradients."""
         # Arrays from the object store are read-only; the caller gets a writable copy.
         return np.array((await self._call(method, ray.put(batch), *args))[0])
 
@@ -527,8 +521,8 @@ class BaseOfTrainer:
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return the base model's log-probabilities; see `TrainerGroup.log_probs`."""
-        return await self._trainer.base_log_probs(batch, temperature)
+        return await self._trainer.forward("base_log_probs", batch, temperature)
 
     async def step_means(self, batch: SampleBatch) -> np.ndarray:
         """Return the base model's means of denoising steps; see `TrainerGroup.step_means`."""
-        return await self._trainer.base_step_means(batch)
+        return await self._trainer.forward("base_step_means", batch)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -156,7 +157,7 @@ class BucketPublisher(WeightPublisher):
     ) -> None:
         started = time.perf_counter()
         if self._rank != 0:
-            _draw(weights)
+            deque(weights, maxlen=0)  # takes part in the collective calls of this iterator
             return
         self._sender.begin(buffer)
         if self._deltas is not None:
@@ -240,7 +241,7 @@ class PushPublisher(WeightPublisher):
             self._chunks[buffer] = packed(cast(weights, dtype, uncast), size, earlier, self._allocate)
             self.copies[buffer] = {name: view for chunk in self._chunks[buffer] for name, view in chunk.tensors.items()}
         else:
-            _draw(weights)
+            deque(weights, maxlen=0)
             self.copies[buffer] = {}
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # checksums and transfers read the copies in other streams
@@ -319,12 +320,6 @@ class PushPublisher(WeightPublisher):
         )
         connect = self._connect or WeightTransferTrainerFactory.trainer_init
         return connect(info, client=client, source=buffer_source(self.copies, self._device))
-
-
-def _draw(weights: NamedTensors) -> None:
-    """Consume ``weights``, to take part in its collective calls."""
-    for _ in weights:
-        pass
 
 
 def cast(weights: NamedTensors, float_dtype: torch.dtype, uncast: Collection[str] = ()) -> NamedTensors:

@@ -170,7 +170,7 @@ def test_a_model_whose_experts_cannot_be_replaced_is_refused(family, changes, re
 
 def test_numbers_of_experts_decide_the_type_of_a_record():
     shape = RoutingShape(48, 128, 8)
-    assert (shape.dtype, shape.bytes_per_token) == (np.uint8, 384)
+    assert shape.dtype == np.uint8
     assert RoutingShape(1, 256, 2).record(np.array([[[255, 0]]], np.uint16)).dtype == np.uint8
     assert RoutingShape(1, 257, 2).record(np.array([[[256, 0]]], np.uint16)).dtype == np.int16
     flat = np.arange(12, dtype=np.int32)

@@ -14,15 +14,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roll.algorithms.logprobs import (
-    linear_logprobs,
-    linear_logprobs_and_entropy,
-    token_logprobs,
-    token_logprobs_and_entropy,
-)
+from roll.algorithms.logprobs import linear_results, token_logprobs, token_logprobs_and_entropy
 from tests.tiers import examples
 
 VOCABULARY, WIDTH = 13, 5
+USE = {True: "loss", False: "metric"}
+"""With a gradient of the entropy or without one -> use of the entropies."""
 
 
 def random_logits(*shape, dtype=torch.float64):
@@ -113,7 +110,7 @@ def closed_form(leaves, targets, temperature, logprob_gradient, entropy_gradient
 
 
 def values_and_gradients(leaves, targets, temperature, entropy_gradient, logprob_weights, entropy_weights, chunk):
-    logprobs, entropy = linear_logprobs_and_entropy(*leaves, targets, temperature, entropy_gradient, chunk)
+    logprobs, entropy = linear_results(*leaves, targets, temperature, USE[entropy_gradient], chunk)
     loss = (logprobs * logprob_weights).sum()
     loss = loss + (entropy * entropy_weights).sum() if entropy_gradient else loss
     return [logprobs, entropy, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])]
@@ -137,7 +134,7 @@ def test_from_hidden_states_values_and_gradients_are_those_of_the_closed_form(
     results = values_and_gradients(leaves, targets, temperature, entropy_gradient, *weights, chunk_elements)
     entropy_weights = weights[1] if entropy_gradient else torch.zeros(3, 7)
     assert_all_close(results, closed_form(leaves, targets, temperature, weights[0], entropy_weights))
-    assert_all_close([linear_logprobs(*leaves, targets, temperature, chunk_elements)], results[:1])
+    assert_all_close(linear_results(*leaves, targets, temperature, "none", chunk_elements), results[:1])
 
 
 @pytest.mark.parametrize("spread", [1e-3, 6.0])
@@ -163,9 +160,10 @@ def test_one_chunk_has_the_bits_of_a_linear_layer_and_given_logits(dtype, entrop
     logits = functional.linear(*leaves)
     expected = bits(*token_logprobs_and_entropy(logits, targets, 0.9, entropy_gradient))
     # 36 positions and 37 tokens fit to the last element.
-    results = bits(*linear_logprobs_and_entropy(*leaves, targets, 0.9, entropy_gradient, 36 * 37))
+    results = bits(*linear_results(*leaves, targets, 0.9, USE[entropy_gradient], 36 * 37))
     assert all(torch.equal(value, wanted) for value, wanted in zip(results, expected, strict=True))
-    assert torch.equal(linear_logprobs(*leaves, targets, 0.9, 36 * 37), token_logprobs(logits, targets, 0.9))
+    (alone,) = linear_results(*leaves, targets, 0.9, "none", 36 * 37)
+    assert torch.equal(alone, token_logprobs(logits, targets, 0.9))
 
 
 def test_low_precision_heads_multiply_in_it_and_normalise_and_sum_in_float32():
@@ -187,8 +185,8 @@ def test_low_precision_heads_multiply_in_it_and_normalise_and_sum_in_float32():
 def test_entropy_from_hidden_states_is_a_metric_unless_asked_for():
     leaves, targets = head_inputs()
     for chunk_elements in (30, 10_000):
-        assert not linear_logprobs_and_entropy(*leaves, targets, chunk_elements=chunk_elements)[1].requires_grad
-        entropy = linear_logprobs_and_entropy(*leaves, targets, 1.0, True, chunk_elements)[1]
+        assert not linear_results(*leaves, targets, 1.0, "metric", chunk_elements)[1].requires_grad
+        entropy = linear_results(*leaves, targets, 1.0, "loss", chunk_elements)[1]
         alone = torch.autograd.grad(entropy.sum(), leaves)
         assert_all_close(alone, closed_form(leaves, targets, 1.0, torch.zeros(3, 7), torch.ones(3, 7))[2:])
 
@@ -196,9 +194,9 @@ def test_entropy_from_hidden_states_is_a_metric_unless_asked_for():
 @pytest.mark.parametrize("frozen", [{0}, {1, 2}, {0, 1}])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen):
     leaves, targets = head_inputs()
-    expected = torch.autograd.grad(linear_logprobs(*leaves, targets, 1.0, 30).sum(), leaves)
+    expected = torch.autograd.grad(linear_results(*leaves, targets, 1.0, "none", 30)[0].sum(), leaves)
     part = [leaf.detach().requires_grad_(i not in frozen) for i, leaf in enumerate(leaves)]
-    linear_logprobs(*part, targets, 1.0, 30).sum().backward()
+    linear_results(*part, targets, 1.0, "none", 30)[0].sum().backward()
     for i, leaf in enumerate(part):
         assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, expected[i])
 
@@ -229,7 +227,7 @@ def test_splitting_and_permuting_positions_splits_and_permutes_the_results(data)
 def test_positions_without_a_gradient_pass_none_on_and_no_input_is_changed():
     leaves, targets = head_inputs((1, 8))
     copies = [tensor.detach().clone() for tensor in (*leaves, targets)]
-    logprobs, entropy = linear_logprobs_and_entropy(*leaves, targets, 1.0, True, 30)
+    logprobs, entropy = linear_results(*leaves, targets, 1.0, "loss", 30)
     mask = torch.tensor([[True, False] * 4])
     torch.where(mask, logprobs * entropy, 0.0).sum().backward()
     assert torch.equal(leaves[0].grad != 0, mask[..., None].expand(1, 8, WIDTH))
@@ -278,7 +276,7 @@ def test_memory_is_a_few_chunks_and_never_positions_times_vocabulary(entropy_gra
     leaves, targets = head_inputs((8, 64), True, torch.float32, vocabulary=vocabulary, width=width)
     memory = LiveMemory()
     with memory:
-        logprobs, entropy = linear_logprobs_and_entropy(*leaves, targets, 0.9, entropy_gradient, chunk)
+        logprobs, entropy = linear_results(*leaves, targets, 0.9, USE[entropy_gradient], chunk)
         kept_for_backward, forward_peak = memory.now, memory.most
         (logprobs.sum() + entropy.sum()).backward()
     gradients = (positions + vocabulary) * width + vocabulary
@@ -301,9 +299,8 @@ def test_the_memory_measure_sees_logits_and_what_is_kept_for_the_backward_pass()
 @pytest.mark.parametrize("chunk_elements", [1, 10_000])
 def test_a_temperature_that_is_not_positive_is_refused_for_hidden_states_too(temperature, chunk_elements):
     leaves, targets = head_inputs()
-    for function in (linear_logprobs, linear_logprobs_and_entropy):
-        with pytest.raises(ValueError, match="above 0"):
-            function(*leaves, targets, temperature, chunk_elements=chunk_elements)
+    with pytest.raises(ValueError, match="above 0"):
+        linear_results(*leaves, targets, temperature, chunk_elements=chunk_elements)
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])

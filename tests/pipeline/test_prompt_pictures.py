@@ -15,7 +15,7 @@ from tiny import tiny_config, write_config
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from roll.check.config import check_config
-from roll.check.prompt_pictures import prompt_picture_problems
+from roll.check.pictures import prompt_picture_problems
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config

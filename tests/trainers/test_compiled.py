@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.configs.roles import ModelArguments
 from roll.trainers.base import build_trainer
-from roll.trainers.compiled import VARIANTS
+from roll.trainers.fsdp2 import VARIANTS
 from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from tests.tiers import need
 from tests.trainers.ranks import Job, run_here, run_job

@@ -10,7 +10,7 @@ import pytest
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments
 from roll.trainers.base import build_trainer
-from roll.trainers.loss_scale import GROWTH_INTERVAL, LARGEST, SMALLEST, LossScale
+from roll.trainers.fsdp2 import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE, LossScale
 from roll.trainers.state import SavedState, write_state
 from tests.trainers.tiny_models import make_batch, weights_of, write_model
 from tests.trainers.trainers import ALMOST_SGD, trainer_setup
@@ -65,11 +65,11 @@ def test_gradients_too_small_for_float16_learn_all_the_same(start):
 
 def test_an_overflow_skips_one_update_and_halves_the_scale(start):
     trainer = start("float16")
-    trainer.loss_scale.value = LARGEST
+    trainer.loss_scale.value = LARGEST_SCALE
     before = weights_of(trainer)
     metrics = trainer.train_step(make_batch(), OBJECTIVE, 1.0)
     assert metrics["skipped_updates"] == 1 and not math.isfinite(metrics["grad_norm"])
-    assert trainer.loss_scale.value == LARGEST / 2
+    assert trainer.loss_scale.value == LARGEST_SCALE / 2
     after = weights_of(trainer)
     assert all(np.array_equal(before[name], after[name]) for name in before)
     while trainer.train_step(make_batch(), OBJECTIVE, 1.0)["skipped_updates"]:
@@ -99,10 +99,10 @@ def test_the_scale_grows_after_many_good_updates_and_stays_within_its_limits():
     assert scale.value == 2 * first
     for _ in range(100):
         scale.update(finite=False)
-    assert scale.value == SMALLEST
+    assert scale.value == SMALLEST_SCALE
     for _ in range(100 * GROWTH_INTERVAL):
         scale.update(finite=True)
-    assert scale.value == LARGEST
+    assert scale.value == LARGEST_SCALE
     plain = LossScale.of("bfloat16")
     plain.update(finite=False)
     assert plain.value == 1

@@ -27,7 +27,7 @@ from tests.tiny_pictures import (
     make_qwen,
 )
 from tests.trainers.ranks import Job, run_here, run_job
-from tests.trainers.trainers import ALMOST_SGD
+from tests.trainers.trainers import ALMOST_SGD, trainer_setup
 
 need("diffusers")
 
@@ -261,7 +261,7 @@ def test_bfloat16_computes_near_float32(model):
 
 def test_an_export_of_a_checkpoint_takes_the_parts_of_its_pipeline_and_nothing_else(model, tmp_path):
     from roll.pictures.model import load_transformer
-    from roll.trainers.pictures import build_picture_export
+    from roll.trainers.model import build_export
 
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(model, source)
@@ -277,7 +277,7 @@ def test_an_export_of_a_checkpoint_takes_the_parts_of_its_pipeline_and_nothing_e
 
     like = load_transformer(str(source), torch.float32)
     weights = {name: weight.detach() + 1 for name, weight in like.named_parameters()}
-    export = replace(build_picture_export(like, weights, str(source)), beside=adapter)
+    export = replace(build_export(like, weights, trainer_setup(str(source), pictures=PLAIN)), beside=adapter)
     for _ in range(2):  # what a cut off checkpoint has left is written over
         export.write(str(target))
     new = ["state/rank", "adapter/weights"]

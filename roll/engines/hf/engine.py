@@ -27,14 +27,7 @@ from transformers.cache_utils import DynamicCache
 from roll.algorithms.logprobs import token_logprobs
 from roll.algorithms.routing import RoutingRecorder, RoutingShape
 from roll.data.pictures import PictureProcessor, digest, picture_tokens
-from roll.engines.base import (
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    StopStringMatcher,
-    TokenChunk,
-    no_tokens,
-)
+from roll.engines.base import EngineLoad, FinishReason, GenerateRequest, StopStringMatcher, TokenChunk, no_tokens
 from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.hf.weights import ModelEngine
 from roll.engines.options import HFInferConfig
@@ -170,21 +163,6 @@ class HFEngine(ModelEngine):
         """Free the KV cache. The next step recomputes it from the tokens, with the then current weights."""
         self._cache.release()
         self._caches_dropped = True
-
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory. Idempotent."""
-        if self.asleep:
-            return
-        self.drop_caches()
-        self._model.to("cpu")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.asleep = True
-
-    def wake(self) -> None:
-        """Move the weights back to the device. The next step recomputes the KV cache."""
-        self._model.to(self._device)
-        self.asleep = False
 
     def _score(self, token_ids: np.ndarray) -> np.ndarray:
         longest = self._max_length

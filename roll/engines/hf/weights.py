@@ -69,6 +69,27 @@ class ModelEngine:
         """Return what the engine's statistics have besides those of every engine."""
         return {}
 
+    def drop_caches(self) -> None:
+        """Free the KV cache, if the engine has one."""
+
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory. Idempotent."""
+        if self.asleep:
+            return
+        self.drop_caches()
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Move the weights back to the device. The next step recomputes the KV cache."""
+        self._move(self._device)
+        self.asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> PreparedWeights:
         """Prepare a weight update without changing the model. May be called from any thread, also during a step.
 
@@ -143,41 +164,35 @@ class ModelEngine:
         On a CPU the staged tensors become the parameters. On a GPU, they are copied into the parameters and read back
         for the checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
-        if self._adapter_rank is not None:
-            return self._load_adapter(staged, self._adapter_rank)
-        held, own = staged.held, self._held_tensors()
+        held, rank = staged.held, self._adapter_rank
         try:
-            for name, parameter in own.items():
-                tensor = staged.content[name]
-                if self._device.type == "cpu" or tensor.dtype != parameter.dtype:  # the latter: a buffer
-                    parameter.data = tensor.to(self._device)
-                else:
-                    parameter.data.copy_(tensor)
+            loaded = self._load(staged) if rank is None else self._load_adapter(staged, rank)
         except Exception as error:
             raise EngineFailed(f"weights of version {held.version} were only partly loaded: {error!r}") from error
         self.version = held.version
         if self._device.type == "cpu":
             return held
-        parts = ((name, part.of(own[part.parameter])) for name, part in self._names.parts.items())
-        return replace(
-            held,
-            checksums={name: tensor_checksum(part.to(DTYPES[staged.layout[name][0]])) for name, part in parts},
-        )
+        return replace(held, checksums={name: tensor_checksum(tensor) for name, tensor in loaded})
 
-    def _load_adapter(self, staged: PreparedWeights, rank: int) -> HeldWeights:
-        """Load a staged adapter: inject the first one into the model, replace it by later ones; see `load_weights`."""
-        held = staged.held
-        try:
-            if self._adapter.keys() != staged.content.keys():
-                self._adapter = add_adapter(self._model, adapted_layers(staged.content, self._layers), rank)
-            for name, tensor in staged.content.items():
-                self._adapter[name].data = tensor.to(self._device)
-        except Exception as error:
-            raise EngineFailed(f"weights of version {held.version} were only partly loaded: {error!r}") from error
-        self.version = held.version
-        if self._device.type == "cpu":
-            return held
-        return replace(held, checksums={name: tensor_checksum(each) for name, each in self._adapter.items()})
+    def _load(self, staged: PreparedWeights) -> Iterable[tuple[str, torch.Tensor]]:
+        """Replace all weights. Return them by checkpoint name, in the dtype in which they were received."""
+        own = self._held_tensors()
+        for name, parameter in own.items():
+            tensor = staged.content[name]
+            if self._device.type == "cpu" or tensor.dtype != parameter.dtype:  # the latter: a buffer
+                parameter.data = tensor.to(self._device)
+            else:
+                parameter.data.copy_(tensor)
+        parts = ((name, part.of(own[part.parameter])) for name, part in self._names.parts.items())
+        return ((name, part.to(DTYPES[staged.layout[name][0]])) for name, part in parts)
+
+    def _load_adapter(self, staged: PreparedWeights, rank: int) -> Iterable[tuple[str, torch.Tensor]]:
+        """Inject the first adapter into the model, or replace it by a later one. Return its matrices."""
+        if self._adapter.keys() != staged.content.keys():
+            self._adapter = add_adapter(self._model, adapted_layers(staged.content, self._layers), rank)
+        for name, tensor in staged.content.items():
+            self._adapter[name].data = tensor.to(self._device)
+        return self._adapter.items()
 
 
 def _arriving(

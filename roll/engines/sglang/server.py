@@ -50,10 +50,7 @@ class SGLangServer:
         import aiohttp
 
         process = await asyncio.create_subprocess_exec(
-            *SERVER_COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            env=server_environment(),
-            start_new_session=True,
+            *SERVER_COMMAND, stdin=asyncio.subprocess.PIPE, env=server_environment(), start_new_session=True
         )
         if process.stdin is None:
             raise EngineFailed("the process of SGLang's server has no standard input")

@@ -54,11 +54,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import AsyncEngineArgs
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.config import VllmConfig
     from vllm.inputs import TokensPrompt
     from vllm.inputs.engine import TokensInput
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 _FAREWELL_SECONDS = 5.0
 """Maximum wait of a shutdown for aborted requests to end."""
@@ -114,13 +117,11 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from roll.engines.vllm.load import load_logger
-
         # vLLM's defaults for the size of a batch depend on who asks. These are those of its own server.
         context = UsageContext.OPENAI_API_SERVER
         engine_args = AsyncEngineArgs(**arguments)
         try:
-            loggers = [load_logger(self._load_totals)] if self._known_load else []
+            loggers = [_load_logger(self._load_totals)] if self._known_load else []
             engine = AsyncLLM.from_engine_args(engine_args, usage_context=context, stat_loggers=loggers)
         except Exception as error:
             if self._adapter_rank is not None:
@@ -377,6 +378,47 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"]):
                 return answer.result()
         finally:
             answer.cancel()
+
+
+def _load_logger(load: EngineLoad) -> type[PrometheusStatLogger]:
+    """Return a logger that adds vLLM's statistics after each step to ``load``.
+
+    It stands in the place of the one for Prometheus, so that none of its histograms are kept.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class LoadLogger(PrometheusStatLogger):
+        def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+            pass  # the base class would register its metrics
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: MultiModalCacheStats | None = None,
+            engine_idx: int = 0,
+        ) -> None:
+            if iteration_stats is not None:
+                load.preemptions += iteration_stats.num_preempted_reqs
+            if scheduler_stats is None:
+                return
+            load.steps += 1
+            load.running += scheduler_stats.num_running_reqs
+            load.waiting += scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            load.cache_use += scheduler_stats.kv_cache_usage
+            load.prompt_tokens += scheduler_stats.prefix_cache_stats.queries
+            load.shared_tokens += scheduler_stats.prefix_cache_stats.hits
+
+        def record_admission_rejection(self, reason: str) -> None:
+            pass
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+            pass
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return LoadLogger
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
