@@ -17,8 +17,9 @@ from roll.cli.main import main
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
-from roll.simulation.calibration import NEEDED, busy_seconds, calibrated
+from roll.simulation.calibration import NEEDED, calibrated
 from roll.simulation.costs import Tokens, costs_of, engine_costs, shape_of
+from roll.simulation.fit import busy_seconds
 from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
 from roll.simulation.prediction import interval, predict, report
 from roll.simulation.run import simulate
