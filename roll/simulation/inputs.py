@@ -172,7 +172,7 @@ class DriverInputs:
 class HostInputs:
     """CPU cores, which all roles share on a CPU-only machine.
 
-    The default of `slowdown` is an estimate: 0.26 was measured on two cores (`docs/simulation.md`).
+    The default of `slowdown` is an estimate: 0.28 was measured on two cores (`docs/simulation.md`).
     """
 
     cores: Positive | None = option(
@@ -377,6 +377,7 @@ SPREADS: Mapping[str, float] = {
     "driver.part_seconds": 0.3,
     "driver.step_seconds": 0.3,
     "host.slowdown": 0.5,
+    "trainer.part_seconds": 0.5,
 }
 """Uncertain input -> uncertainty of its default: the standard deviation of the logarithm of its relative error. An
 estimate, checked against published runs (`docs/simulation.md`)."""

@@ -196,7 +196,7 @@ def test_a_run_that_followed_is_compared_with_what_was_predicted_of_its_changes(
     recorded_run(tmp_path, "slow", slower=3.0, async_generation_ratio=1)
 
     def told(other, *words):
-        code = main(["advise", str(tmp_path / "run"), "--after", str(tmp_path / other), "--draws", "4", *words])
+        code = main(["advise", str(tmp_path / "run"), "--after", str(tmp_path / other), "--draws", "6", *words])
         output = capsys.readouterr()
         return code, output.out + output.err
 

@@ -259,6 +259,9 @@ def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tok
             **{f"seconds/actor_train/{part}": seconds for part, seconds in parts.items()},
             "time/param_update": 3.0 + 2 * 1.0,  # one replica after the other
             "weights/send_seconds": 0.5,  # the calls around sending take the other 2.5 seconds
+            "cpu_seconds/driver": 0.96,  # of 32 samples
+            "time/rollout": 0.1,
+            "time/advantage": 0.3,
         }
 
     written_run(tmp_path / "told", config, truth, recorded)
@@ -266,7 +269,8 @@ def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tok
     assert (
         found.trainer.optimizer_seconds == pytest.approx(4) and found.origin("trainer.optimizer_seconds") == "measured"
     )
-    assert found.trainer.step_seconds == pytest.approx(1.5, rel=0.01)
+    assert found.trainer.step_seconds == found.trainer.part_seconds == pytest.approx(1.5, rel=0.01)
+    assert found.driver.sample_seconds == pytest.approx(0.03) and found.driver.part_seconds == pytest.approx(0.4)
     assert found.weight_update.send_seconds == pytest.approx(3)
     written_run(tmp_path / "untold", config, truth)
     guessed, _ = calibrated(config, Inputs(), [tmp_path / "untold"])
