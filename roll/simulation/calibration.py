@@ -266,6 +266,8 @@ def _trainer_measured(
         updates = derived.optimizer_steps_per_step(config, config.actor_train)
         fixed_times["optimizer_seconds"] = fmean(parts["optimizer"] or [0.0]) / updates
         beside = fmean(each_busy) - sum(map(fmean, filter(None, parts.values())))
+        if config.actor_train.stream_groups:  # a part has at least one micro-batch
+            beside /= max(1.0, fmean(all_numbers(records, "micro_batches/actor_train") or [1.0]))
         fixed_times |= dict.fromkeys(("step_seconds", "part_seconds"), max(0.0, beside))
     elif config.old_logprobs == "recompute" or config.train_infer_correction:
         token -= forward

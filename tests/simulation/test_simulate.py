@@ -272,6 +272,11 @@ def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tok
     assert found.trainer.step_seconds == found.trainer.part_seconds == pytest.approx(1.5, rel=0.01)
     assert found.driver.sample_seconds == pytest.approx(0.03) and found.driver.part_seconds == pytest.approx(0.4)
     assert found.weight_update.send_seconds == pytest.approx(3)
+    streams = gpus(tmp_path, async_generation_ratio=0, actor_train__stream_groups=True)
+    written_run(tmp_path / "parts", streams, truth, lambda made: recorded(made) | {"micro_batches/actor_train": 5})
+    of_parts, _ = calibrated(streams, Inputs(), [tmp_path / "parts"], rounds=0)
+    assert of_parts.trainer.part_seconds == of_parts.trainer.step_seconds == pytest.approx(1.5 / 5, rel=0.01)
+    assert of_parts.driver.part_seconds == Inputs().driver.part_seconds
     written_run(tmp_path / "untold", config, truth)
     guessed, _ = calibrated(config, Inputs(), [tmp_path / "untold"])
     fewer = gpus(tmp_path, async_generation_ratio=1, rollout_batch_size=config.rollout_batch_size // 4)
