@@ -22,7 +22,7 @@ from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import ConfigError, count
 from roll.configs.run import AgenticConfig, PipelineConfig, PromptConfig
 from roll.pipeline.algorithm import build_algorithms
-from roll.simulation.inputs import Inputs, LatencyInputs, ValidationInputs, overridden
+from roll.simulation.inputs import DriverInputs, Inputs, LatencyInputs, ValidationInputs, overridden
 from roll.simulation.prediction import Prediction, aligned, origins, predict
 from roll.simulation.workload import response_lengths
 
@@ -193,7 +193,7 @@ def causes(trials: Trials) -> dict[str, float]:
 def _without(config: PipelineConfig, inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Yield the inputs in which one part takes no time, or no longer than the usual."""
     yield "generation", replace(inputs, engine=replace(inputs.engine, scale=TINY * inputs.engine.scale))
-    none = {"step_seconds": 0.0, "optimizer_seconds": 0.0, "micro_batch_seconds": 0.0}
+    none = dict.fromkeys(("step_seconds", "part_seconds", "optimizer_seconds", "micro_batch_seconds"), 0.0)
     scale = TINY * inputs.trainer.scale
     yield "training", replace(inputs, trainer=replace(inputs.trainer, scale=scale, **none))
     longest, size = derived.max_new_tokens(config), derived.group_size(config)
@@ -212,7 +212,7 @@ def _without(config: PipelineConfig, inputs: Inputs) -> Iterator[tuple[str, Inpu
         yield "rewards", replace(inputs, rewards=LatencyInputs(seconds=0.0))
     if inputs.validation.seconds and config.eval_steps:
         yield "validations", replace(inputs, validation=ValidationInputs())
-    yield "the driver", replace(inputs, driver=replace(inputs.driver, sample_seconds=0.0))
+    yield "the driver", replace(inputs, driver=DriverInputs(sample_seconds=0.0))
 
 
 def main_cause(saved: dict[str, float]) -> str | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,15 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
 from roll.simulation.costs import Tokens, micro_batches, shape_of
-from roll.simulation.inputs import LARGEST, Inputs, Origin, ValidationInputs, is_number
+from roll.simulation.fit import ROUNDS, Observed, fitted
+from roll.simulation.inputs import LARGEST, Inputs, is_number, with_value
 from roll.simulation.replay import all_numbers, lines_of, recorded_groups, validation_seconds
-from roll.simulation.run import LEAST_STEPS, WARM_UP_STEPS, Outcome, simulate
+from roll.simulation.run import LEAST_STEPS, WARM_UP_STEPS
 from roll.simulation.workload import GroupWork
 from roll.tracking.run_directory import RunDirectory
 
 QUANTILES = 129
 """Number of quantiles that represent a distribution of lengths."""
-ROUNDS = 4
-"""Simulations of a fit."""
 SLOW = 0.85
 """Speed of a replica over that of a usual one, below which it counts as slow if it is the slowest in most steps."""
 LEAST_FIXED = 0.1
@@ -44,23 +43,12 @@ FITTED_STEPS = 32
 """Last steps of a run that are replayed to fit speeds."""
 NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
 """Metrics that a step must have to be used."""
+SLOW_WAIT = 0.9
+"""Quantile of the waits of groups that, with their median, tells how much latencies vary."""
 FORWARD_SHARE = 0.25
 """Assumed time of a log-probability pass over that of training, if a run has recorded none of its own."""
 PARTS_OF_TRAINER = ("forward", "forward_backward", "optimizer")
 """Parts of the trainer's time that a run records."""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """Measured times of a real run."""
-
-    config: PipelineConfig
-    step_seconds: float
-    """Median or mean time of a step."""
-    busy: Mapping[str, float]
-    """Role -> seconds of a step in which it worked; of replicas the mean. Validations are left out."""
-    groups: Sequence[GroupWork] = ()
-    """Its groups; then the times are means, since lengths differ from step to step here as in the run."""
 
 
 def calibrated(
@@ -117,55 +105,6 @@ def _compared(config: PipelineConfig, theirs: PipelineConfig, folder: Path) -> l
     ]
 
 
-def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tuple[Inputs, list[str]]:
-    """Return the inputs with the scales of engine and trainer that make simulations of these runs as busy as they
-    were, and how close the steps then are, in words."""
-
-    def simulated(run: Observed) -> Outcome:
-        return simulate(run.config, replace(inputs, validation=ValidationInputs()), replayed=run.groups)
-
-    for _ in range(rounds):
-        outcomes = [simulated(run) for run in runs]
-        for section, role in (("engine", "actor_infer"), ("trainer", "actor_train")):
-            errors = [
-                math.log(run.busy[role] / busy)
-                for run, outcome in zip(runs, outcomes, strict=True)
-                if run.busy.get(role, 0) > 0 and (busy := busy_seconds(outcome, role)) > 0
-            ]
-            if errors:
-                scale = vars(inputs)[section].scale * math.exp(fmean(errors))
-                inputs = _with(inputs, f"{section}.scale", scale, "fitted")
-        # At ratio 0 nothing overlaps, so time that neither engine nor trainer takes is the driver's.
-        left = [
-            (run.step_seconds - outcome.step_seconds + errors_of(run, outcome)) / outcome.samples
-            for run, outcome in zip(runs, outcomes, strict=True)
-            if run.config.async_generation_ratio == 0
-        ]
-        if left:
-            seconds = max(0.0, inputs.driver.sample_seconds + fmean(left))
-            inputs = _with(inputs, "driver.sample_seconds", seconds, "fitted")
-    lines = []
-    for run in runs:
-        seconds = simulated(run).step_seconds
-        off = seconds / run.step_seconds - 1
-        beside = "" if inputs.validation.seconds is None else " without validations"
-        lines.append(
-            f"a step took {run.step_seconds:.3g} s{beside}; simulated with these inputs {seconds:.3g} s ({off:+.0%})"
-        )
-    return inputs, lines
-
-
-def errors_of(run: Observed, outcome: Outcome) -> float:
-    """Return the simulated minus the measured busy seconds per step, summed over engine and trainer."""
-    roles = [role for role in ("actor_infer", "actor_train") if run.busy.get(role, 0) > 0]
-    return sum(busy_seconds(outcome, role) - run.busy[role] for role in roles)
-
-
-def busy_seconds(outcome: Outcome, role: str) -> float:
-    """Return the seconds per step in which a role computed."""
-    return (1 - outcome.idle.get(role, 1.0)) * outcome.step_seconds
-
-
 def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     run = RunDirectory(folder)
     if not run.metrics.is_file() or not run.config.is_file():
@@ -211,36 +150,81 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     # The trainer's metric counts every token of its batches, once per epoch.
     trained = [each["tokens_per_second/actor_train"] * each["time/step"] / config.ppo_epochs for each in records]
     prompt = max(0.0, fmean(trained) / samples - response)
-    inputs = _with(inputs, "lengths.prompt", prompt, "measured")
+    inputs = with_value(inputs, "lengths.prompt", prompt, "measured")
     groups = recorded_groups(folder)
     made = [work.responses for work in groups] or [[length] for length in _logged_lengths(folder)]
-    inputs = _with(inputs, "lengths.quantiles", _quantiles(made, response, scaled=not groups), "measured")
+    inputs = with_value(inputs, "lengths.quantiles", _quantiles(made, response, scaled=not groups), "measured")
     if (correlation := _correlation(made)) is not None:
-        inputs = _with(inputs, "lengths.correlation", correlation, "measured")
+        inputs = with_value(inputs, "lengths.correlation", correlation, "measured")
     if groups and config.group_filter != "none":
         dropped = sum(not work.kept for work in groups) / len(groups)
-        inputs = _with(inputs, "filtered_share", min(dropped, LARGEST["filtered_share"]), "measured")
+        inputs = with_value(inputs, "filtered_share", min(dropped, LARGEST["filtered_share"]), "measured")
     replicas = derived.engine_replicas(config)
     for name, share in (("gather", 1), ("send", 1), ("fetch", replicas), ("load", replicas)):
         if seconds := all_numbers(records, f"weights/{name}_seconds"):
-            inputs = _with(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
+            inputs = with_value(inputs, f"weight_update.{name}_seconds", median(seconds) / share, "measured")
     inputs = _with_calls_of_update(config, inputs, records)
     if seconds := [each for each in map(validation_seconds, records) if each]:
-        inputs = _with(inputs, "validation.seconds", median(seconds), "measured")
+        inputs = with_value(inputs, "validation.seconds", median(seconds), "measured")
     if (slow := slow_replica(records)) is not None:
-        inputs = _with(inputs, "engine.slowest", 1 / slow[1], "measured")
+        inputs = with_value(inputs, "engine.slowest", 1 / slow[1], "measured")
     inputs = _trainer_measured(config, inputs, records, trained)
-    names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/rewards."))
-    rewards = config.rewards if isinstance(config, PromptConfig) else {}
-    judged = [name for name in names if name.removeprefix("idle/rewards.") in rewards and all_numbers(records, name)]
-    if judged:
-        workers = [rewards[name.removeprefix("idle/rewards.")].num_workers for name in judged]
-        working = sum(
-            number * fmean((1 - each[name]) * each["time/step"] for each in records if is_number(each.get(name)))
-            for name, number in zip(judged, workers, strict=True)
+    if seconds := all_numbers(records, "cpu_seconds/driver"):
+        inputs = with_value(inputs, "driver.sample_seconds", fmean(seconds) / samples, "measured")
+    parts = [all_numbers(records, f"time/{stage}") for stage in ("rollout", "advantage")]
+    if all(parts) and not config.actor_train.stream_groups:
+        inputs = with_value(inputs, "driver.part_seconds", sum(map(median, parts)), "measured")
+    if isinstance(config, PromptConfig):
+        return _rewards_measured(config, inputs, records, groups)
+    return _environments_measured(inputs, folder)
+
+
+def _rewards_measured(
+    config: PromptConfig, inputs: Inputs, records: Sequence[Mapping[str, Any]], groups: Sequence[GroupWork]
+) -> Inputs:
+    """Return the inputs with the latencies of rewards.
+
+    What verifiers took in all says whether their workers judge one response after another. If it is more than the time
+    in which they worked, they judge several at once, and the latency of a response follows from those of groups, each
+    of which waits for the last of its responses: quantile q of a group is quantile q^(1/n) of its n responses.
+    """
+    samples = derived.samples_per_step(config)
+    judged = [name for name in config.rewards if all_numbers(records, f"idle/rewards.{name}")]
+    if not judged:
+        return inputs
+    working = sum(
+        config.rewards[name].num_workers
+        * fmean(
+            (1 - each[f"idle/rewards.{name}"]) * each["time/step"]
+            for each in records
+            if is_number(each.get(f"idle/rewards.{name}"))
         )
-        for name, number in (("seconds", working / samples), ("sigma", 0.0), ("workers", sum(workers))):
-            inputs = _with(inputs, f"rewards.{name}", number, "measured")
+        for name in judged
+    )
+    totals = [all_numbers(records, f"rewards/{name}/seconds") for name in judged]
+    taken = sum((each[-1] - each[0]) / (len(each) - 1) for each in totals if len(each) > 1)
+    waits = [work.latencies[0][0] for work in groups if work.latencies[0][0] > 0]
+    if taken > working and waits:
+        middle, high = np.log(np.quantile(waits, (0.5, SLOW_WAIT)))
+        scores = [NormalDist().inv_cdf(share ** (1 / derived.group_size(config))) for share in (0.5, SLOW_WAIT)]
+        sigma = float(high - middle) / (scores[1] - scores[0])
+        inputs = with_value(inputs, "rewards.seconds", math.exp(middle - sigma * scores[0]), "measured")
+        return with_value(inputs, "rewards.sigma", sigma, "measured")
+    workers = sum(config.rewards[name].num_workers for name in judged)
+    for name, number in (("seconds", working / samples), ("sigma", 0.0), ("workers", workers)):
+        inputs = with_value(inputs, f"rewards.{name}", number, "measured")
+    return inputs
+
+
+def _environments_measured(inputs: Inputs, folder: Path) -> Inputs:
+    """Return the inputs with turns and latencies of environments, if the run recorded its groups."""
+    episodes = [each for work in recorded_groups(folder) for each in work.latencies]
+    logs = [math.log(each[0]) for each in episodes if each[0] > 0]  # the turns of an episode share its wait
+    if not logs:
+        return inputs
+    turns = max(1, round(fmean(map(len, episodes))))
+    for name, value in (("turns", turns), ("seconds", math.exp(median(logs))), ("sigma", float(np.std(logs)))):
+        inputs = with_value(inputs, f"environments.{name}", value, "measured")
     return inputs
 
 
@@ -255,7 +239,7 @@ def _with_calls_of_update(config: PipelineConfig, inputs: Inputs, records: Seque
     turns = math.ceil(replicas / max(1, int(replicas * config.weight_update.max_unavailable)))
     phases = turns * (update.fetch_seconds + (update.load_seconds or 0.0))
     sent = update.send_seconds or 0.0
-    return _with(inputs, "weight_update.send_seconds", max(sent, median(times) - phases), "measured")
+    return with_value(inputs, "weight_update.send_seconds", max(sent, median(times) - phases), "measured")
 
 
 def _trainer_measured(
@@ -273,7 +257,7 @@ def _trainer_measured(
         samples = derived.samples_per_step(config)
         of_step = micro_batches(config.actor_train, Tokens(samples, fmean(trained))) * config.ppo_epochs
     if of_step >= FEWEST_MICRO_BATCHES and (fixed := _fixed_seconds(trained, each_pass)):
-        inputs = _with(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted")
+        inputs = with_value(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted")
     token = max(1e-12, fmean(each_pass) - inputs.trainer.micro_batch_seconds * of_step) / tokens * ranks
     forward, fixed_times = token * FORWARD_SHARE, {"step_seconds": 0.0, "optimizer_seconds": 0.0}
     if told:
@@ -282,13 +266,15 @@ def _trainer_measured(
         updates = derived.optimizer_steps_per_step(config, config.actor_train)
         fixed_times["optimizer_seconds"] = fmean(parts["optimizer"] or [0.0]) / updates
         beside = fmean(each_busy) - sum(map(fmean, filter(None, parts.values())))
-        fixed_times["step_seconds"] = max(0.0, beside)
+        if config.actor_train.stream_groups:  # a part has at least one micro-batch
+            beside /= max(1.0, fmean(all_numbers(records, "micro_batches/actor_train") or [1.0]))
+        fixed_times |= dict.fromkeys(("step_seconds", "part_seconds"), max(0.0, beside))
     elif config.old_logprobs == "recompute" or config.train_infer_correction:
         token -= forward
-    before, inputs = inputs, _with(inputs, "trainer.token_seconds", token, "measured")
+    before, inputs = inputs, with_value(inputs, "trainer.token_seconds", token, "measured")
     if inputs is not before:  # without recorded times, the time per token includes the fixed ones
         for name, value in {"forward_token_seconds": forward, **fixed_times}.items():
-            inputs = _with(inputs, f"trainer.{name}", value, "measured" if told else "fitted")
+            inputs = with_value(inputs, f"trainer.{name}", value, "measured" if told else "fitted")
     return inputs
 
 
@@ -316,26 +302,6 @@ def slow_replica(records: Sequence[Mapping[str, Any]]) -> tuple[int, float] | No
     speeds = [each["engine/slowest_speed"] for each in records if each.get("engine/slowest") == number]
     speed = median(all_numbers([{"speed": each} for each in speeds], "speed") or [1.0])
     return (number, speed) if often > len(numbers) / 2 and 0 < speed < SLOW else None
-
-
-INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
-    "lengths.quantiles": ("lengths.median", "lengths.sigma"),
-    "trainer.token_seconds": ("trainer.mfu",),
-    "trainer.forward_token_seconds": ("trainer.forward_mfu",),
-    "weight_update.gather_seconds": ("weight_update.gather_bandwidth",),
-    "weight_update.send_seconds": ("weight_update.send_bandwidth",),
-    "weight_update.load_seconds": ("weight_update.load_bandwidth",),
-}
-"""Measured input -> the inputs that it replaces."""
-
-
-def _with(inputs: Inputs, path: str, value: Any, origin: Origin) -> Inputs:
-    """Return the inputs with one value set, unless the user gave it or an input that it would replace."""
-    if any(inputs.origin(each) == "given" for each in (path, *INSTEAD_OF.get(path, ()))):
-        return inputs
-    section, _, name = path.rpartition(".")
-    changed = {section: replace(vars(inputs)[section], **{name: value})} if section else {name: value}
-    return replace(inputs, **changed, origins={**inputs.origins, path: origin})
 
 
 def _logged_lengths(folder: Path) -> list[float]:

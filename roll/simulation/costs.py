@@ -100,6 +100,8 @@ class Costs:
     """Tokens of a batch (or a part of one) -> seconds to train on them, without the fixed time of a step."""
     train_step: float
     """Fixed seconds per training step."""
+    train_part: float
+    """Fixed seconds per part of a batch that does not complete it."""
     forward: dict[str, Callable[[Tokens], float]]
     """Role -> function of tokens that returns the seconds to compute their log-probabilities. For `actor_train`: the
     pass before the first update."""
@@ -155,6 +157,7 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
             config.ppo_epochs * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(role, tokens))
         ),
         train_step=given.step_seconds + optimizer_steps * given.optimizer_seconds,
+        train_part=given.part_seconds,
         forward={
             role: _Passes(config, inputs, hardware, roles[role]).forward
             for role in ("actor_train", "reference", "teacher")

@@ -34,13 +34,15 @@ WATERMARK = 0.99
 class Host:
     """The CPU cores that simulated work shares, and their clock of *work time*.
 
-    Work time passes more slowly than the event loop's virtual time while more threads compute than there are cores.
+    Work time passes more slowly than the event loop's virtual time while more threads compute than there are cores, and
+    a little more slowly while several cores compute: they share memory bandwidth and caches, hyperthreads even a core.
     Several events are handled within one callback of the loop if the loop has nothing else to do in between, so an
     event costs only a few microseconds.
     """
 
-    def __init__(self, cores: float, loop: VirtualTimeLoop) -> None:
-        self._loop = loop
+    def __init__(self, cores: float, loop: VirtualTimeLoop, slowdown: float = 0.0) -> None:
+        """``slowdown``: additional share of time that work takes while all cores compute."""
+        self._loop, self._slowdown = loop, slowdown
         self._cores, self._threads, self._speed = cores, 0.0, 1.0
         self._done, self._seen = 0.0, loop.time()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -65,9 +67,15 @@ class Host:
             return
         self._done, self._seen = self.now(), self._loop.time()
         self._threads += threads
-        self._speed = min(1.0, self._cores / self._threads) if self._threads > 0 else 1.0
+        self._speed = self._speed_of(self._threads)
         if not self._firing:
             self._arm()
+
+    def _speed_of(self, threads: float) -> float:
+        if threads <= 0:
+            return 1.0
+        others = max(0.0, min(threads, self._cores) - 1) / max(1.0, self._cores - 1)
+        return min(1.0, self._cores / threads) / (1 + self._slowdown * others)
 
     async def work(self, seconds: float, threads: float) -> None:
         """Keep ``threads`` threads computing until each has done ``seconds`` of work.

@@ -102,6 +102,7 @@ class TrainerInputs:
         0.6, "Share of the peak bandwidth of NVLink and network at which ranks exchange the tokens of their experts."
     )
     step_seconds: NotNegative = option(2.0, "Fixed time of a training step.")
+    part_seconds: NotNegative = option(0.0, "Fixed time of each part of a batch but the last, if the trainer streams.")
     optimizer_seconds: NotNegative = option(0.5, "Time of an optimizer step.")
     micro_batch_seconds: NotNegative = option(0.0, "Fixed time of a micro-batch.")
     token_seconds: NotNegative | None = option(None, "Measured time of a trained token on one rank.")
@@ -163,14 +164,22 @@ class DriverInputs:
     """Time of the driver process, which handles samples one at a time."""
 
     sample_seconds: NotNegative = option(5e-4, "Time for each sample, from request to batch (`benchmarks/README.md`).")
+    part_seconds: NotNegative = option(0.0, "Time of a batch, or of each of its parts, in the stages before training.")
+    step_seconds: NotNegative = option(0.0, "Fixed time of a step, between its update and the next requests.")
 
 
 @dataclass
 class HostInputs:
-    """Number of CPU cores, which all roles share on a CPU-only machine."""
+    """CPU cores, which all roles share on a CPU-only machine.
+
+    The default of `slowdown` is an estimate: 0.28 was measured on two cores (`docs/simulation.md`).
+    """
 
     cores: Positive | None = option(
         None, "With `cluster.device: cpu`, work beyond so many cores slows all down. Default: the cores here."
+    )
+    slowdown: NotNegative = option(
+        0.2, "Share of time by which work takes longer while all other cores compute too, since they share the memory."
     )
 
 
@@ -328,6 +337,26 @@ def _tree(inputs: Inputs) -> dict[str, Any]:
     return {**tree, "origins": origins} if origins else tree
 
 
+INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
+    "lengths.quantiles": ("lengths.median", "lengths.sigma"),
+    "trainer.token_seconds": ("trainer.mfu",),
+    "trainer.forward_token_seconds": ("trainer.forward_mfu",),
+    "weight_update.gather_seconds": ("weight_update.gather_bandwidth",),
+    "weight_update.send_seconds": ("weight_update.send_bandwidth",),
+    "weight_update.load_seconds": ("weight_update.load_bandwidth",),
+}
+"""Measured input -> the inputs that it replaces."""
+
+
+def with_value(inputs: Inputs, path: str, value: Any, origin: Origin) -> Inputs:
+    """Return the inputs with one value set, unless the user gave it or an input that it would replace."""
+    if any(inputs.origin(each) == "given" for each in (path, *INSTEAD_OF.get(path, ()))):
+        return inputs
+    section, _, name = path.rpartition(".")
+    changed = {section: replace(vars(inputs)[section], **{name: value})} if section else {name: value}
+    return replace(inputs, **changed, origins={**inputs.origins, path: origin})
+
+
 SPREADS: Mapping[str, float] = {
     "lengths.median": 1.0,
     "lengths.sigma": 0.2,
@@ -345,6 +374,10 @@ SPREADS: Mapping[str, float] = {
     "rewards.seconds": 0.5,
     "environments.seconds": 0.5,
     "driver.sample_seconds": 0.3,
+    "driver.part_seconds": 0.3,
+    "driver.step_seconds": 0.3,
+    "host.slowdown": 0.5,
+    "trainer.part_seconds": 0.5,
 }
 """Uncertain input -> uncertainty of its default: the standard deviation of the logarithm of its relative error. An
 estimate, checked against published runs (`docs/simulation.md`)."""

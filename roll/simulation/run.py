@@ -186,7 +186,8 @@ class _Run:
     async def main(self, measured: tuple[int, int]) -> Outcome:
         """Simulate the run to its last step, and return the outcome of the ``measured`` steps."""
         config, self._loop = self.config, cast(VirtualTimeLoop, asyncio.get_running_loop())
-        self.host = Host(self.inputs.cores(config.cluster.device), self._loop)
+        host = self.inputs.host
+        self.host = Host(self.inputs.cores(config.cluster.device), self._loop, host.slowdown)
         self.pool = Engines(config, self.costs, self.host)
         self.timeline = Timeline(self.trace, self._loop.time) if self.trace is not None else _NoTimeline()
         for replica in self.pool.replicas.values():
@@ -233,6 +234,8 @@ class _Run:
         """Simulate the rollout of a group: generation, then rewards or environment steps."""
         work, config = asked.item, self.config
         spans: dict[int, float] = {}
+        seconds = len(work.responses) * self.inputs.driver.sample_seconds
+        await self._drive(seconds / 2)
         if isinstance(config, AgenticConfig):
             async with asyncio.TaskGroup() as episodes:
                 for sample, tokens in enumerate(work.responses):
@@ -252,11 +255,16 @@ class _Run:
             for request in made:
                 _add(spans, request.spans)
             await asyncio.sleep(max(judged) - self._loop.time())
-        async with self._driver:
-            await self.host.work(len(work.responses) * self.inputs.driver.sample_seconds, 1)
+        await self._drive(seconds / 2)
         lengths = [work.prompt + tokens for tokens in work.responses]
         total = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
         return RolledOut(total, spans, work.kept)
+
+    async def _drive(self, seconds: float) -> None:
+        """Keep the driver busy, which does one thing at a time."""
+        if seconds:
+            async with self._driver:
+                await self.host.work(seconds, 1)
 
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Simulate one episode of a group, turn by turn."""
@@ -330,6 +338,7 @@ class _Run:
                 raise Unchecked(f"step {step} holds a token of version {oldest}, and the bound is {self.bound}")
             if self.measured[0] < step <= self.measured[1]:
                 _add(self.spans, ((step - version, number) for version, number in group.result.spans.items()))
+        await self._drive(self.inputs.driver.part_seconds)
         return Batch(step, tokens, complete)
 
     async def _compare(self, role: str, batch: Batch) -> Batch:
@@ -350,8 +359,7 @@ class _Run:
         seconds = costs.train(batch.tokens)
         if self.needs_proximal and not self.streams:
             seconds += costs.forward["actor_train"](batch.tokens)
-        if batch.complete:
-            seconds += costs.train_step
+        seconds += costs.train_step if batch.complete else costs.train_part
         with self._computing("actor_train"):
             await self.host.work(seconds, costs.train_threads)
         if not batch.complete:
@@ -372,6 +380,7 @@ class _Run:
             async with self.locks["actor_infer"].hold("actor_infer"):
                 await self.pool.publish(version)
         self.published.advance(version)
+        await self._drive(self.inputs.driver.step_seconds)
         if batch.gathered and self.validation_seconds and validation_due(self.config, version):
             await self._validate(version)
         elif batch.gathered:

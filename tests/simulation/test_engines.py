@@ -118,3 +118,14 @@ def test_who_shares_a_core_takes_twice_as_long_until_the_other_has_ended():
         return ends
 
     assert run_virtual(main()) == pytest.approx([4, 7])
+
+
+@pytest.mark.parametrize(("threads", "seconds"), [(1, 1.0), (2, 1.1), (3, 1.2), (6, 2.4)])
+def test_cores_slow_each_other_down_before_threads_share_them(threads, seconds):
+    async def taken():
+        loop = asyncio.get_running_loop()
+        host, began = Host(3, loop, slowdown=0.2), loop.time()
+        await asyncio.gather(*(host.work(1.0, 1) for _ in range(threads)))
+        return loop.time() - began
+
+    assert run_virtual(taken()) == pytest.approx(seconds)

@@ -196,7 +196,7 @@ def test_a_run_that_followed_is_compared_with_what_was_predicted_of_its_changes(
     recorded_run(tmp_path, "slow", slower=3.0, async_generation_ratio=1)
 
     def told(other, *words):
-        code = main(["advise", str(tmp_path / "run"), "--after", str(tmp_path / other), "--draws", "4", *words])
+        code = main(["advise", str(tmp_path / "run"), "--after", str(tmp_path / other), "--draws", "6", *words])
         output = capsys.readouterr()
         return code, output.out + output.err
 
@@ -204,7 +204,7 @@ def test_a_run_that_followed_is_compared_with_what_was_predicted_of_its_changes(
     assert code == 0 and "changed    async_generation_ratio 0.0 -> 1.0" in text and "measured " in text
     assert "the step is inside the interval" in text, text
     step = next(line.split() for line in text.splitlines() if line.strip().startswith("step s"))
-    assert float(step[2]) == pytest.approx(float(step[4]), rel=0.1)
+    assert float(step[2]) == pytest.approx(float(step[4]), rel=0.15)  # of other groups with such lengths
     for name in ("lag mean", "idle actor_infer", "idle actor_train", "tokens of a response", "gain"):
         assert any(line.strip().startswith(name) for line in text.splitlines()), text
     code, text = told("slow")

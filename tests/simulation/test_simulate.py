@@ -17,8 +17,9 @@ from roll.cli.main import main
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
-from roll.simulation.calibration import NEEDED, busy_seconds, calibrated
+from roll.simulation.calibration import NEEDED, calibrated
 from roll.simulation.costs import Tokens, costs_of, engine_costs, shape_of
+from roll.simulation.fit import busy_seconds
 from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
 from roll.simulation.prediction import interval, predict, report
 from roll.simulation.run import simulate
@@ -258,6 +259,9 @@ def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tok
             **{f"seconds/actor_train/{part}": seconds for part, seconds in parts.items()},
             "time/param_update": 3.0 + 2 * 1.0,  # one replica after the other
             "weights/send_seconds": 0.5,  # the calls around sending take the other 2.5 seconds
+            "cpu_seconds/driver": 0.96,  # of 32 samples
+            "time/rollout": 0.1,
+            "time/advantage": 0.3,
         }
 
     written_run(tmp_path / "told", config, truth, recorded)
@@ -265,8 +269,14 @@ def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tok
     assert (
         found.trainer.optimizer_seconds == pytest.approx(4) and found.origin("trainer.optimizer_seconds") == "measured"
     )
-    assert found.trainer.step_seconds == pytest.approx(1.5, rel=0.01)
+    assert found.trainer.step_seconds == found.trainer.part_seconds == pytest.approx(1.5, rel=0.01)
+    assert found.driver.sample_seconds == pytest.approx(0.03) and found.driver.part_seconds == pytest.approx(0.4)
     assert found.weight_update.send_seconds == pytest.approx(3)
+    streams = gpus(tmp_path, async_generation_ratio=0, actor_train__stream_groups=True)
+    written_run(tmp_path / "parts", streams, truth, lambda made: recorded(made) | {"micro_batches/actor_train": 5})
+    of_parts, _ = calibrated(streams, Inputs(), [tmp_path / "parts"], rounds=0)
+    assert of_parts.trainer.part_seconds == of_parts.trainer.step_seconds == pytest.approx(1.5 / 5, rel=0.01)
+    assert of_parts.driver.part_seconds == Inputs().driver.part_seconds
     written_run(tmp_path / "untold", config, truth)
     guessed, _ = calibrated(config, Inputs(), [tmp_path / "untold"])
     fewer = gpus(tmp_path, async_generation_ratio=1, rollout_batch_size=config.rollout_batch_size // 4)

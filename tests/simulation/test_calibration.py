@@ -1,0 +1,76 @@
+"""Latencies that a calibration measures: of rewards that are judged one by one or many at once, and of environments."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll.configs.loader import dump_config, load_config
+from roll.simulation.calibration import NEEDED, calibrated
+from roll.simulation.inputs import Inputs
+from tests.simulation.test_simulate import gpus
+
+LAKE = Path(__file__).parents[2] / "examples" / "frozen_lake-tiny-cpu" / "agentic.yaml"
+STEPS = 50
+
+
+def written(folder, config, groups, metrics):
+    """Write the files of a run of `STEPS` steps. ``metrics``: those of a step, given its number."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(config))
+    usual = dict.fromkeys(NEEDED, 0.5) | {"response/tokens": 500.0, "tokens_per_second/actor_train": 2000.0}
+    lines = [json.dumps({"step": step, **usual, "time/step": 2.0, **metrics(step)}) for step in range(1, STEPS + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    times = {"issued": 0.0, "generated": 1.0, "consumed": 99.0}
+    usual = {"prompt": 3.0, "responses": [9, 9, 9, 9]}
+    each = [
+        json.dumps({**usual, **times, "step": 1 + number * STEPS // len(groups), "group": number, **group})
+        for number, group in enumerate(groups)
+    ]
+    (folder / "groups.jsonl").write_text("\n".join([*each, ""]))
+    return calibrated(config, Inputs(), [folder], rounds=0)[0]
+
+
+def test_latencies_of_rewards_that_wait_at_once_follow_from_those_of_groups(tmp_path):
+    config, random = gpus(tmp_path), np.random.default_rng(0)
+    waits = 0.05 * np.exp(1.2 * random.standard_normal((8 * STEPS, 4)))
+    groups = [{"judged": 1.0 + float(wait)} for wait in waits.max(axis=1)]
+    taken = float(waits.sum()) / STEPS
+
+    def metrics(step):
+        return {"idle/rewards.addition": 0.7, "rewards/addition/seconds": taken * step}
+
+    found = written(tmp_path / "run", config, groups, metrics)
+    assert taken > 0.3 * 2.0
+    assert found.rewards.seconds == pytest.approx(0.05, rel=0.15)
+    assert found.rewards.sigma == pytest.approx(1.2, rel=0.1)
+    assert found.rewards.workers is None and found.origin("rewards.sigma") == "measured"
+
+
+def test_rewards_that_are_judged_one_by_one_take_the_time_of_their_workers(tmp_path):
+    groups = [{"judged": 1.5}] * (8 * STEPS)
+
+    def metrics(step):
+        return {"idle/rewards.addition": 0.68, "rewards/addition/seconds": 0.1 * step}
+
+    found = written(tmp_path / "run", gpus(tmp_path), groups, metrics)
+    assert found.rewards.seconds == pytest.approx(0.32 * 2.0 / 32)
+    assert found.rewards.sigma == 0 and found.rewards.workers == 1
+
+
+def test_turns_and_waits_of_environments_are_measured(tmp_path):
+    config, random = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"]), np.random.default_rng(0)
+    turns = random.integers(2, 9, (16 * STEPS, 8)).tolist()
+    groups = [
+        {"generated": None, "judged": 9.0, "responses": row, "turns": row,
+         "waits": [0.04 * math.exp(0.5 * random.standard_normal()) * number for number in row]}
+        for row in turns
+    ]  # fmt: skip
+    found = written(tmp_path / "run", config, groups, lambda step: {})
+    assert found.environments.turns == 5
+    assert found.environments.seconds == pytest.approx(0.04, rel=0.05)
+    assert found.environments.sigma == pytest.approx(0.5, rel=0.05)

@@ -1,0 +1,97 @@
+"""Fits recover the inputs of simulated runs from their times, and what they leave unknown stays as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from tiny import tiny_config
+
+from roll.configs.loader import config_from_tree
+from roll.simulation.fit import Observed, busy_seconds, fitted
+from roll.simulation.inputs import read_inputs
+from roll.simulation.run import simulate
+from roll.simulation.workload import groups
+
+KNOWN = (
+    "host.cores=2", "engine.step_seconds=0.01", "engine.request_seconds=1e-4", "engine.prefill_token_seconds=1e-5",
+    "trainer.token_seconds=1e-4", "trainer.step_seconds=0.02", "trainer.part_seconds=0.02",
+    "trainer.optimizer_seconds=0.01", "driver.part_seconds=0.005", "weight_update.gather_seconds=0.01",
+    "weight_update.send_seconds=0.01", "weight_update.load_seconds=0.01", "rewards.seconds=0.01",
+    "lengths.median=20", "lengths.prompt=8",
+)  # fmt: skip
+HIDDEN = {"engine.scale": 1.6, "trainer.scale": 2.5, "driver.step_seconds": 0.08, "host.slowdown": 0.35}
+TRUTH = read_inputs(None, [*KNOWN, *(f"{path}={value}" for path, value in HIDDEN.items())])
+START = read_inputs(None, KNOWN)
+
+
+def cpu(folder, **changes):
+    usual = {
+        "pretrain": "Qwen/Qwen2.5-0.5B",
+        "rollout_batch_size": 16,
+        "num_return_sequences_in_group": 4,
+        "response_length": 60,
+        "prompt_length": 8,
+        "async_generation_ratio": 0,
+    }
+    return config_from_tree(tiny_config(folder, **{**usual, **changes}))
+
+
+def works(config, number=160):
+    return list(islice(groups(config, TRUTH, 0), number))
+
+
+def observed(folder, **changes):
+    """What a run that takes the time of its simulation with the truth has recorded."""
+    config = cpu(folder, **changes)
+    outcome = simulate(config, TRUTH, replayed=works(config))
+    busy = {role: busy_seconds(outcome, role) for role in ("actor_infer", "actor_train")}
+    return Observed(config, outcome.step_seconds, busy, works(config))
+
+
+def test_two_runs_tell_speeds_the_driver_and_how_cores_slow_each_other_down(tmp_path):
+    runs = [observed(tmp_path), observed(tmp_path, async_generation_ratio=1)]
+    found, notes = fitted(START, runs)
+    assert all(note.endswith(("(+0%)", "(-0%)")) for note in notes), notes
+    for path, value in HIDDEN.items():
+        section, _, name = path.partition(".")
+        assert vars(vars(found)[section])[name] == pytest.approx(value, rel=0.1), path
+        assert found.origin(path) == "fitted"
+    others = [
+        {"async_generation_ratio": 0.5},
+        {"async_generation_ratio": 1, "rollout_batch_size": 8},
+        {"actor_train__stream_groups": True},
+    ]
+    for changes in others:
+        config = cpu(tmp_path, **changes)
+        wanted, simulated = (simulate(config, inputs, replayed=works(config)) for inputs in (TRUTH, found))
+        assert simulated.step_seconds == pytest.approx(wanted.step_seconds, rel=0.03), changes
+
+
+def test_what_a_run_does_not_tell_and_what_the_user_gave_stays(tmp_path):
+    alone = observed(tmp_path)
+    found, (note,) = fitted(START, [alone])
+    assert note.endswith(("(+0%)", "(-0%)")) and found.host.slowdown == START.host.slowdown
+    assert found.origin("host.slowdown") == "default" and found.origin("engine.scale") == "fitted"
+    assert found.engine.scale == pytest.approx(HIDDEN["engine.scale"], rel=0.15)
+    given = read_inputs(None, [*KNOWN, "trainer.scale=2", "driver.step_seconds=0.01"])
+    kept, _ = fitted(given, [alone])
+    assert kept.trainer.scale == 2 and kept.driver.step_seconds == 0.01
+    assert kept.origin("trainer.scale") == "given"
+    untouched, _ = fitted(START, [alone], rounds=0)
+    assert untouched == START
+
+
+def test_each_part_of_a_batch_costs_its_fixed_times(tmp_path):
+    config = cpu(tmp_path, actor_train__stream_groups=True)
+    free = replace(
+        TRUTH, trainer=replace(TRUTH.trainer, part_seconds=0.0), driver=replace(TRUTH.driver, part_seconds=0.0)
+    )
+    trainer = replace(free, trainer=replace(free.trainer, part_seconds=0.1))
+    driver = replace(free, driver=replace(free.driver, part_seconds=0.1))
+    none, *dear = (simulate(config, inputs, replayed=works(config)).step_seconds for inputs in (free, trainer, driver))
+    assert all(seconds > none + 0.1 for seconds in dear), (none, dear)
+    whole = cpu(tmp_path)
+    plain, with_part = (simulate(whole, inputs, replayed=works(whole)).step_seconds for inputs in (free, trainer))
+    assert plain == with_part
