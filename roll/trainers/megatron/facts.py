@@ -106,7 +106,12 @@ def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *
     layers, tensor, stages = facts.layers, options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     chunks = stages * options.model_chunks
     multiples = [
-        ("the number of ranks", world_size, "tensor_ x pipeline_model_parallel_size", options.model_parallel_size),
+        (
+            "the number of ranks",
+            world_size,
+            "tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size",
+            options.ranks_per_batch,
+        ),
         ("attention heads", layers["num_attention_heads"], "tensor_model_parallel_size", tensor),
         ("key-value heads", layers["num_query_groups"], "tensor_model_parallel_size", tensor),
         ("the width of the feed-forward layer", layers["ffn_hidden_size"], "tensor_model_parallel_size", tensor),
