@@ -1,10 +1,11 @@
 """`megatron_train`: one rank of a megatron-core trainer with tensor, pipeline, expert and data parallelism.
 
 The data-parallel size is the number of ranks divided by tensor- times pipeline- times context-parallel size;
-data-parallel ranks split the samples, context-parallel ranks the positions of the same samples. Gradients are float32. With bfloat16, the optimizer holds float32 master weights, which the distributed
-optimizer shards over data-parallel ranks. megatron-core's process groups are global to the process, so a process can
-hold only one trainer at a time. Only the last pipeline stage has logits and thus results. All ranks must run equally
-many micro-batches, because pipeline stages and experts exchange tensors in each.
+data-parallel ranks split the samples, context-parallel ranks the positions of the same samples. Gradients are float32.
+With bfloat16, the optimizer holds float32 master weights, which the distributed optimizer shards over data- and
+context-parallel ranks. megatron-core's process groups are global to the process, so a process can hold only one trainer
+at a time. Only the last pipeline stage has logits and thus results. All ranks must run equally many micro-batches,
+because pipeline stages and experts exchange tensors in each.
 
 Saved training states are independent of the parallel layout: float32 weights and moments are stored as slices of the
 Hugging Face model's tensors, so a rank of any layout, or of another trainer, finds its share by name. Saving gathers

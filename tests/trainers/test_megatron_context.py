@@ -1,0 +1,103 @@
+"""Rows that the ranks of `megatron_train` split by position.
+
+Transformer Engine's attention needs a GPU, so its place is taken by one that gathers keys and values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.nn.functional as collectives
+from torch import nn
+from torch.nn import functional
+
+from roll.trainers.megatron.facts import _context_problems
+from roll.trainers.options import MegatronOptions
+from tests.trainers import ranks
+from tests.trainers.megatron_models import write_models
+from tests.trainers.megatron_runs import Run
+from tests.trainers.nursery import on_ranks
+
+
+class GatheringAttention(nn.Module):
+    """Causal attention of this rank's two chunks over the keys and values of all ranks."""
+
+    def __init__(self, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, *_: Any, **__: Any):
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        chunk = query.shape[0] // 2
+
+        def places(rank):
+            starts = rank * chunk, (2 * group.size() - 1 - rank) * chunk
+            return torch.cat([torch.arange(start, start + chunk) for start in starts])
+
+        mask = torch.cat([places(rank) for rank in range(group.size())])[None] <= places(group.rank())[:, None]
+        whole = (torch.cat(collectives.all_gather(part.contiguous(), group=group)) for part in (key, value))
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, *whole))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def train(rank: int, port: int, job: ranks.Job) -> Any:
+    from roll.trainers.megatron import model
+
+    with (
+        mock.patch.object(model, "CausalAttention", GatheringAttention),
+        mock.patch.object(model, "uses_transformer_engine", lambda *_: False),
+    ):
+        return ranks._train(rank, port, job)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(models):
+    return {name: ranks.run_job(Run(f"{name}-whole", name).job(models))[0] for name in ("qwen3",)}
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    ("model", "count", "options"),
+    [
+        ("qwen3", 2, {"context_parallel_size": 2}),
+        ("qwen3", 4, {"context_parallel_size": 2}),
+        ("qwen3", 4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        ("qwen3", 4, {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    ],
+)
+def test_split_rows_train_like_whole_ones(models, whole, model, count, options):
+    name = "-".join(map(str, (model, count, *options)))
+    for found in on_ranks(train, Run(name, model, count, options).job(models), ranks=count, engine="megatron"):
+        assert found.keys() == whole[model].keys()
+        for key, value in found.items():
+            np.testing.assert_allclose(value, whole[model][key], rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+def test_split_rows_need_transformer_engine(monkeypatch):
+    options = MegatronOptions(context_parallel_size=2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (problem,) = _context_problems(options, "p")
+    assert problem.path == "p.context_parallel_size" and "not installed" in problem.message
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
+    assert _context_problems(options, "p") == []
+    (problem,) = _context_problems(MegatronOptions(context_parallel_size=2, transformer_impl="local"), "p")
+    assert "transformer_impl" in problem.message
