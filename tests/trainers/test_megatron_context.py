@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed.nn.functional as collectives
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -24,6 +24,23 @@ from tests.trainers import ranks
 from tests.trainers.megatron_models import write_models
 from tests.trainers.megatron_runs import Run
 from tests.trainers.nursery import on_ranks
+
+
+class Gather(torch.autograd.Function):
+    """The ranks' tensors in a row. A rank's gradient is the sum of what all ranks found for its part."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty(part.shape, dtype=part.dtype) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 class GatheringAttention(nn.Module):
@@ -44,7 +61,7 @@ class GatheringAttention(nn.Module):
             return torch.cat([torch.arange(start, start + chunk) for start in starts])
 
         mask = torch.cat([places(rank) for rank in range(group.size())])[None] <= places(group.rank())[:, None]
-        whole = (torch.cat(collectives.all_gather(part.contiguous(), group=group)) for part in (key, value))
+        whole = (Gather.apply(part, group) for part in (key, value))
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, *whole))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
