@@ -5,6 +5,7 @@ Transformer Engine's attention needs a GPU, so its place is taken by one that ga
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(models):
-    return {name: ranks.run_job(Run(f"{name}-whole", name).job(models))[0] for name in ("qwen3",)}
+    return {name: ranks.run_job(Run(f"{name}-whole", name).job(models))[0] for name in ("qwen3", "qwen3_moe")}
 
 
 @pytest.mark.tier("all")
@@ -97,6 +98,7 @@ def whole(models):
     [
         ("qwen3", 2, {"context_parallel_size": 2}),
         ("qwen3", 4, {"context_parallel_size": 2}),
+        ("qwen3_moe", 2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
         ("qwen3", 4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
         ("qwen3", 4, {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     ],
@@ -118,3 +120,28 @@ def test_split_rows_need_transformer_engine(monkeypatch):
     assert _context_problems(options, "p") == []
     (problem,) = _context_problems(MegatronOptions(context_parallel_size=2, transformer_impl="local"), "p")
     assert "transformer_impl" in problem.message
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("ranks_of_group", [2, 4])
+def test_positions_are_those_of_megatron_core(ranks_of_group):
+    core = pytest.importorskip("megatron.core.utils")
+    context = pytest.importorskip("roll.trainers.megatron.context")
+    for rank in range(ranks_of_group):
+        group = SimpleNamespace(size=lambda: ranks_of_group, rank=lambda rank=rank: rank)
+        with mock.patch.object(core, "get_pg_size", lambda group: group.size()):
+            with mock.patch.object(core, "get_pg_rank", lambda group: group.rank()):
+                expected = core.get_batch_on_this_cp_rank({"ids": torch.arange(24)[None]}, cp_group=group)["ids"][0]
+        width = 24 - 24 % (2 * ranks_of_group)
+        assert torch.equal(context.own_positions(width, group, torch.device("cpu")), expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_transformer_engine_attention_joins_the_context_group_of_its_process():
+    (folder,) = importlib.util.find_spec("megatron.core").submodule_search_locations
+    tree = ast.parse((Path(folder) / "extensions" / "transformer_engine.py").read_text())
+    (attention,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
+    )
+    assert "extra_kwargs['cp_group'] = pg_collection.cp" in ast.unparse(attention)
+    assert "extra_kwargs['cp_comm_type'] = 'p2p'" in ast.unparse(attention)

@@ -75,7 +75,7 @@ def facts_of(tmp_path: Path, model: str, **changes):
 @pytest.mark.parametrize(
     ("model", "options", "ranks", "reason"),
     [
-        ("qwen2", TENSOR, 3, r"the number of ranks \(3\) must be a multiple of tensor_ x"),
+        ("qwen2", TENSOR, 3, r"the number of ranks \(3\) must be a multiple of tensor_model_parallel_size x"),
         ("qwen2", {"tensor_model_parallel_size": 4}, 4, r"key-value heads \(2\)"),
         ("qwen2", {"tensor_model_parallel_size": 3}, 3, r"attention heads \(4\)"),
         ("qwen2", {"pipeline_model_parallel_size": 4}, 4, r"layers \(6\) must be a multiple"),
