@@ -488,7 +488,8 @@ def _stage(trainer: Trainer, stage: int, stages: int) -> RoleMemory:
     forward = Phase(LOG_PROBABILITIES, (one_layer(shape, element, trainer.infer_tokens, tensor), *logits))
     if not trainer.learns:
         return RoleMemory((weights,), (forward,))
-    shared, ranks = options.get("use_distributed_optimizer", True), derived.data_parallel_ranks(trainer.config)
+    shared = options.get("use_distributed_optimizer", True)
+    ranks = derived.data_parallel_ranks(trainer.config) * derived.context_ranks(trainer.config)
     once = dense / ranks + expert / max(1, trainer.ranks // (stages * experts))
     held = once if shared else own
     size = 12 if element == 2 else 8

@@ -214,7 +214,7 @@ def total_devices(config: RunConfig) -> int:
 
 def context_ranks(role: WorkerConfig) -> int:
     """Return the number of ranks that split the positions of a row; 1: each rank has whole rows."""
-    if role.strategy_args.strategy_name != "fsdp2_train":
+    if role.strategy_args.strategy_name not in ("fsdp2_train", "megatron_train"):
         return 1
     return int(Options.of(role).get("context_parallel_size", 1))
 
@@ -227,13 +227,13 @@ def compiles_layers(role: WorkerConfig) -> bool:
 def data_parallel_ranks(role: WorkerConfig) -> int:
     """Return the number of data-parallel ranks of a trainer.
 
-    With Megatron, tensor x pipeline ranks form one data-parallel rank, with `fsdp2_train` those of a context group.
+    With Megatron, tensor x pipeline x context ranks form one data-parallel rank, with `fsdp2_train` context ranks.
     """
-    ranks = len(parse_device_mapping(role.device_mapping))
-    if role.strategy_args.strategy_name != "megatron_train":
-        return max(1, ranks // context_ranks(role))
-    options = Options.of(role)
-    return max(1, ranks // math.prod(options.get(f"{way}_model_parallel_size", 1) for way in ("tensor", "pipeline")))
+    ranks, options = len(parse_device_mapping(role.device_mapping)), Options.of(role)
+    split = context_ranks(role)
+    if role.strategy_args.strategy_name == "megatron_train":
+        split *= math.prod(options.get(f"{way}_model_parallel_size", 1) for way in ("tensor", "pipeline"))
+    return max(1, ranks // split)
 
 
 def engine_replicas(config: PipelineConfig) -> int:

@@ -296,6 +296,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": _Count,
         "expert_model_parallel_size": _Count,
         "expert_tensor_parallel_size": _Count | None,
+        "context_parallel_size": _Count,
         "sequence_parallel": bool,
         "use_distributed_optimizer": bool,
         "recompute_granularity": _Granularity,

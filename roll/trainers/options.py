@@ -105,7 +105,7 @@ class MegatronOptions:
     expert_tensor_parallel_size: Annotated[int | None, Field(ge=1)] = None
     """Ranks that split each expert's matrices. Default: `tensor_model_parallel_size`."""
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split the positions of a sample. Only 1 is supported."""
+    """Ranks that split the positions of the same rows; needs Transformer Engine."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks, by position."""
     use_distributed_optimizer: bool = True
@@ -133,11 +133,6 @@ class MegatronOptions:
     """Longest wait in a collective before it fails."""
 
     def __post_init__(self) -> None:
-        if self.context_parallel_size != 1:
-            raise ValueError(
-                f"context_parallel_size is {self.context_parallel_size}; log-probabilities are taken on whole samples, "
-                "so only 1 works (tensor_model_parallel_size with sequence_parallel also shares out long samples)"
-            )
         if self.moe_aux_loss_coeff != 0:
             raise ValueError(
                 "moe_aux_loss_coeff must be 0: it balances experts within a micro-batch, so the result would depend on "
@@ -164,6 +159,17 @@ class MegatronOptions:
     def model_parallel_size(self) -> int:
         """Number of ranks that together hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Number of ranks that compute the same micro-batches: those of a copy of the model x context ranks."""
+        return self.model_parallel_size * self.context_parallel_size
+
+    @property
+    def width_multiple(self) -> int:
+        """Number that divides the width of every micro-batch. A context rank computes two chunks of each row."""
+        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
     def expert_tensor_size(self) -> int:

@@ -62,6 +62,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **settings: Any) -> torch.Tensor:
         if str(settings.get("device")).startswith("cuda"):
             settings["device"] = "cpu"
+        settings.pop("pin_memory", None)
         return factory(*args, **settings)
 
     return create

@@ -38,7 +38,6 @@ def test_a_wrong_option_is_found_with_its_path_and_what_would_be_right(options, 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"context_parallel_size": 2}, "whole samples"),
         ({"moe_aux_loss_coeff": 0.01}, "split into micro-batches"),
         ({"moe_token_dispatcher_type": "allgather"}, "samples differ in length"),
         ({"sequence_parallel": True}, "tensor_model_parallel_size is 1"),
@@ -57,7 +56,7 @@ def test_what_cannot_work_is_refused_with_the_reason(options, reason):
 def test_options_as_users_write_them_are_taken():
     options = {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 4, "context_parallel_size": 1, "sequence_parallel": True,
+        "expert_model_parallel_size": 4, "context_parallel_size": 2, "sequence_parallel": True,
         "use_distributed_optimizer": True, "overlap_grad_reduce": True, "recompute_granularity": "full",
         "recompute_method": "uniform", "recompute_num_layers": 1, "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
@@ -76,7 +75,7 @@ def facts_of(tmp_path: Path, model: str, **changes):
 @pytest.mark.parametrize(
     ("model", "options", "ranks", "reason"),
     [
-        ("qwen2", TENSOR, 3, r"the number of ranks \(3\) must be a multiple of tensor_ x"),
+        ("qwen2", TENSOR, 3, r"the number of ranks \(3\) must be a multiple of tensor_model_parallel_size x"),
         ("qwen2", {"tensor_model_parallel_size": 4}, 4, r"key-value heads \(2\)"),
         ("qwen2", {"tensor_model_parallel_size": 3}, 3, r"attention heads \(4\)"),
         ("qwen2", {"pipeline_model_parallel_size": 4}, 4, r"layers \(6\) must be a multiple"),

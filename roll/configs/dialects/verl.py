@@ -353,9 +353,8 @@ def _ranks(done: Translation) -> int:
         devices = nodes * round(share * done.ours("cluster.num_devices_per_node"))
     split = whole(done.ours(f"{_OPTIONS}.context_parallel_size")) or 1
     if done.ours("actor_train.strategy_args.strategy_name") == "megatron_train":
-        split = (whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1) * (
-            whole(done.ours(f"{_OPTIONS}.pipeline_model_parallel_size")) or 1
-        )
+        for way in ("tensor", "pipeline"):
+            split *= whole(done.ours(f"{_OPTIONS}.{way}_model_parallel_size")) or 1
     return max(1, devices // split)
 
 

@@ -6,6 +6,7 @@ megatron-core would compute a different model than the checkpoint's is rejected 
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +91,30 @@ def layout_problems(
     ``path`` is the configuration path of the role's ``strategy_config``.
     """
     ranks = len(parse_device_mapping(role.device_mapping))
+    found: list[ConfigProblem] = []
     try:
         options = made("megatron_train", MegatronOptions, role.strategy_args.strategy_config, path)
+        found = _context_problems(options, path)
         facts = read_facts(model_path, role.model_args.trust_remote_code, kind)
         check_layout(facts, options, ranks, forward_only=forward_only)
     except ConfigError:
         return []  # The check of the options reports these.
     except ValueError as error:
-        return [ConfigProblem(path, str(error), "change the sizes or the devices, or use `fsdp2_train`")]
+        found.append(ConfigProblem(path, str(error), "change the sizes or the devices, or use `fsdp2_train`"))
+    return found
+
+
+def _context_problems(options: MegatronOptions, path: str) -> list[ConfigProblem]:
+    """Return the problem that rows are to be split by position without Transformer Engine, whose attention does it."""
+    size, path = options.context_parallel_size, f"{path}.context_parallel_size"
+    if size == 1:
+        return []
+    if options.transformer_impl == "local":
+        message = f"{size} needs the attention of Transformer Engine, but transformer_impl is 'local'"
+        return [ConfigProblem(path, message, "write `transformer_impl: auto`")]
+    if importlib.util.find_spec("transformer_engine") is None:
+        message = f"{size} needs the attention of Transformer Engine, which is not installed"
+        return [ConfigProblem(path, message, "install `transformer-engine[pytorch]`, or write 1")]
     return []
 
 
@@ -106,7 +123,12 @@ def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *
     layers, tensor, stages = facts.layers, options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     chunks = stages * options.model_chunks
     multiples = [
-        ("the number of ranks", world_size, "tensor_ x pipeline_model_parallel_size", options.model_parallel_size),
+        (
+            "the number of ranks",
+            world_size,
+            "tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size",
+            options.ranks_per_batch,
+        ),
         ("attention heads", layers["num_attention_heads"], "tensor_model_parallel_size", tensor),
         ("key-value heads", layers["num_query_groups"], "tensor_model_parallel_size", tensor),
         ("the width of the feed-forward layer", layers["ffn_hidden_size"], "tensor_model_parallel_size", tensor),

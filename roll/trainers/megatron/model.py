@@ -169,6 +169,8 @@ def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> b
     )
     if options.moe_grouped_gemm and not chosen:
         raise ValueError("moe_grouped_gemm needs the layers of Transformer Engine (transformer_impl)")
+    if options.context_parallel_size > 1 and not chosen:
+        raise ValueError("context_parallel_size above 1 needs the layers of Transformer Engine (transformer_impl)")
     return chosen
 
 

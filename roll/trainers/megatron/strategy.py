@@ -1,10 +1,11 @@
 """`megatron_train`: one rank of a megatron-core trainer with tensor, pipeline, expert and data parallelism.
 
-The data-parallel size is the number of ranks divided by tensor- times pipeline-parallel size; data-parallel ranks split
-the samples. Gradients are float32. With bfloat16, the optimizer holds float32 master weights, which the distributed
-optimizer shards over data-parallel ranks. megatron-core's process groups are global to the process, so a process can
-hold only one trainer at a time. Only the last pipeline stage has logits and thus results. All ranks must run equally
-many micro-batches, because pipeline stages and experts exchange tensors in each.
+The data-parallel size is the number of ranks divided by tensor- times pipeline- times context-parallel size;
+data-parallel ranks split the samples, context-parallel ranks the positions of the same samples. Gradients are float32.
+With bfloat16, the optimizer holds float32 master weights, which the distributed optimizer shards over data- and
+context-parallel ranks. megatron-core's process groups are global to the process, so a process can hold only one trainer
+at a time. Only the last pipeline stage has logits and thus results. All ranks must run equally many micro-batches,
+because pipeline stages and experts exchange tensors in each.
 
 Saved training states are independent of the parallel layout: float32 weights and moments are stored as slices of the
 Hugging Face model's tensors, so a rank of any layout, or of another trainer, finds its share by name. Saving gathers
@@ -40,6 +41,7 @@ from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
+from roll.trainers.megatron.context import OwnTargets, own_positions
 from roll.trainers.megatron.facts import check_layout, read_facts
 from roll.trainers.megatron.model import build_chunks, parallel_logprobs_and_entropy, transformer_config
 from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
@@ -325,6 +327,7 @@ class MegatronTrainStrategy(TrainStrategy):
             tensor_model_parallel_size=options.tensor_model_parallel_size,
             pipeline_model_parallel_size=options.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+            context_parallel_size=options.context_parallel_size,
             expert_model_parallel_size=options.expert_model_parallel_size,
             expert_tensor_parallel_size=options.expert_tensor_size if self.facts.experts else None,
             distributed_timeout_minutes=max(1, round(options.process_group_timeout_seconds / 60)),
@@ -370,8 +373,8 @@ class MegatronTrainStrategy(TrainStrategy):
         return joined[0]
 
     def _shared(self, values: np.ndarray) -> np.ndarray:
-        # Tensor-parallel ranks have the same results; the sum over ranks must include only one of them.
-        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        # Tensor- and context-parallel ranks have the same results; the sum over ranks must include only one of them.
+        is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
         return super()._shared(values if is_first else np.zeros_like(values))
 
     def _divide_gradients(self, divisor: float) -> None:
@@ -399,9 +402,9 @@ class MegatronTrainStrategy(TrainStrategy):
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         ids = micro_batch.input_ids
-        # Sequence parallelism needs a number of positions that splits into equal shares.
-        shares = self.options.tensor_model_parallel_size if self.options.sequence_parallel else 1
-        padded = functional.pad(ids, (0, -ids.shape[1] % shares))
+        padded = functional.pad(ids, (0, -ids.shape[1] % self.options.width_multiple))
+        if self.options.context_parallel_size > 1:
+            padded = padded[:, own_positions(padded.shape[1], parallel_state.get_context_parallel_group(), ids.device)]
         # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
         output = chunk(input_ids=padded, position_ids=None, attention_mask=None)
         return output, partial(result, micro_batch)
@@ -410,10 +413,12 @@ class MegatronTrainStrategy(TrainStrategy):
         self, micro_batch: MicroBatch, logits: Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
-        kept = logits[:, micro_batch.positions]
-        return parallel_logprobs_and_entropy(
-            kept, micro_batch.targets, temperature, self.facts.vocabulary, group, entropy_gradient
+        own = OwnTargets.of(micro_batch, logits.shape[1], parallel_state.get_context_parallel_group())
+        results = parallel_logprobs_and_entropy(
+            logits[:, own.positions], own.targets, temperature, self.facts.vocabulary, group, entropy_gradient
         )
+        logprobs, entropy = map(own.gathered, results)
+        return logprobs, entropy
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         for group in self.optimizer.param_groups:
@@ -450,4 +455,5 @@ def _kinds(updates: int) -> tuple[str, ...]:
 
 def _values(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
     """Return the value of the state before each target, float32 ``[rows, kept]``."""
-    return output[:, micro_batch.positions, 0].float()
+    own = OwnTargets.of(micro_batch, output.shape[1], parallel_state.get_context_parallel_group())
+    return own.gathered(output[:, own.positions, 0].float())

@@ -1,0 +1,147 @@
+"""Rows that the ranks of `megatron_train` split by position.
+
+Transformer Engine's attention needs a GPU, so its place is taken by one that gathers keys and values.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from roll.trainers.megatron.facts import _context_problems
+from roll.trainers.options import MegatronOptions
+from tests.trainers import ranks
+from tests.trainers.megatron_models import write_models
+from tests.trainers.megatron_runs import Run
+from tests.trainers.nursery import on_ranks
+
+
+class Gather(torch.autograd.Function):
+    """The ranks' tensors in a row. A rank's gradient is the sum of what all ranks found for its part."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty(part.shape, dtype=part.dtype) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class GatheringAttention(nn.Module):
+    """Causal attention of this rank's two chunks over the keys and values of all ranks."""
+
+    def __init__(self, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, *_: Any, **__: Any):
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        chunk = query.shape[0] // 2
+
+        def places(rank):
+            starts = rank * chunk, (2 * group.size() - 1 - rank) * chunk
+            return torch.cat([torch.arange(start, start + chunk) for start in starts])
+
+        mask = torch.cat([places(rank) for rank in range(group.size())])[None] <= places(group.rank())[:, None]
+        whole = (Gather.apply(part, group) for part in (key, value))
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, *whole))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def train(rank: int, port: int, job: ranks.Job) -> Any:
+    from roll.trainers.megatron import model
+
+    with (
+        mock.patch.object(model, "CausalAttention", GatheringAttention),
+        mock.patch.object(model, "uses_transformer_engine", lambda *_: False),
+    ):
+        return ranks._train(rank, port, job)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(models):
+    return {name: ranks.run_job(Run(f"{name}-whole", name).job(models))[0] for name in ("qwen3", "qwen3_moe")}
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    ("model", "count", "options"),
+    [
+        ("qwen3", 2, {"context_parallel_size": 2}),
+        ("qwen3", 4, {"context_parallel_size": 2}),
+        ("qwen3_moe", 2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
+        ("qwen3", 4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        ("qwen3", 4, {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    ],
+)
+def test_split_rows_train_like_whole_ones(models, whole, model, count, options):
+    name = "-".join(map(str, (model, count, *options)))
+    for found in on_ranks(train, Run(name, model, count, options).job(models), ranks=count, engine="megatron"):
+        assert found.keys() == whole[model].keys()
+        for key, value in found.items():
+            np.testing.assert_allclose(value, whole[model][key], rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+def test_split_rows_need_transformer_engine(monkeypatch):
+    options = MegatronOptions(context_parallel_size=2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (problem,) = _context_problems(options, "p")
+    assert problem.path == "p.context_parallel_size" and "not installed" in problem.message
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
+    assert _context_problems(options, "p") == []
+    (problem,) = _context_problems(MegatronOptions(context_parallel_size=2, transformer_impl="local"), "p")
+    assert "transformer_impl" in problem.message
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("ranks_of_group", [2, 4])
+def test_positions_are_those_of_megatron_core(ranks_of_group):
+    core = pytest.importorskip("megatron.core.utils")
+    context = pytest.importorskip("roll.trainers.megatron.context")
+    for rank in range(ranks_of_group):
+        group = SimpleNamespace(size=lambda: ranks_of_group, rank=lambda rank=rank: rank)
+        with mock.patch.object(core, "get_pg_size", lambda group: group.size()):
+            with mock.patch.object(core, "get_pg_rank", lambda group: group.rank()):
+                expected = core.get_batch_on_this_cp_rank({"ids": torch.arange(24)[None]}, cp_group=group)["ids"][0]
+        width = 24 - 24 % (2 * ranks_of_group)
+        assert torch.equal(context.own_positions(width, group, torch.device("cpu")), expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_transformer_engine_attention_joins_the_context_group_of_its_process():
+    (folder,) = importlib.util.find_spec("megatron.core").submodule_search_locations
+    tree = ast.parse((Path(folder) / "extensions" / "transformer_engine.py").read_text())
+    (attention,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
+    )
+    assert "extra_kwargs['cp_group'] = pg_collection.cp" in ast.unparse(attention)
+    assert "extra_kwargs['cp_comm_type'] = 'p2p'" in ast.unparse(attention)
