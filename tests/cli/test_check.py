@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -122,9 +123,8 @@ ENGINES = "examples/qwen2.5-7B-rlvr_megatron/rlvr_config_async.yaml"
 def without_sglang(monkeypatch):
     """As on a machine where SGLang is not installed."""
     monkeypatch.setattr(engine_options, "sglang_argument_names", lambda: None)
-    installed = plan._installed
-    there = {"sglang": False, "megatron": True}
-    monkeypatch.setattr(plan, "_installed", lambda package: there.get(package, installed(package)))
+    there = {"sglang": None, "megatron": find_spec("roll")}
+    monkeypatch.setattr(plan, "find_spec", lambda package: there.get(package, find_spec(package)))
 
 
 def test_what_only_a_missing_package_could_tell_is_said_to_be_unchecked(without_sglang, capsys):

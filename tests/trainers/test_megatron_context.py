@@ -111,6 +111,22 @@ def test_split_rows_train_like_whole_ones(models, whole, model, count, options):
             np.testing.assert_allclose(value, whole[model][key], rtol=1e-5, atol=1e-5, err_msg=key)
 
 
+@pytest.mark.tier("all")
+def test_a_critic_learns_the_same_from_split_rows(models):
+    from tests.trainers import test_megatron_critic as critic  # it is skipped where megatron-core is not installed
+
+    setup = {"kind": "value", "training_args": critic.TRAINING, "max_tokens": 25}
+    split = setup | {"strategy_config": {"context_parallel_size": 2}}
+    model = str(models / "qwen3")
+    (whole,) = ranks.run_job(ranks.Job(critic.learn, "megatron_train", model, None, setup, ranks=1))
+    job = ranks.Job(critic.learn, "megatron_train", model, None, split, ranks=2)
+    for found in on_ranks(train, job, ranks=2, engine="megatron"):
+        assert found.keys() == whole.keys()
+        for key, value in found.items():
+            np.testing.assert_allclose(value, whole[key], rtol=1e-5, atol=1e-5, err_msg=key)
+    assert np.abs(whole["values/trained"]).max() > 0.01
+
+
 def test_split_rows_need_transformer_engine(monkeypatch):
     options = MegatronOptions(context_parallel_size=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
