@@ -91,7 +91,7 @@ class ContextGroup:
 
     def gathered(self, values: Tensor, counts: list[int]) -> Tensor:
         """Return the results of all slices, ``[rows, sum of counts]``, from those of each rank, ``[rows, largest]``."""
-        parts = _Gather.apply(values, self)
+        parts = Gather.apply(values, self.group)
         return torch.cat([part[:, :count] for part, count in zip(parts.unbind(), counts, strict=True)], dim=1)
 
 
@@ -174,14 +174,14 @@ def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Gather the ranks' results, ``[ranks, *results]``. Every rank has the same loss, so its own gradient suffices."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, context: ContextGroup) -> Tensor:
-        ctx.rank = context.rank
-        parts = [torch.empty_like(values) for _ in range(context.size)]
-        dist.all_gather(parts, values.contiguous(), group=context.group)
+    def forward(ctx: Any, results: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank = group.rank()
+        parts = [torch.empty_like(results, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, results.contiguous(), group=group)
         return torch.stack(parts)
 
     @staticmethod

@@ -9,12 +9,12 @@ its own positions. The sum of gradients over all ranks is therefore the gradient
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.trainers.context_parallel import Gather
 from roll.trainers.step import MicroBatch
 
 
@@ -67,19 +67,4 @@ class OwnTargets:
         """Return the results of all targets, ``[rows, kept]``, from those of each rank, ``[rows, own]``. Collective."""
         if self.places is None:
             return results
-        return _Gather.apply(results, self.group).movedim(0, 1).flatten(1)[:, self.places]
-
-
-class _Gather(torch.autograd.Function):
-    """Gather the ranks' results, ``[ranks, *results]``. Every rank has the same loss, so its own gradient suffices."""
-
-    @staticmethod
-    def forward(ctx: Any, results: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank = group.rank()
-        parts = [torch.empty_like(results, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, results.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][ctx.rank], None
+        return Gather.apply(results, self.group).movedim(0, 1).flatten(1)[:, self.places]
