@@ -415,6 +415,15 @@ def test_context_groups_share_activations():
     assert found["weights"] == plain["weights"]
 
 
+def test_context_groups_of_megatron_share_the_states_of_its_optimizer():
+    def states(**options):
+        strategy = {"strategy_name": "megatron_train", "strategy_config": options}
+        return sizes(role_of(of_gpus(actor_train__strategy_args=strategy)))
+
+    split, plain = states(context_parallel_size=4), states()
+    assert split["optimizer"] == pytest.approx(plain["optimizer"])
+
+
 def test_states_offloaded_by_deepspeed_are_on_the_host():
     def host(**zero):
         strategy = {"strategy_name": "deepspeed_train", "strategy_config": {"zero_optimization": {"stage": 3, **zero}}}

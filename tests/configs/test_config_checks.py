@@ -1157,6 +1157,8 @@ def test_ranks_that_hold_one_copy_of_the_model_together_take_one_share_of_the_ba
     }
     config = config_from_tree(merged(tree, changes))
     assert data_parallel_ranks(config.actor_train) == 2 and optimizer_batch_size(config, config.actor_train) == 16
+    changes["actor_train.strategy_args"]["strategy_config"]["context_parallel_size"] = 2
+    assert data_parallel_ranks(config_from_tree(merged(tree, changes)).actor_train) == 1
     changes["actor_train.strategy_args"] = {"strategy_name": "fsdp2_train"}
     config = config_from_tree(merged(tree, changes))
     assert optimizer_batch_size(config, config.actor_train) == 64

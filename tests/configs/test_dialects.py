@@ -211,6 +211,20 @@ def test_ulysses_of_verl_becomes_context_parallel(own, reference):
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * 4 == samples
 
 
+def test_context_ranks_of_megatron_take_one_share_of_the_batch():
+    given = {
+        "actor_rollout_ref.actor.strategy": "megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.actor.megatron.context_parallel_size": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+        "trainer.n_gpus_per_node": 8,
+    }
+    done = verl.translate({tuple(path.split(".")): value for path, value in given.items()})
+    arguments = done.tree()["actor_train"]["training_args"]
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * 2 == 64
+
+
 def test_the_teacher_of_verl_becomes_a_role():
     given = {
         "distillation.enabled": True,

@@ -127,15 +127,19 @@ def test_a_critic_learns_the_same_from_split_rows(models):
     assert np.abs(whole["values/trained"]).max() > 0.01
 
 
-def test_split_rows_need_transformer_engine(monkeypatch):
-    options = MegatronOptions(context_parallel_size=2)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    (problem,) = _context_problems(options, "p")
-    assert problem.path == "p.context_parallel_size" and "not installed" in problem.message
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
-    assert _context_problems(options, "p") == []
-    (problem,) = _context_problems(MegatronOptions(context_parallel_size=2, transformer_impl="local"), "p")
-    assert "transformer_impl" in problem.message
+@pytest.mark.parametrize(
+    ("installed", "options", "dtype", "reason"),
+    [
+        (False, {}, "bfloat16", "not installed"),
+        (True, {"transformer_impl": "local"}, "bfloat16", "transformer_impl"),
+        (True, {}, "float32", "`model_args.dtype` is float32"),
+        (True, {}, "bfloat16", None),
+    ],
+)
+def test_split_rows_need_transformer_engine_and_its_precision(monkeypatch, installed, options, dtype, reason):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace() if installed else None)
+    found = _context_problems(MegatronOptions(context_parallel_size=2, **options), dtype, "p")
+    assert [(each.path, reason in each.message) for each in found] == [("p.context_parallel_size", True)] * bool(reason)
 
 
 @pytest.mark.tier("all")

@@ -94,7 +94,7 @@ def layout_problems(
     found: list[ConfigProblem] = []
     try:
         options = made("megatron_train", MegatronOptions, role.strategy_args.strategy_config, path)
-        found = _context_problems(options, path)
+        found = _context_problems(options, role.model_args.dtype, path)
         facts = read_facts(model_path, role.model_args.trust_remote_code, kind)
         check_layout(facts, options, ranks, forward_only=forward_only)
     except ConfigError:
@@ -104,8 +104,9 @@ def layout_problems(
     return found
 
 
-def _context_problems(options: MegatronOptions, path: str) -> list[ConfigProblem]:
-    """Return the problem that rows are to be split by position without Transformer Engine, whose attention does it."""
+def _context_problems(options: MegatronOptions, dtype: str, path: str) -> list[ConfigProblem]:
+    """Return the problem of rows that are to be split by position without Transformer Engine, whose attention does it,
+    or in another precision than its kernels have."""
     size, path = options.context_parallel_size, f"{path}.context_parallel_size"
     if size == 1:
         return []
@@ -115,6 +116,9 @@ def _context_problems(options: MegatronOptions, path: str) -> list[ConfigProblem
     if importlib.util.find_spec("transformer_engine") is None:
         message = f"{size} needs the attention of Transformer Engine, which is not installed"
         return [ConfigProblem(path, message, "install `transformer-engine[pytorch]`, or write 1")]
+    if dtype != "bfloat16":
+        message = f"{size}: Transformer Engine splits rows by position in bfloat16, and `model_args.dtype` is {dtype}"
+        return [ConfigProblem(path, message, "write `model_args.dtype: bfloat16`, or 1 here")]
     return []
 
 
