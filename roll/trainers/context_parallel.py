@@ -91,7 +91,7 @@ class ContextGroup:
 
     def gathered(self, values: Tensor, counts: list[int]) -> Tensor:
         """Return the results of all slices, ``[rows, sum of counts]``, from those of each rank, ``[rows, largest]``."""
-        parts = Gather.apply(values, self.group)
+        parts = gather_results(values, self.group)
         return torch.cat([part[:, :count] for part, count in zip(parts.unbind(), counts, strict=True)], dim=1)
 
 
@@ -174,9 +174,15 @@ def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-class Gather(torch.autograd.Function):
-    """Gather the ranks' results, ``[ranks, *results]``. Every rank has the same loss, so its own gradient suffices."""
+def gather_results(results: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the results of all ranks of the group, ``[ranks, *results]``. Collective.
 
+    Every rank computes the same loss from them, so the gradient of its own results is enough."""
+    gathered: Tensor = _Gather.apply(results, group)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank = group.rank()

@@ -13,7 +13,7 @@ from roll.configs.loader import dump_config
 from roll.simulation.aftermath import inputs_after
 from roll.simulation.calibration import calibrated
 from roll.simulation.inputs import Inputs, read_inputs
-from roll.simulation.replay import recorded_groups
+from roll.simulation.replay import Recorded, recorded_groups
 from roll.simulation.run import simulate
 from roll.simulation.workload import groups
 from tests.simulation.test_simulate import gpus
@@ -93,6 +93,13 @@ def test_a_replay_meets_the_run_and_its_truth_under_another_schedule(tmp_path, c
     assert float(second.split()[2]) == pytest.approx(taken.step_seconds, rel=0.1)
     assert len(taken.step_ends) == STEPS and taken.ledger["dropped/filtered"] == sum(not work.kept for work in works)
     assert any(told.startswith("measured ") and "lengths.correlation=0.6" in told for told in rest), rest
+
+
+def test_a_replay_that_does_not_meet_the_run_says_so(tmp_path):
+    config, truth, works = recorded_run(tmp_path)
+    outcome = simulate(config, truth, replayed=works)
+    told = Recorded(works, step_seconds=outcome.step_seconds / 1.5).compared(outcome)
+    assert told.endswith(f"of its replay as it was {outcome.step_seconds:.3g} s (+50%)")
 
 
 def test_all_lengths_of_a_run_and_their_correlation_calibrate_it(tmp_path):

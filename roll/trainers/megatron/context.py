@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.trainers.context_parallel import Gather
+from roll.trainers.context_parallel import gather_results
 from roll.trainers.step import MicroBatch
 
 
@@ -67,4 +67,4 @@ class OwnTargets:
         """Return the results of all targets, ``[rows, kept]``, from those of each rank, ``[rows, own]``. Collective."""
         if self.places is None:
             return results
-        return Gather.apply(results, self.group).movedim(0, 1).flatten(1)[:, self.places]
+        return gather_results(results, self.group).movedim(0, 1).flatten(1)[:, self.places]
