@@ -1,9 +1,9 @@
 """Calibration: simulation inputs measured from the files of real runs, or fitted until a simulation matches them.
 
 Reads `config.yaml`, `metrics.jsonl` and `groups.jsonl` (of earlier versions: `samples.jsonl`), which every run writes.
-Times of weight updates and lengths are used as measured. Speeds of engine and trainer are fitted to the seconds in
-which they were busy. Busy time depends on how many requests ran at once and, on a CPU, on what else used the cores, so
-the run is simulated repeatedly until the simulated busy times match.
+Lengths, latencies, times of weight updates and those of training steps are used as measured. Speeds of engine and
+trainer, the driver's times and, on a CPU, the slowdown by other work are fitted (`fit.py`): busy times depend on how
+many requests ran at once and on what else used the cores, so the run is simulated until its times match.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
@@ -23,6 +24,8 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.plugins import problem
 from roll.configs.run import ImageConfig, PipelineConfig, PromptConfig
+from roll.pipeline.algorithm import build_algorithms
+from roll.pipeline.streaming import least_groups
 from roll.simulation.costs import Tokens, micro_batches, shape_of
 from roll.simulation.fit import ROUNDS, Observed, fitted
 from roll.simulation.inputs import LARGEST, Inputs, is_number, with_value
@@ -43,6 +46,9 @@ FITTED_STEPS = 32
 """Last steps of a run that are replayed to fit speeds."""
 NEEDED = ("time/step", "idle/actor_infer", "idle/actor_train", "response/tokens", "tokens_per_second/actor_train")
 """Metrics that a step must have to be used."""
+TOGETHER = 1.2
+"""Time that verifiers took over that in which their workers worked, above which a worker judges several responses at
+once."""
 SLOW_WAIT = 0.9
 """Quantile of the waits of groups that, with their median, tells how much latencies vary."""
 FORWARD_SHARE = 0.25
@@ -169,11 +175,16 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
     if (slow := slow_replica(records)) is not None:
         inputs = with_value(inputs, "engine.slowest", 1 / slow[1], "measured")
     inputs = _trainer_measured(config, inputs, records, trained)
+    stages = [all_numbers(records, f"time/{stage}") for stage in ("rollout", "advantage")]
+    # Where a batch comes in parts, these times are sums over its parts.
+    comes_whole = least_groups(config, build_algorithms(config).streams) == config.rollout_batch_size
+    of_batch = sum(map(median, stages)) if all(stages) and comes_whole else 0.0
+    if of_batch:
+        inputs = with_value(inputs, "driver.part_seconds", of_batch, "measured")
     if seconds := all_numbers(records, "cpu_seconds/driver"):
-        inputs = with_value(inputs, "driver.sample_seconds", fmean(seconds) / samples, "measured")
-    parts = [all_numbers(records, f"time/{stage}") for stage in ("rollout", "advantage")]
-    if all(parts) and not config.actor_train.stream_groups:
-        inputs = with_value(inputs, "driver.part_seconds", sum(map(median, parts)), "measured")
+        # These stages compute in threads of the driver's process.
+        of_samples = max(0.0, fmean(seconds) - of_batch)
+        inputs = with_value(inputs, "driver.sample_seconds", of_samples / samples, "measured")
     if isinstance(config, PromptConfig):
         return _rewards_measured(config, inputs, records, groups)
     return _environments_measured(inputs, folder)
@@ -184,34 +195,45 @@ def _rewards_measured(
 ) -> Inputs:
     """Return the inputs with the latencies of rewards.
 
-    What verifiers took in all says whether their workers judge one response after another. If it is more than the time
-    in which they worked, they judge several at once, and the latency of a response follows from those of groups, each
-    of which waits for the last of its responses: quantile q of a group is quantile q^(1/n) of its n responses.
+    If verifiers took clearly more time than that in which their workers worked, a worker judges several responses at
+    once, and the latency of a response follows from those of groups, each of which waits for the last of its responses:
+    quantile q of a group is quantile q^(1/n) of its n responses. Otherwise a worker judges one after another.
     """
     samples = derived.samples_per_step(config)
     judged = [name for name in config.rewards if all_numbers(records, f"idle/rewards.{name}")]
     if not judged:
         return inputs
-    working = sum(
-        config.rewards[name].num_workers
-        * fmean(
-            (1 - each[f"idle/rewards.{name}"]) * each["time/step"]
-            for each in records
-            if is_number(each.get(f"idle/rewards.{name}"))
+
+    def working(steps: Sequence[Mapping[str, Any]]) -> float:
+        return sum(
+            config.rewards[name].num_workers
+            * fmean(
+                (1 - each[f"idle/rewards.{name}"]) * each["time/step"]
+                for each in steps
+                if is_number(each.get(f"idle/rewards.{name}"))
+            )
+            for name in judged
         )
-        for name in judged
-    )
-    totals = [all_numbers(records, f"rewards/{name}/seconds") for name in judged]
-    taken = sum((each[-1] - each[0]) / (len(each) - 1) for each in totals if len(each) > 1)
+
+    taken, known = 0.0, []
+    for before, now in pairwise(records):
+        gains = [
+            float(now.get(name, 0.0)) - float(before.get(name, 0.0))
+            for name in (f"rewards/{each}/seconds" for each in judged)
+        ]
+        told = all(is_number(now.get(f"idle/rewards.{name}")) for name in judged)
+        if told and min(gains) >= 0:  # the totals of a resumed run begin again
+            taken += sum(gains)
+            known.append(now)
     waits = [work.latencies[0][0] for work in groups if work.latencies[0][0] > 0]
-    if taken > working and waits:
+    if known and taken > TOGETHER * len(known) * working(known) and waits:
         middle, high = np.log(np.quantile(waits, (0.5, SLOW_WAIT)))
         scores = [NormalDist().inv_cdf(share ** (1 / derived.group_size(config))) for share in (0.5, SLOW_WAIT)]
         sigma = float(high - middle) / (scores[1] - scores[0])
         inputs = with_value(inputs, "rewards.seconds", math.exp(middle - sigma * scores[0]), "measured")
         return with_value(inputs, "rewards.sigma", sigma, "measured")
     workers = sum(config.rewards[name].num_workers for name in judged)
-    for name, number in (("seconds", working / samples), ("sigma", 0.0), ("workers", workers)):
+    for name, number in (("seconds", working(records) / samples), ("sigma", 0.0), ("workers", workers)):
         inputs = with_value(inputs, f"rewards.{name}", number, "measured")
     return inputs
 
@@ -266,7 +288,7 @@ def _trainer_measured(
         updates = derived.optimizer_steps_per_step(config, config.actor_train)
         fixed_times["optimizer_seconds"] = fmean(parts["optimizer"] or [0.0]) / updates
         beside = fmean(each_busy) - sum(map(fmean, filter(None, parts.values())))
-        if config.actor_train.stream_groups:  # a part has at least one micro-batch
+        if build_algorithms(config).streams:  # a part has at least one micro-batch
             beside /= max(1.0, fmean(all_numbers(records, "micro_batches/actor_train") or [1.0]))
         fixed_times |= dict.fromkeys(("step_seconds", "part_seconds"), max(0.0, beside))
     elif config.old_logprobs == "recompute" or config.train_infer_correction:

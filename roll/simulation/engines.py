@@ -128,9 +128,7 @@ class Request:
 
     __slots__ = ("context", "end", "ended", "lease", "over", "prefill", "prompt", "since", "spans", "tokens")
 
-    def __init__(
-        self, tokens: float, context: float, prefill: float, prompt: int, ended: Callable[[Request], None]
-    ) -> None:
+    def __init__(self, tokens: float, context: float, prefill: float, prompt: int) -> None:
         self.tokens = tokens
         """Number of tokens still to generate."""
         self.context = context
@@ -139,7 +137,7 @@ class Request:
         """Number of those tokens that prefill has to compute."""
         self.prompt = prompt
         """Id of the prompt. Prefill is skipped if the replica runs another request with the same id."""
-        self.ended = ended
+        self.ended: Callable[[Request], None] = lambda request: None
         """Function to call when the request has ended."""
         self.spans: list[tuple[int, float]] = []
         """(Version, number of tokens) of the sampled tokens, in order."""
@@ -370,11 +368,9 @@ class Engines:
             assert request.lease is not None
             self._router.release(request.lease)
             left -= 1
-            tell[request](request)
             if not left and not all_ended.done():
                 all_ended.set_result(None)
 
-        tell = {request: request.ended for request in requests}
         try:
             for request in requests:
                 request.lease = await self._router.acquire(

@@ -30,7 +30,7 @@ TOLD = 0.5
 STEP_DEVIATION = 0.3
 """Standard deviation of what is known of `driver.step_seconds` before a fit, as a share of a step."""
 SLOWDOWN_DEVIATION = 0.2
-"""The same of `host.slowdown`."""
+"""Standard deviation of what is known of `host.slowdown`."""
 LEAST_GAIN = 0.01
 """Share by which the squared errors have to fall for the fit to go on."""
 CHANGE = 0.1

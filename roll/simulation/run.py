@@ -241,12 +241,7 @@ class _Run:
                 for sample, tokens in enumerate(work.responses):
                     episodes.create_task(self._play(asked, sample, tokens, spans))
         else:
-            judged = [self._loop.time()]
-
-            def judge(request: Request) -> None:
-                judged.append(self._judges.end_of(self._loop.time(), work.latencies[len(judged) - 1][0]))
-
-            made = [Request(tokens, work.prompt, work.prompt, asked.group_id, judge) for tokens in work.responses]
+            made = [Request(tokens, work.prompt, work.prompt, asked.group_id) for tokens in work.responses]
             expand = derived.prompted(config).is_num_return_sequences_expand
             key = None if expand else f"group-{asked.group_id}"
             await self.gate.generate(made, sticky_key=key, min_version=asked.start_version)
@@ -254,7 +249,8 @@ class _Run:
                 self.pool.forget(key)
             for request in made:
                 _add(spans, request.spans)
-            await asyncio.sleep(max(judged) - self._loop.time())
+            now = self._loop.time()  # the responses of a group are judged when all have ended
+            await asyncio.sleep(max(self._judges.end_of(now, each[0]) for each in work.latencies) - now)
         await self._drive(seconds / 2)
         lengths = [work.prompt + tokens for tokens in work.responses]
         total = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
@@ -274,7 +270,7 @@ class _Run:
             # In later turns, the tokens before the turn are in the replica's prefix cache.
             prefill = own if turn else work.prompt
             prompt = hash((asked.group_id, turn, sample)) if turn else asked.group_id
-            request = Request(own, work.prompt + own * turn, prefill, prompt, lambda request: None)
+            request = Request(own, work.prompt + own * turn, prefill, prompt)
             await self.gate.generate([request], sticky_key=key, min_version=asked.start_version)
             _add(spans, request.spans)
             await asyncio.sleep(self._judges.end_of(self._loop.time(), seconds) - self._loop.time())

@@ -62,6 +62,55 @@ def test_rewards_that_are_judged_one_by_one_take_the_time_of_their_workers(tmp_p
     assert found.rewards.sigma == 0 and found.rewards.workers == 1
 
 
+def test_calls_between_steps_and_a_resumed_run_do_not_make_a_verifier_judge_many_at_once(tmp_path):
+    """Its worker judges for 0.64 s of a step; for less at the beginning, and from step 40 on totals count anew."""
+
+    def metrics(step):
+        idle = 0.9 if step < 6 else 0.68
+        return {"idle/rewards.addition": idle, "rewards/addition/seconds": 0.65 * (step if step < 40 else step - 39)}
+
+    found = written(tmp_path / "run", gpus(tmp_path), [{"judged": 1.5}] * (8 * STEPS), metrics)
+    assert found.rewards.sigma == 0 and found.rewards.workers == 1
+
+
+TRAINED = {
+    "idle/actor_train": 0.0,
+    "seconds/actor_train/forward_backward": 1.2,
+    "seconds/actor_train/optimizer": 0.1,
+    "micro_batches/actor_train": 8.0,
+    "time/rollout": 0.3,
+    "time/advantage": 0.1,
+    "cpu_seconds/driver": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_call", "of_batch"),
+    [
+        ({}, 0.7, 0.4),
+        ({"actor_train__stream_groups": "auto", "whiten_advantages": True}, 0.7, 0.4),
+        ({"actor_train__stream_groups": True}, 0.7 / 8, 0.0),
+        (
+            {
+                "async_generation_ratio": 1,
+                "use_kl_loss": True,
+                "reference": {"device_mapping": [8]},
+                "cluster__num_devices_per_node": 9,
+            },
+            0.7,
+            0.0,
+        ),
+    ],
+    ids=["whole", "auto, whole", "streaming", "parts"],
+)
+def test_fixed_times_are_those_of_a_call_and_of_a_whole_batch(tmp_path, changes, of_call, of_batch):
+    config = gpus(tmp_path, **changes)
+    found = written(tmp_path / "run", config, [{"judged": 1.5}] * (8 * STEPS), lambda step: TRAINED)
+    assert found.trainer.step_seconds == found.trainer.part_seconds == pytest.approx(of_call)
+    assert found.driver.part_seconds == pytest.approx(of_batch)
+    assert found.driver.sample_seconds == pytest.approx((0.5 - of_batch) / 32)
+
+
 def test_turns_and_waits_of_environments_are_measured(tmp_path):
     config, random = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"]), np.random.default_rng(0)
     turns = random.integers(2, 9, (16 * STEPS, 8)).tolist()

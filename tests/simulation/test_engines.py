@@ -32,8 +32,8 @@ def run(engine, lengths, cores=math.inf, context=0.0, during=None, alike=False):
                 ended.set()
 
         for number, tokens in enumerate(lengths):
-            request = Numbered(tokens, context, context, 0 if alike else number, end)
-            request.number = number
+            request = Numbered(tokens, context, context, 0 if alike else number)
+            request.number, request.ended = number, end
             replica.submit(request)
         if during is not None:
             await during(replica)
@@ -93,7 +93,8 @@ def test_tokens_keep_the_version_that_sampled_them():
         loop = asyncio.get_running_loop()
         replica = Replica("engine", costs(), Host(math.inf, loop))
         done = loop.create_future()
-        request = Request(10, 0, 0, 0, done.set_result)
+        request = Request(10, 0, 0, 0)
+        request.ended = done.set_result
         replica.submit(request)
         await during(replica)
         await done

@@ -43,7 +43,7 @@ def works(config, number=160):
 
 
 def observed(folder, **changes):
-    """What a run that takes the time of its simulation with the truth has recorded."""
+    """Times of a run that takes as long as its simulation with the truth."""
     config = cpu(folder, **changes)
     outcome = simulate(config, TRUTH, replayed=works(config))
     busy = {role: busy_seconds(outcome, role) for role in ("actor_infer", "actor_train")}

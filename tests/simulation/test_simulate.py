@@ -58,6 +58,17 @@ def test_a_seed_gives_the_same_events_within_the_bound_and_the_ledger(tmp_path, 
     assert ledger["consumed"] == len(first.step_ends) * config.rollout_batch_size
 
 
+def test_responses_of_a_group_are_judged_once_all_have_ended(tmp_path):
+    config = gpus(tmp_path, async_generation_ratio=0, rollout_batch_size=1)
+
+    def seconds(of_response):
+        rewards = replace(Inputs().rewards, seconds=of_response, sigma=0.0, workers=1)
+        return simulate(config, replace(Inputs(), rewards=rewards)).step_seconds
+
+    size = config.num_return_sequences_in_group
+    assert seconds(5.0) - seconds(0.0) == pytest.approx(5.0 * size, rel=0.01)
+
+
 def test_on_policy_nothing_overlaps_but_what_streams_and_a_step_ahead_everything_does(tmp_path):
     def outcome(ratio, streams):
         return simulate(gpus(tmp_path, async_generation_ratio=ratio, actor_train__stream_groups=streams), Inputs())
@@ -270,7 +281,8 @@ def test_recorded_parts_of_a_step_tell_fixed_times_from_those_that_grow_with_tok
         found.trainer.optimizer_seconds == pytest.approx(4) and found.origin("trainer.optimizer_seconds") == "measured"
     )
     assert found.trainer.step_seconds == found.trainer.part_seconds == pytest.approx(1.5, rel=0.01)
-    assert found.driver.sample_seconds == pytest.approx(0.03) and found.driver.part_seconds == pytest.approx(0.4)
+    assert found.driver.part_seconds == pytest.approx(0.4)  # a part of the driver's 0.96 s
+    assert found.driver.sample_seconds == pytest.approx((0.96 - 0.4) / 32)
     assert found.weight_update.send_seconds == pytest.approx(3)
     streams = gpus(tmp_path, async_generation_ratio=0, actor_train__stream_groups=True)
     written_run(tmp_path / "parts", streams, truth, lambda made: recorded(made) | {"micro_batches/actor_train": 5})
