@@ -18,8 +18,8 @@ from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, TRAINERS, Engin
 def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject features that the chosen trainer lacks, and adapters that name no layer.
 
-    The features are sequence packing, adapters, float16, and bfloat16 with DeepSpeed's stage 0, which keeps no float32
-    gradients or master weights.
+    The features are sequence packing, adapters, float16, rows that Megatron's ranks split on CPUs, and bfloat16 with
+    DeepSpeed's stage 0, which keeps no float32 gradients or master weights.
     """
     for name, role in derived.present_roles(config).items():
         strategy, chosen = strategy_of(name, role), role.strategy_args.strategy_name
@@ -32,6 +32,10 @@ def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
             path = f"{name}.strategy_args.strategy_config.zero_optimization.stage"
             remedy = f"write 1 (the same steps in less memory), or `{name}.model_args.dtype: float32`"
             yield ConfigProblem(path, "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones", remedy)
+        if chosen == "megatron_train" and derived.context_ranks(role) > 1 and config.cluster.device == "cpu":
+            path = f"{name}.strategy_args.strategy_config.context_parallel_size"
+            message = f"{derived.context_ranks(role)}: it needs Transformer Engine's attention, which runs on GPUs only"
+            yield ConfigProblem(path, message, "write 1, or use `fsdp2_train`")
         if role.model_args.dtype == "float16" and isinstance(strategy, Trainer):
             yield from _float16_problems(name, chosen)
         path, target = f"{name}.model_args.lora_target", role.model_args.lora_target

@@ -101,7 +101,7 @@ class MegatronOptions:
     virtual_pipeline_model_parallel_size: Annotated[int | None, Field(ge=1)] = None
     """Model chunks per pipeline rank (interleaved schedule). Default: one."""
     expert_model_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split the experts; taken from the data-parallel ranks."""
+    """Ranks that split the experts; taken from the data- and context-parallel ranks."""
     expert_tensor_parallel_size: Annotated[int | None, Field(ge=1)] = None
     """Ranks that split each expert's matrices. Default: `tensor_model_parallel_size`."""
     context_parallel_size: Annotated[int, Field(ge=1)] = 1

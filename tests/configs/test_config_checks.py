@@ -15,6 +15,7 @@ import pytest
 from roll.check.config import check_config, config_warnings
 from roll.check.devices import sees_gpus
 from roll.check.plan import plan
+from roll.check.training import trainers_can_train
 from roll.configs.derived import (
     adapter_rank,
     batch_wait_seconds,
@@ -1162,6 +1163,19 @@ def test_ranks_that_hold_one_copy_of_the_model_together_take_one_share_of_the_ba
     changes["actor_train.strategy_args"] = {"strategy_name": "fsdp2_train"}
     config = config_from_tree(merged(tree, changes))
     assert optimizer_batch_size(config, config.actor_train) == 64
+
+
+@pytest.mark.parametrize(("device", "found"), [("cpu", 1), ("cuda", 0)])
+def test_rows_that_megatron_splits_by_position_need_gpus(tree, device, found):
+    strategy = {"strategy_name": "megatron_train", "strategy_config": {"context_parallel_size": 2}}
+    changes = {
+        "cluster": {"device": device, "num_devices_per_node": 3},
+        "actor_train.device_mapping": [0, 1],
+        "actor_infer.device_mapping": [2],
+        "actor_train.strategy_args": strategy,
+    }
+    problems = list(trainers_can_train(config_from_tree(merged(tree, changes))))
+    assert ["which runs on GPUs only" in each.message for each in problems] == [True] * found
 
 
 def test_a_critic_cuts_a_batch_in_its_own_way(tree):

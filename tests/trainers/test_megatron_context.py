@@ -130,14 +130,16 @@ def test_a_critic_learns_the_same_from_split_rows(models):
 @pytest.mark.parametrize(
     ("installed", "options", "dtype", "reason"),
     [
-        (False, {}, "bfloat16", "not installed"),
-        (True, {"transformer_impl": "local"}, "bfloat16", "transformer_impl"),
-        (True, {}, "float32", "`model_args.dtype` is float32"),
-        (True, {}, "bfloat16", None),
+        ({"megatron"}, {}, "bfloat16", "not installed"),
+        (set(), {}, "bfloat16", None),
+        (set(), {}, "float32", "`model_args.dtype` is float32"),
+        ({"megatron", "transformer_engine"}, {"transformer_impl": "local"}, "bfloat16", "transformer_impl"),
+        ({"megatron", "transformer_engine"}, {}, "float32", "`model_args.dtype` is float32"),
+        ({"megatron", "transformer_engine"}, {}, "bfloat16", None),
     ],
 )
 def test_split_rows_need_transformer_engine_and_its_precision(monkeypatch, installed, options, dtype, reason):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace() if installed else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in installed else None)
     found = _context_problems(MegatronOptions(context_parallel_size=2, **options), dtype, "p")
     assert [(each.path, reason in each.message) for each in found] == [("p.context_parallel_size", True)] * bool(reason)
 
