@@ -21,7 +21,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,8 +107,8 @@ class Side:
     in_order: bool
 
     def __post_init__(self) -> None:
-        self.packed = self.setup.train_limits.packed
-        self.model, head = prepare_model(self.setup, gradient_checkpointing=False)
+        self.model, head, self.packed = prepare_model(self.setup, gradient_checkpointing=False)
+        self.setup = replace(self.setup, packed=self.packed)
         self.device = torch.device("cpu")
         self.forward = HfForward("policy", self.model, head, self.device)
         self.optimizer = build_optimizer(self.model.parameters(), self.setup.training_args)

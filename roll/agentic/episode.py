@@ -80,6 +80,8 @@ class Observation:
     """JSON schemas of the available tools, for the chat template. Only set at a reset."""
     frame: str | None = None
     """Rendered text of the environment, for people."""
+    seconds: float = 0.0
+    """Time that the environment took for it, without waits for a place or a process."""
 
     @property
     def done(self) -> bool:
@@ -171,5 +173,5 @@ class Episode:
     last_frame: str | None
     metrics: dict[str, float]
     """``turns``, ``tokens``, shares of ``invalid_actions`` and ``capped_turns``, and the environment's last metrics."""
-    waited: float = 0.0
-    """Seconds in which nothing was generated for it, because its environment worked."""
+    worked: float = 0.0
+    """Seconds in which its environment worked and nothing was generated for it."""

@@ -366,6 +366,8 @@ class EnvPoolSession:
         self._pool = pool
         self._tag = tag
         self._frames = frames
+        self.worked = 0.0
+        """Seconds that environments took for the calls so far."""
         self._lease: Lease | None = None
         self._seed = 0
         self._turn: int | None = None
@@ -441,6 +443,7 @@ class EnvPoolSession:
             self._release("failed")
             self._pool.count(f"failures/{outcome.tag}/{outcome.kind}")
             raise outcome
+        self.worked += outcome.seconds
         return outcome
 
     def _release(self, end: SessionEnd) -> None:

@@ -19,10 +19,11 @@ import logging
 import os
 import pickle
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -483,7 +484,9 @@ class HostSession:
 
         An observation that cannot be pickled would make the whole report fail, including answers of other environments.
         """
+        began = time.perf_counter()
         answer = act(environment)
+        seconds = time.perf_counter() - began
         if not isinstance(answer, tuple) or len(answer) != len(parts):
             found = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
             raise CallFailed("nonsense", f"{what} gave nonsense: {found} where ({', '.join(parts)}) is due")
@@ -491,7 +494,7 @@ class HostSession:
         frame = environment.render() if self._frames else None
         try:
             named = dict(zip(parts[1:-1], results, strict=True))
-            observation = self._host.observe(text, info, **named, frame=frame)
+            observation = replace(self._host.observe(text, info, **named, frame=frame), seconds=seconds)
             pickle.dumps(observation)
         except Exception as error:
             raise CallFailed("nonsense", f"{what} gave nonsense: {described(error)}") from error

@@ -405,7 +405,7 @@ def _activations(trainer: Trainer) -> Part:
     shape, element, tokens, role = trainer.shape, trainer.element, trainer.train_tokens, trainer.config
     attention, adapted = role.model_args.attn_implementation, len(trainer.adapted)
     one = memory_parts.layer_bytes(shape, element, eager_width=trainer.longest if attention == "eager" else 0)
-    if role.use_sequence_packing and attention == "sdpa" and not (trainer.on_gpu and element == 2):
+    if role.use_sequence_packing is not False and attention == "sdpa" and not (trainer.on_gpu and element == 2):
         one += element * shape.queries  # joined results of the samples, besides the parts that attention keeps
     if trainer.has_adapters:
         one += memory_parts.adapter_bytes(shape, adapted, role.model_args.lora_rank, element)

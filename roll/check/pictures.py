@@ -278,7 +278,7 @@ def prompt_picture_problems(config: PromptConfig) -> Iterator[ConfigProblem]:
             able = [f"`{each}`" for each, record in kind.built_in.items() if record.sees]
             message = f"{name} cannot be given the pictures in the prompts"
             yield ConfigProblem(f"{role}.strategy_args.strategy_name", message, f"use {' or '.join(able)}")
-        if section.use_sequence_packing:
+        if section.use_sequence_packing is True:
             message = "pictures give tokens positions in three dimensions, and packed rows have positions in one"
             yield ConfigProblem(f"{role}.use_sequence_packing", message, "set it to false")
         if derived.context_ranks(section) > 1:

@@ -23,7 +23,7 @@ def trainers_can_train(config: RunConfig) -> Iterator[ConfigProblem]:
     """
     for name, role in derived.present_roles(config).items():
         strategy, chosen = strategy_of(name, role), role.strategy_args.strategy_name
-        if role.use_sequence_packing and isinstance(strategy, Trainer) and not strategy.packs:
+        if role.use_sequence_packing is True and isinstance(strategy, Trainer) and not strategy.packs:
             message = f"true, but {chosen} computes on padded rows only"
             able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.packs]
             yield ConfigProblem(f"{name}.use_sequence_packing", message, f"set it to false, or use {' or '.join(able)}")

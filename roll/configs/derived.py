@@ -440,6 +440,15 @@ def max_new_tokens(config: PipelineConfig) -> int:
     return config.actor_infer.generating_args.max_new_tokens or config.response_length
 
 
+def longest_response(config: PipelineConfig) -> int:
+    """Return the maximum length of a response in tokens; of an episode whose turns are samples, that of all turns."""
+    one = max_new_tokens(config)
+    if isinstance(config, AgenticConfig):
+        environments = config.custom_envs.values()
+        return one * max((each.max_steps for each in environments if each.env_manager_cls == "step"), default=1)
+    return one
+
+
 def least_staleness(config: PipelineConfig) -> int:
     """Return the smallest `max_staleness` that a run can keep: ceil(async_generation_ratio) + interval_steps - 1.
 

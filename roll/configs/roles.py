@@ -329,10 +329,11 @@ class WorkerConfig:
         "Tokens per rank in one forward-only micro-batch (dynamic batching), counted alike.",
         needs="use_dynamic_batching_in_infer: true",
     )
-    use_sequence_packing: bool = option(
-        False,
+    use_sequence_packing: bool | Literal["auto"] = option(
+        "auto",
         "Put the samples of a micro-batch one behind the other in a single row, without padding, for training and for "
-        "log-probabilities. Same results; a model that would mix samples is refused (`docs/trainers.md`).",
+        "log-probabilities. Same results. A model that would mix samples is refused with `true`; with `auto` it gets "
+        "padded rows, and the log says why (`docs/trainers.md`).",
     )
 
 

@@ -167,7 +167,7 @@ class Group:
     """Seconds since the epoch at which the group was ``issued``, ``generated`` (its last response; not for episodes),
     ``judged`` and ``consumed``, as far as that has happened."""
     waits: list[float] = field(default_factory=list)
-    """Seconds for which each episode waited for its environment; empty if there are none."""
+    """Seconds in which the environment of each episode worked; empty if there are none."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

@@ -327,8 +327,8 @@ class EpisodeRollout:
                 try:
                     episode = await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
                     trained = _trained_tokens(episode)
-                    # An agent may have several requests at once.
-                    episode.waited = max(0.0, loop.time() - began - generating)
+                    # An agent generates within its environment's steps, and may have several requests at once.
+                    episode.worked = max(0.0, min(session.worked, loop.time() - began - generating))
                     if self.counts_control_tokens:
                         episode.metrics["control_tokens"] = float(episode.end == "control_token")
                     return episode
@@ -366,7 +366,7 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
         metadata={"seed": task.seed},
     )
     samples = [sample for episode in episodes for sample in episode.samples]
-    return Group(group_id, prompt, samples, waits=[episode.waited for episode in episodes])
+    return Group(group_id, prompt, samples, waits=[episode.worked for episode in episodes])
 
 
 @dataclass(frozen=True)

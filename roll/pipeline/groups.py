@@ -28,7 +28,7 @@ def group_record(group: Group, step: int) -> dict[str, Any]:
 
     ``responses``: sampled tokens of each episode; ``prompt``: mean number of the others. The times are seconds since
     the epoch, null if unknown; without ``consumed`` the group was dropped. Episodes have their numbers of ``turns`` and
-    the seconds of their ``waits`` for environments.
+    the seconds of their ``waits``, in which their environments worked.
     """
     episodes = group.episodes
     responses = [sum(part.response_tokens for part in parts) for parts in episodes]
@@ -44,5 +44,5 @@ def group_record(group: Group, step: int) -> dict[str, Any]:
         turns = [
             [0 if part.turns is None else 1 + int(part.turns.max(initial=0)) for part in parts] for parts in episodes
         ]
-        record |= {"turns": [max(1, *each) for each in turns], "waits": [round(each, 3) for each in group.waits]}
+        record |= {"turns": [max(1, *each) for each in turns], "waits": [round(each, 6) for each in group.waits]}
     return record

@@ -85,8 +85,7 @@ def _who_waits(run: RunFiles, engine: float, trainer: float) -> tuple[float, str
         batches = (
             "larger micro-batches (`per_device_train_batch_size`)"
             if _draws(run)
-            else "fewer, larger micro-batches (`max_tokens_per_microbatch_in_train`, where a step has several) or "
-            "packed ones (`use_sequence_packing`)"
+            else "fewer, larger micro-batches (`max_tokens_per_microbatch_in_train`, where a step has several)"
         )
         remedy = (
             f"Give the trainer more devices (`actor_train.device_mapping`) or {batches}. "

@@ -196,7 +196,7 @@ def _without(config: PipelineConfig, inputs: Inputs) -> Iterator[tuple[str, Inpu
     none = dict.fromkeys(("step_seconds", "part_seconds", "optimizer_seconds", "micro_batch_seconds"), 0.0)
     scale = TINY * inputs.trainer.scale
     yield "training", replace(inputs, trainer=replace(inputs.trainer, scale=scale, **none))
-    longest, size = derived.max_new_tokens(config), derived.group_size(config)
+    longest, size = derived.longest_response(config), derived.group_size(config)
     mean = float(response_lengths(inputs.lengths, longest, (512, size), np.random.default_rng(0)).mean())
     alike = replace(inputs.lengths, median=None, quantiles=[mean, mean])
     yield "the longest responses", replace(inputs, lengths=alike)
@@ -337,7 +337,7 @@ def _slow_replica(config: PipelineConfig, slow: int) -> Iterator[Change]:
 
 def _shorter(config: PipelineConfig, inputs: Inputs) -> Iterator[list[Change]]:
     """Yield responses that are cut, if some are much longer than most."""
-    longest, size = derived.max_new_tokens(config), derived.group_size(config)
+    longest, size = derived.longest_response(config), derived.group_size(config)
     drawn = response_lengths(inputs.lengths, longest, (512, size), np.random.default_rng(0))
     limit = int(np.quantile(drawn, CUT))
     if not isinstance(config, AgenticConfig) and 1 <= limit < 0.9 * drawn.max():

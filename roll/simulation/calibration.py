@@ -244,8 +244,14 @@ def _environments_measured(inputs: Inputs, folder: Path) -> Inputs:
     logs = [math.log(each[0]) for each in episodes if each[0] > 0]  # the turns of an episode share its wait
     if not logs:
         return inputs
-    turns = max(1, round(fmean(map(len, episodes))))
-    for name, value in (("turns", turns), ("seconds", math.exp(median(logs))), ("sigma", float(np.std(logs)))):
+    played = np.log([len(each) for each in episodes])
+    measured = {
+        "turns": round(math.exp(played.mean())),
+        "turns_sigma": float(played.std()),
+        "seconds": math.exp(median(logs)),
+        "sigma": float(np.std(logs)),
+    }
+    for name, value in measured.items():
         inputs = with_value(inputs, f"environments.{name}", value, "measured")
     return inputs
 

@@ -147,7 +147,10 @@ class LatencyInputs:
 class EnvironmentInputs(LatencyInputs):
     """Latency of environment steps, and the number of turns."""
 
-    turns: Count | None = option(None, "Turns of an episode. Default: half of `max_steps` of its environment.")
+    turns: Count | None = option(None, "Median turns of an episode. Default: half of `max_steps` of its environment.")
+    turns_sigma: NotNegative = option(
+        0.0, "Standard deviation of the logarithm of an episode's turns. Longer responses have more turns."
+    )
 
 
 @dataclass
@@ -401,7 +404,7 @@ def varied(inputs: Inputs, factors: Mapping[str, float], config: PipelineConfig)
     """Return inputs with some values multiplied by ``factors`` (path -> factor).
 
     Also applies to defaults that are derived from the configuration."""
-    longest = derived.max_new_tokens(config)
+    longest = derived.longest_response(config)
     unset = {"lengths.median": longest / 4, "lengths.prompt": config.prompt_length / 2}
     for path, factor in factors.items():
         section, _, name = path.rpartition(".")

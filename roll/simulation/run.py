@@ -540,7 +540,7 @@ def simulate(
     if replayed:
         last = replayed_steps(config, replayed)
         measured, whole = (WARM_UP_STEPS - 1, last - 1), last
-        source: Iterator[GroupWork] = _cut(replayed, derived.max_new_tokens(config))
+        source: Iterator[GroupWork] = _cut(replayed, derived.longest_response(config))
         workers = None
     else:
         ahead = math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -57,13 +58,25 @@ def latencies(settings: LatencyInputs, shape: tuple[int, ...], random: np.random
 
 
 def turns(config: PipelineConfig, inputs: Inputs) -> int:
-    """Return the number of turns per sample; 1 for RLVR."""
+    """Return the median number of turns per sample; 1 for RLVR."""
     if not isinstance(config, AgenticConfig):
         return 1
     if inputs.environments.turns is not None:
         return inputs.environments.turns
     longest = [environment.max_steps for environment in config.custom_envs.values()]
     return max(1, round(sum(longest) / len(longest) / 2)) if longest else 1
+
+
+def _turns_of(lengths: np.ndarray, config: PipelineConfig, inputs: Inputs) -> np.ndarray:
+    """Return the turns of samples with these response lengths, of the same shape: the longer, the more."""
+    middle, sigma = turns(config, inputs), inputs.environments.turns_sigma
+    if not (isinstance(config, AgenticConfig) and sigma):
+        return np.full(lengths.shape, middle)
+    ranks = np.empty(lengths.size)
+    ranks[np.argsort(lengths, axis=None, kind="stable")] = np.arange(lengths.size)
+    scores = [NormalDist().inv_cdf(share) for share in (ranks + 0.5) / lengths.size]
+    most = max((environment.max_steps for environment in config.custom_envs.values()), default=middle)
+    return np.clip(np.rint(middle * np.exp(sigma * np.reshape(scores, lengths.shape))), 1, most).astype(int)
 
 
 GROUPS_DRAWN = 64
@@ -73,13 +86,15 @@ GROUPS_DRAWN = 64
 def groups(config: PipelineConfig, inputs: Inputs, seed: int) -> Iterator[GroupWork]:
     """Yield an endless sequence of groups."""
     random = np.random.default_rng(seed)
-    size, longest, played = derived.group_size(config), derived.max_new_tokens(config), turns(config, inputs)
+    size, longest = derived.group_size(config), derived.longest_response(config)
     waits = inputs.environments if isinstance(config, AgenticConfig) else inputs.rewards
     prompt = config.prompt_length / 2 if inputs.lengths.prompt is None else inputs.lengths.prompt
     dropped = inputs.filtered_share if config.group_filter != "none" else 0.0
     while True:
-        lengths = response_lengths(inputs.lengths, longest, (GROUPS_DRAWN, size), random).tolist()
-        seconds = latencies(waits, (GROUPS_DRAWN, size, played), random).tolist()
+        lengths = response_lengths(inputs.lengths, longest, (GROUPS_DRAWN, size), random)
+        played = _turns_of(lengths, config, inputs)
+        seconds = latencies(waits, (*lengths.shape, int(played.max())), random).tolist()
         kept = (random.random(GROUPS_DRAWN) >= dropped).tolist()
-        for row in zip(lengths, seconds, kept, strict=True):
-            yield GroupWork(prompt, *row)
+        for made, of_turns, numbers, stays in zip(lengths.tolist(), seconds, played.tolist(), kept, strict=True):
+            own = [each[:number] for each, number in zip(of_turns, numbers, strict=True)]
+            yield GroupWork(prompt, made, own, stays)

@@ -45,6 +45,8 @@ class TrainerSetup:
     """Sampling settings of the pictures that an image model trains on; None for a text model."""
     replays_routing: bool = False
     """True to send tokens to the experts that the engine chose, as far as a batch has them."""
+    packed: bool = False
+    """True if samples are packed into rows. Set when the model is loaded: `use_sequence_packing` may leave it open."""
     end_tokens: tuple[int, ...] = ()
     """Additional end-of-sequence tokens to list in the generation settings of an exported model."""
     rank: int = 0
@@ -74,14 +76,14 @@ class TrainerSetup:
         """Micro-batch size limits for forward-backward passes."""
         config = self.config
         tokens = config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None
-        return MicroBatchLimits(tokens, self.training_args.per_device_train_batch_size, config.use_sequence_packing)
+        return MicroBatchLimits(tokens, self.training_args.per_device_train_batch_size, self.packed)
 
     @property
     def infer_limits(self) -> MicroBatchLimits:
         """Micro-batch size limits for forward-only passes."""
         config = self.config
         tokens = config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None
-        return MicroBatchLimits(tokens, config.infer_batch_size, config.use_sequence_packing)
+        return MicroBatchLimits(tokens, config.infer_batch_size, self.packed)
 
     @property
     def trains_adapters(self) -> bool:

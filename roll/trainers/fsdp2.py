@@ -28,7 +28,7 @@ from roll.configs.plugins import made
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
 from roll.trainers.context_parallel import ContextForward, ContextGroup, install_context_parallel
 from roll.trainers.lora import add_adapters, is_adapter
-from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, prepare_model, stored_dtype
+from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, stored_dtype
 from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep, plan_micro_batches
@@ -102,7 +102,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
         # With adapters, the frozen base model is loaded in its configured precision.
-        model, head = prepare_model(setup, self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
+        model, head = self.load_model(self.options.gradient_checkpointing, mapped=not setup.trains_adapters)
         if self.options.context_parallel_size > 1:
             if setup.pictures is not None:
                 raise ValueError("context_parallel_size: models of pictures are not split by position; write 1")

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from roll.configs.roles import ModelArguments
 from roll.data.pictures import PictureProcessor, policy_class
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import ModelKind, TrainerSetup
-from roll.trainers.packing import install_packed_attention
+from roll.trainers.packing import packs_samples
 from roll.trainers.state import CheckpointFiles, checkpoint_folder
 from roll.trainers.step import MicroBatch
 
@@ -405,16 +405,25 @@ def _has_constants(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     return any(name not in stored and buffer.dtype == dtype for name, buffer in model.named_buffers())
 
 
-def prepare_model(
-    setup: TrainerSetup, gradient_checkpointing: bool, mapped: bool = False
-) -> tuple[PreTrainedModel, OutputHead | None]:
-    """Return a rank's model (unsharded, on the CPU, without dropout) and the result of `install_output_head` for it.
+class PreparedModel(NamedTuple):
+    """A rank's model: unsharded, on the CPU, without dropout."""
+
+    model: PreTrainedModel
+    head: OutputHead | None
+    """Result of `install_output_head`."""
+    packed: bool
+    """True if samples are packed into rows."""
+
+
+def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool, mapped: bool = False) -> PreparedModel:
+    """Load a rank's model and make it ready for training, or for forward passes only.
 
     Weights have `stored_dtype`. With ``mapped``, they have `mapped_dtype` if that rounds no constant, and the caller
-    converts what it keeps. Raises ``UnpackableModel`` if samples are to be packed and the model would mix them.
+    converts what it keeps. Raises ``UnpackableModel`` if samples must be packed and the model would mix them.
     """
     if setup.pictures is not None:
-        return _pictures().prepare_pictures(setup, gradient_checkpointing, stored_dtype(setup)), None
+        model = _pictures().prepare_pictures(setup, gradient_checkpointing, stored_dtype(setup))
+        return PreparedModel(model, head=None, packed=False)
     dtype = mapped_dtype(setup) if mapped else stored_dtype(setup)
     model = load_model(setup.model_path, setup.model_args, dtype, setup.kind)
     if dtype != stored_dtype(setup) and _has_constants(model, dtype):
@@ -423,15 +432,14 @@ def prepare_model(
         keep_blocks_of(model.num_parameters())
     head = install_output_head(model) if setup.kind == "policy" else None
     model.eval()
-    if setup.config.use_sequence_packing:
-        install_packed_attention(model, setup.model_args.attn_implementation)
+    packed = packs_samples(model, setup.config.use_sequence_packing, setup.model_args.attn_implementation)
     model.requires_grad_(not setup.forward_only)
     if gradient_checkpointing and not setup.forward_only:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in decoder_layers(model):
             # Checkpointing checks the layer's own training flag. Its children, dropout among them, stay in eval mode.
             layer.training = True
-    return model, head
+    return PreparedModel(model, head, packed)
 
 
 def forward_pass(

@@ -12,19 +12,24 @@ rejected, because it would silently train on wrong values.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from roll.data.pictures import is_seeing
 from roll.trainers.step import Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 PACKED_NAMES = {"sdpa": "roll_packed_sdpa", "eager": "roll_packed_eager"}
 """``attn_implementation`` -> name under which its packed form is registered with transformers."""
@@ -45,7 +50,31 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class UnpackableModel(ValueError):
-    """A model in which samples of a packed row may influence each other."""
+    """A model in which samples of a packed row may influence each other. Its arguments: the reason, and the remedy."""
+
+    def __str__(self) -> str:
+        return "use_sequence_packing: {}; {}".format(*self.args)
+
+
+def packs_samples(model: PreTrainedModel, wanted: bool | Literal["auto"], attn_implementation: str) -> bool:
+    """Return True if samples are to be packed, and make the model ready for it; see `install_packed_attention`.
+
+    ``wanted`` is `use_sequence_packing`. With ``auto``, a model that cannot be packed gets padded rows, and the log
+    says why.
+    """
+    if not wanted:
+        return False
+    try:
+        if wanted == "auto" and is_seeing(model.config):
+            raise _refusal(model, "positions of pictures have three dimensions, and packed rows have one")
+        install_packed_attention(model, attn_implementation)
+    except UnpackableModel as error:
+        if wanted != "auto":
+            raise
+        logger.warning("use_sequence_packing: auto computes padded rows: %s", error.args[0])
+        model.set_attn_implementation(attn_implementation)
+        return False
+    return True
 
 
 def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -> None:
@@ -58,7 +87,10 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
     _refuse_unknown_parts(model)
     # flash-attn separates samples itself and cannot run on a CPU, so the rest of the model is tested with sdpa.
     tried = attn_implementation if attn_implementation in PACKED_NAMES else "sdpa"
-    model.set_attn_implementation(tried)
+    try:
+        model.set_attn_implementation(tried)
+    except ValueError as error:
+        raise _refusal(model, f"it cannot be tested ({error})") from error
     # These ids, and each plus one (see `_refuse_influence`), exist in any vocabulary.
     ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
     samples = [part[None] for part in ids.split(TRIED_LENGTHS)]
@@ -123,16 +155,14 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
-    return UnpackableModel(
-        f"use_sequence_packing: {type(model).__name__} cannot be packed: {reason}; write `use_sequence_packing: false`"
-    )
+    return UnpackableModel(f"{type(model).__name__} cannot be packed: {reason}", "write `use_sequence_packing: false`")
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
     arguments = {} if packing is None else packing.model_arguments()
     try:
         return hidden_states(model, input_ids=ids, use_cache=False, **arguments)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # models of any origin
         raise _refusal(model, f"it fails on {'plain' if packing is None else 'packed'} rows ({error})") from error
 
 
@@ -239,7 +269,8 @@ def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
         and size <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
-    return _kernel() if fits else None
+    kernel = _kernel() if fits else None
+    return kernel if kernel is not None and separates_samples(kernel, query.device, query.dtype, size) else None
 
 
 @cache
@@ -251,3 +282,44 @@ def _kernel() -> Callable[..., Any] | None:
         return None
     known = inspect.signature(varlen_attn).parameters
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+
+
+@cache
+def separates_samples(kernel: Callable[..., Any], device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Try a variable-length kernel: does it give attention within each sample, and its gradients, on this device?
+
+    If not, the log says why, and attention is computed per sample instead. ``size`` is that of a head.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        drawn = torch.randn(sum(TRIED_LENGTHS), heads, size, generator=generator, device=device)
+        return drawn.to(dtype).requires_grad_()
+
+    tensors = random(2), random(1), random(1)
+    boundaries = Packing.of(TRIED_LENGTHS, device).boundaries
+    longest, scale = max(TRIED_LENGTHS), size**-0.5
+
+    def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return mixed.transpose(1, 2)
+
+    def with_gradients(attended: Tensor) -> Tensor:
+        gradients = torch.autograd.grad((attended.float() ** 2).sum(), tensors)
+        return torch.cat([tensor.detach().flatten().float() for tensor in (attended, *gradients)])
+
+    # The hooks of a surrounding checkpoint must not see these tensors.
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in tensors)
+        expected = with_gradients(_by_sample(alone, query, key, value, boundaries)[0])
+        try:
+            arguments = (*tensors, boundaries, boundaries, longest, longest)
+            found = with_gradients(kernel(*arguments, scale=scale, window_size=(-1, 0), enable_gqa=True))
+        except Exception as error:  # of a kernel that this device or build cannot run
+            logger.warning("packed rows do without torch's variable-length attention, which fails: %s", error)
+            return False
+    difference = relative_difference(found, expected)
+    if not difference <= COARSE_TOLERANCE:
+        logger.warning("packed rows do without torch's variable-length attention, which is off by %.1g", difference)
+        return False
+    return True

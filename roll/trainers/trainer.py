@@ -36,7 +36,7 @@ from roll.configs.roles import TrainingArguments
 from roll.data.records import ROUTED, SampleBatch
 from roll.runtime.usage import Usage
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
-from roll.trainers.model import HfForward, ModelExport, build_export, forward_pass, prepare_model
+from roll.trainers.model import HfForward, ModelExport, OutputHead, build_export, forward_pass, prepare_model
 from roll.trainers.options import HfReplicaOptions
 from roll.trainers.step import (
     MicroBatch,
@@ -175,6 +175,14 @@ class ForwardStrategy(ABC):
             self.device = torch.device("cuda", self.setup.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         join_process_group(self.setup, timeout_seconds)
+
+    def load_model(
+        self, gradient_checkpointing: bool = False, mapped: bool = False
+    ) -> tuple[PreTrainedModel, OutputHead | None]:
+        """Return the model and its head (`prepare_model`); from here on `setup` says if samples are packed."""
+        prepared = prepare_model(self.setup, gradient_checkpointing, mapped)
+        self.setup = replace(self.setup, packed=prepared.packed)
+        return prepared.model, prepared.head
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return the log-probability of each token given the preceding ones, at ``temperature``. Collective.
@@ -315,7 +323,7 @@ class HfReplicaStrategy(ForwardStrategy):
 
     def initialize(self) -> None:
         self.join_ranks(self.options.process_group_timeout_seconds)
-        model, head = prepare_model(self.setup, gradient_checkpointing=False)
+        model, head = self.load_model()
         self.model = model.to(self.device)
         self.forward = forward_pass(self.setup, self.model, head, self.device)
 

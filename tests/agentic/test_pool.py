@@ -114,6 +114,20 @@ def test_an_episode_runs_and_gives_its_environment_to_the_next():
     assert (counts["environments/made"], counts["environments/reused"]) == (1, 1)
 
 
+def test_the_time_that_environments_took_is_added_up_for_each_session():
+    async def use(pool: EnvPool) -> list[float]:
+        slow, quick = pool.session("a"), pool.session("a")
+        took = [await slow.reset(1), await slow.step("sleep 0.2"), await slow.step("sleep 0.1")]
+        others = [await quick.reset(2), await quick.step("go")]
+        for session in (slow, quick):
+            await session.close()
+        assert slow.worked == sum(each.seconds for each in took) and took[1].seconds > 0.2
+        assert quick.worked == sum(each.seconds for each in others)
+        return [each.seconds for each in (*took, *others)]
+
+    assert min(run(pool_of(), use)) > 0
+
+
 def test_frames_come_with_the_sessions_that_asked_for_them():
     async def use(pool: EnvPool) -> list[str | None]:
         sessions = [pool.session("a", frames=True), pool.session("a")]

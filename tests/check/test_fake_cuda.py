@@ -72,7 +72,7 @@ def losses(model_path: str, objectives: Sequence[Objective], device: torch.devic
     """The loss of a batch by each objective. The model is on ``cuda``, the batch on ``device``."""
     kind = "value" if isinstance(objectives[0], ValueObjective) else "policy"
     with unset_fake_temporarily():
-        model, _ = prepare_model(trainer_setup(model_path, kind=kind), gradient_checkpointing=False)
+        model = prepare_model(trainer_setup(model_path, kind=kind), gradient_checkpointing=False).model
         model = model.to("meta")
     forward, batch, found = HfForward(kind, model.to_empty(device=CUDA), None, CUDA), full_batch(), []
     rows = [[*range(len(batch))]]

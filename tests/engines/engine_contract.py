@@ -222,10 +222,10 @@ def test_an_update_while_every_place_is_taken(published, mode):
 
 def test_caches_of_old_weights_are_never_shared_with_new_requests(published):
     strategy, second = published.strategy, published.make_model(2)
-    prompt = tuple(np.random.default_rng(0).integers(2, 90, 140).tolist())
+    prompt = tuple(np.random.default_rng(0).integers(2, 90, 100).tolist())
 
     async def scenario():
-        long = asyncio.create_task(strategy.generate(request("r", 40, prompt=prompt, ignore_eos=True)))
+        long = asyncio.create_task(strategy.generate(request("r", 90, prompt=prompt, ignore_eos=True)))
         await begun(strategy, [long], 1)
         await published.load(second, published.version + 1, "keep", requests=1)
         late = await strategy.generate(request("late", 8, prompt=prompt, seed=2, ignore_eos=True))

@@ -36,13 +36,22 @@ class Engine:
         self.forgotten.append(sticky_key)
 
 
+class Session(int):
+    """Its number, and the seconds that its environment worked."""
+
+    worked = 0.0
+
+
 @dataclass
 class Environments:
     opened: int = 0
+    worked: dict[int, float] = field(default_factory=dict)
 
     def session(self, tag, *, frames=False):
         self.opened += 1
-        return self.opened
+        session = Session(self.opened)
+        session.worked = self.worked.get(session, 0.0)
+        return session
 
 
 @dataclass
@@ -78,9 +87,10 @@ def episode(tag, seed, session):
     return Episode(tag, seed, [sample], "terminated", session % 2 == 0, float(session), [turn], None, {"turns": 2.0})
 
 
-def rollout(manager, engine=None, **changes):
+def rollout(manager, engine=None, environments=None, **changes):
     settings = dict(group_size=3, spare=0, run_seed=5, purpose="train", sampling=SamplingParams(99, temperature=0.5))
-    return EpisodeRollout(engine or Engine(), Environments(), {"lake": manager}, **(settings | changes))
+    environments = environments or Environments()
+    return EpisodeRollout(engine or Engine(), environments, {"lake": manager}, **(settings | changes))
 
 
 def test_each_turn_is_a_request_with_a_name_seed_and_limit_of_its_own():
@@ -102,7 +112,10 @@ def test_each_turn_is_a_request_with_a_name_seed_and_limit_of_its_own():
     assert group.samples[0].metrics == {"turns": 2.0, "success": 0.0} and group.prompt.text == "map 17"
 
 
-def test_an_episode_waits_for_its_environment_while_nothing_is_generated_for_it():
+@pytest.mark.parametrize(("worked", "recorded"), [(3.0, 3.0), (9.0, 5.0)])
+def test_recorded_is_the_work_of_an_environment_without_waits_and_without_generation(worked, recorded):
+    """Three seconds of five: the rest is a wait for a process. Nine: within its step an agent generates for four."""
+
     class Slow(Engine):
         async def generate(self, request, **routing):
             await asyncio.sleep(2)
@@ -111,9 +124,10 @@ def test_an_episode_waits_for_its_environment_while_nothing_is_generated_for_it(
     async def scenario():
         manager = Manager(slow=frozenset([2]))
         asyncio.get_running_loop().call_later(7, manager.gate.set)
-        return await rollout(manager, Slow()).group(7, TASK)
+        environments = Environments(worked={2: worked})
+        return await rollout(manager, Slow(), environments).group(7, TASK)
 
-    assert run_virtual(scenario()).waits == [0.0, 5.0, 0.0]
+    assert run_virtual(scenario()).waits == [0.0, recorded, 0.0]
 
 
 def test_episodes_that_control_tokens_ended_are_counted_for_every_manager_where_they_are_refused():

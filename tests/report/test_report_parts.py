@@ -140,9 +140,10 @@ def test_advice_for_a_run_of_pictures_names_keys_that_it_has():
         return findings(run_with(engine, trainer, {**APART, "pipeline": pipeline}))[0].remedy
 
     training, drawing = remedy(0.6, 0.1, "image"), remedy(0.1, 0.6, "image")
-    assert "per_device_train_batch_size" in training and "packing" not in training
+    assert "per_device_train_batch_size" in training and "max_tokens" not in training
     assert "num_inference_steps" in drawing and "responses" not in drawing
-    assert "use_sequence_packing" in remedy(0.6, 0.1, "rlvr") and "shorten responses" in remedy(0.1, 0.6, "rlvr")
+    assert "max_tokens_per_microbatch_in_train" in remedy(0.6, 0.1, "rlvr")
+    assert "shorten responses" in remedy(0.1, 0.6, "rlvr")
 
 
 def test_the_first_step_is_not_counted_where_others_tell():

@@ -120,6 +120,7 @@ def test_turns_and_waits_of_environments_are_measured(tmp_path):
         for row in turns
     ]  # fmt: skip
     found = written(tmp_path / "run", config, groups, lambda step: {})
-    assert found.environments.turns == 5
+    assert found.environments.turns == round(np.exp(np.log(turns).mean()))
+    assert found.environments.turns_sigma == pytest.approx(np.log(turns).std())
     assert found.environments.seconds == pytest.approx(0.04, rel=0.05)
     assert found.environments.sigma == pytest.approx(0.5, rel=0.05)

@@ -7,6 +7,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ from roll.simulation.fit import busy_seconds
 from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
 from roll.simulation.prediction import interval, predict, report
 from roll.simulation.run import simulate
-from roll.simulation.workload import response_lengths
+from roll.simulation.workload import groups, response_lengths
 from tests.simulation.test_prediction import random_settings
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "qwen2.5-7B-rlvr_fsdp2" / "rlvr_config.yaml")
+LAKE = Path(__file__).parents[2] / "examples" / "frozen_lake-tiny-cpu" / "agentic.yaml"
 GPUS = {
     "pretrain": "Qwen/Qwen2.5-7B",
     "cluster": {"device": "cuda", "num_devices_per_node": 4},
@@ -89,14 +91,24 @@ def test_roles_on_the_same_devices_take_turns_and_move_their_states(tmp_path):
 
 
 def test_an_episode_waits_for_its_environment_after_each_turn():
-    folder = Path(__file__).parents[2] / "examples" / "frozen_lake-tiny-cpu"
-    (file,) = folder.glob("*.yaml")
-    config = load_config(file, ["pretrain=Qwen/Qwen2.5-0.5B"])
+    config = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"])
     alike = ["environments.turns=5", "environments.sigma=0", "trainer.token_seconds=0"]
     quick, slow = (read_inputs(None, [f"environments.seconds={seconds}", *alike]) for seconds in (0, 20))
     assert simulate(config, slow).step_seconds > simulate(config, quick).step_seconds
     on_policy = replace(config, async_generation_ratio=0.0)
     assert simulate(on_policy, slow).step_seconds >= 5 * 20
+
+
+def test_longer_episodes_have_more_turns_up_to_the_limit():
+    config = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B", "response_length=32", "sequence_length=52"])
+    inputs = read_inputs(None, ["environments.turns=4", "environments.turns_sigma=0.5", "lengths.median=60"])
+    works = list(islice(groups(config, inputs, seed=1), 256))
+    lengths = [length for work in works for length in work.responses]
+    turns = [len(each) for work in works for each in work.latencies]
+    assert np.corrcoef(np.log(lengths), np.log(turns))[0, 1] > 0.9
+    assert np.median(turns) == 4 and max(turns) == 12 and np.log(turns).std() == pytest.approx(0.5, abs=0.05)
+    alike = next(groups(config, replace(inputs, environments=replace(inputs.environments, turns_sigma=0.0)), seed=1))
+    assert {len(each) for each in alike.latencies} == {4}
 
 
 def test_lengths_have_the_median_the_correlation_and_the_limit_that_they_are_given():

@@ -76,7 +76,7 @@ def test_a_model_with_constants_of_its_own_is_loaded_in_its_own_precision(tmp_pa
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     setup = trainer_setup(str(tmp_path), model_args=ModelArguments(attn_implementation="eager"))
     assert mapped_dtype(setup) == torch.bfloat16
-    model, _ = prepare_model(setup, gradient_checkpointing=False, mapped=True)
+    model = prepare_model(setup, gradient_checkpointing=False, mapped=True).model
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     buffers = dict(whole.named_buffers())
     assert any("embed_scale" in name for name in buffers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -32,7 +35,7 @@ from transformers import (
 )
 
 from roll.trainers import packing
-from roll.trainers.packing import UnpackableModel, install_packed_attention
+from roll.trainers.packing import UnpackableModel, install_packed_attention, packs_samples, separates_samples
 from roll.trainers.step import Packing
 
 SIZES = {
@@ -148,6 +151,82 @@ def test_a_model_that_would_mix_samples_is_refused(name):
     config, settings, attention, reason = UNPACKABLE[name]
     with pytest.raises(UnpackableModel, match=f"use_sequence_packing: .*{reason}.*use_sequence_packing: false"):
         install_packed_attention(random_model(config, settings, attention), attention)
+
+
+@pytest.mark.parametrize("name", UNPACKABLE)
+def test_auto_computes_padded_rows_with_a_model_that_would_mix_samples_and_says_so(name, caplog):
+    config, settings, attention, reason = UNPACKABLE[name]
+    model, untouched = (random_model(config, settings, attention) for _ in range(2))
+    assert packs_samples(model, "auto", attention) is False
+    (record,) = caplog.records
+    assert re.search(f"auto computes padded rows: .*{reason}", record.getMessage())
+    assert model.config._attn_implementation == untouched.config._attn_implementation == attention
+    ids = torch.stack([sample[:4] for sample in some_samples() if len(sample) >= 4])
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, untouched(input_ids=ids, use_cache=False).logits)
+    with pytest.raises(UnpackableModel, match=reason):
+        packs_samples(model, True, attention)
+
+
+def test_auto_packs_where_the_model_allows_and_false_leaves_it_alone(caplog):
+    model, samples = random_model(*MODELS["Qwen2"]), some_samples()
+    assert packs_samples(model, False, "sdpa") is False
+    assert model.config._attn_implementation == "sdpa"
+    alone = [model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples]
+    assert packs_samples(model, "auto", "sdpa") is True
+    torch.testing.assert_close(torch.cat(packed_logits(model, samples)), torch.cat(alone), rtol=1e-5, atol=1e-5)
+    assert not caplog.records
+
+
+def test_auto_packs_nothing_for_a_model_that_sees_pictures(monkeypatch):
+    model = random_model(*MODELS["Qwen2"])
+    monkeypatch.setattr(packing, "is_seeing", lambda config: config is model.config)
+    assert packs_samples(model, "auto", "sdpa") is False
+    assert packs_samples(model, True, "sdpa") is True, "checks refuse pictures in prompts"
+
+
+def kernel(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa, apart=True, exact=True):
+    """A variable-length kernel as torch has it, which may mix samples, or have a gradient that is not its own."""
+    assert window_size == (-1, 0) and longest == starts.diff().max() and enable_gqa
+    bounds = starts.tolist() if apart else [0, len(query)]
+    parts = []
+    for first, last in pairwise(bounds):
+        sample = (tensor[first:last].transpose(0, 1)[None] for tensor in (query, key, value))
+        attended = functional.scaled_dot_product_attention(*sample, is_causal=True, scale=scale, enable_gqa=True)
+        parts.append(attended[0].transpose(0, 1))
+    found = torch.cat(parts)
+    return found if exact else found.detach() + 0 * found + 0.1 * (found - found.detach())
+
+
+def missing_kernel(*_, **__):
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tried", "complaint"),
+    [
+        (kernel, None),
+        (partial(kernel, apart=False), "off by"),
+        (partial(kernel, exact=False), "off by"),
+        (missing_kernel, "no kernel image"),
+    ],
+)
+def test_a_variable_length_kernel_is_used_only_if_it_keeps_samples_apart_here(dtype, tried, complaint, caplog):
+    assert separates_samples(tried, torch.device("cpu"), dtype, 16) is (complaint is None)
+    assert [complaint in record.getMessage() for record in caplog.records] == [True] * (complaint is not None)
+
+
+def test_trying_a_kernel_within_a_checkpoint_leaves_no_trace_in_it():
+    weight, tried, works = torch.ones(3, requires_grad=True), partial(kernel), []
+
+    def layer(hidden):
+        # The kernel is tried in the first pass only, and both must save the same tensors.
+        works.append(separates_samples(tried, torch.device("cpu"), torch.float32, 16))
+        return (hidden * weight).exp()
+
+    checkpoint(layer, torch.ones(3), use_reentrant=False).sum().backward()
+    assert works == [True, True]
+    torch.testing.assert_close(weight.grad, torch.ones(3).exp())
 
 
 class CarriesOver(LlamaForCausalLM):

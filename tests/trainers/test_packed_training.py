@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -69,11 +69,12 @@ def full_batch(seed=0):
 def outcome(path, objective, *, packed, whole_head=False, max_tokens=20):
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     setup = trainer_setup(path, packed=packed, max_tokens=max_tokens, kind=kind)
-    model, head = prepare_model(setup, gradient_checkpointing=False)
+    prepared = prepare_model(setup, gradient_checkpointing=False)
+    model, head = prepared.model, prepared.head
     forward = HfForward(kind, model, None if whole_head else head, torch.device("cpu"))
     batch = full_batch()
     step = TrainingStep.of(batch, objective)
-    rows = plan_micro_batches(batch.lengths, 1, setup.train_limits)[0]
+    rows = plan_micro_batches(batch.lengths, 1, replace(setup, packed=prepared.packed).train_limits)[0]
     rows = [*rows, []]
     seen: list[int] = []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
