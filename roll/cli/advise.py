@@ -17,7 +17,7 @@ from roll.cli.simulate import (
     BAD_CONFIGURATION,
     DONE,
     Progress,
-    check_price,
+    check_price_and_seed,
     require_run,
     simulated_config,
     split,
@@ -67,7 +67,7 @@ def _advise(options: argparse.Namespace) -> int:
     from roll.simulation.calibration import calibrated, slow_replica
     from roll.simulation.inputs import read_inputs
 
-    check_price(options.price)
+    check_price_and_seed(options)
     for name, least in (("draws", 0), ("seconds", 0), ("max_lag", 0)):
         value = vars(options)[name]
         if value is not None and not least <= value < math.inf:

@@ -113,7 +113,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
-    check_price(options.price)
+    check_price_and_seed(options)
     if options.html is not None and options.sweep:
         raise problem("--html", "a page shows one simulation, and `--sweep` makes several", "leave one of them out")
     keys, numbers = split(options.overrides)
@@ -228,10 +228,12 @@ def take_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
 
 
-def check_price(price: float | None) -> None:
-    """Raise `ConfigError` for a price that is negative or not finite."""
-    if price is not None and not 0 <= price < math.inf:
-        raise problem("--price", f"{price:g} is no price", "write a number of at least 0")
+def check_price_and_seed(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a price that is negative or not finite, or a negative seed."""
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise problem("--price", f"{options.price:g} is no price", "write a number of at least 0")
+    if options.seed < 0:
+        raise problem("--seed", f"{options.seed} is no seed", "write 0 or more")
 
 
 class Progress:
