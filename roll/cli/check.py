@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -137,9 +138,6 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
                 for child in active_children():  # the executor would wait for it
                     child.terminate()
                 raise
-    except KeyboardInterrupt:  # a second one may come while the executor shuts down
-        print("interrupted", file=sys.stderr)
-        return FAILED
     except Exception as error:
         print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
         return FAILED
@@ -187,6 +185,9 @@ def check_environment(arguments: Sequence[str]) -> int:
     parser.add_argument("--deadline", type=float, default=10.0, help="longest time of one call in seconds (default 10)")
     options = parser.parse_intermixed_args(arguments)
     try:
+        _refuse_too_small({"--episodes": (options.episodes, 1), "--seed": (options.seed, 0)})
+        if not 0 < options.deadline < math.inf:
+            raise problem("--deadline", f"{options.deadline:g} s is no time limit", "write a number above 0")
         env_type, env_config = _chosen(options.env, options.config, options.options)
     except ConfigError as error:
         print("\n\n".join(map(str, error.problems)), file=sys.stderr)
@@ -196,6 +197,13 @@ def check_environment(arguments: Sequence[str]) -> int:
     )
     print(render_report(report))
     return PASSED if report.passed else FAILED
+
+
+def _refuse_too_small(numbers: Mapping[str, tuple[int, int]]) -> None:
+    """Raise `ConfigError` for the first number below its least value. ``numbers``: option -> number and least value."""
+    for name, (number, least) in numbers.items():
+        if number < least:
+            raise problem(name, f"{number} is too small", f"write {least} or more")
 
 
 def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
@@ -251,15 +259,11 @@ def check_agents(arguments: Sequence[str]) -> int:
             remedy = "name a configuration of `pipeline: agentic`"
             raise problem("pipeline", f"{config.pipeline} has no agents", remedy)
         check_elsewhere(config)
-        if options.episodes < 1:
-            raise problem("--episodes", f"{options.episodes} episodes show nothing", "play at least one")
+        _refuse_too_small({"--episodes": (options.episodes, 1)})
         return asyncio.run(_rehearsed(config, options.episodes, options.stand_in))
     except ConfigError as error:
         say(refusal(options.config, error), error=True)
         return BAD_CONFIGURATION
-    except KeyboardInterrupt:
-        say("interrupted", error=True)
-        return FAILED
 
 
 async def _rehearsed(config: AgenticConfig, episodes: int, stand_in: bool) -> int:

@@ -119,7 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = COMMANDS.get(arguments[0]) if arguments else None
     if command is not None and command.entry:
-        return printed(partial(resolve_name(command.entry), arguments[1:]))
+        try:
+            return printed(partial(resolve_name(command.entry), arguments[1:]))
+        except KeyboardInterrupt:
+            say("interrupted", error=True)
+            return FAILURE
     if arguments == ["--version"]:
         say(f"roll {version()}")
         return SUCCESS

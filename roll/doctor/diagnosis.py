@@ -142,9 +142,7 @@ def gather_evidence(run: RunDirectory) -> Evidence:
     progress = RolloutProgress.at_start() if checkpoint is None else checkpoint.state.progress
     recovered = recover(read_journal(run.journal), progress)
     step = None if checkpoint is None else checkpoint.step
-    resume = how_to_resume(
-        run.root, step, list(map(str, damages)), len(recovered.finished), len(recovered.in_flight)
-    )
+    resume = how_to_resume(run.root, step, list(map(str, damages)), len(recovered.finished), len(recovered.in_flight))
     return replace(evidence, resume=resume, last_words=tuple(last_words))
 
 

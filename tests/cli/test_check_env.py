@@ -40,6 +40,10 @@ def test_a_bad_environment_fails_and_the_report_says_why(capsys):
         (["frozen_lake", "sizes=3"], "size"),
         (["frozen_lake", "big"], "key=value"),
         (["agent", "command=[sh]"], "by HTTP"),
+        (["frozen_lake", "--episodes", "0"], "--episodes"),
+        (["frozen_lake", "--seed", "-1"], "--seed"),
+        (["frozen_lake", "--deadline", "0"], "--deadline"),
+        (["frozen_lake", "--deadline", "nan"], "--deadline"),
     ],
 )
 def test_what_cannot_be_checked_is_a_configuration_error(arguments, words, capsys):
