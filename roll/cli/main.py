@@ -121,6 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is not None and command.entry:
         try:
             return printed(partial(resolve_name(command.entry), arguments[1:]))
+        except ConfigError as error:
+            say("\n\n".join(map(str, error.problems)), error=True)
+            return BAD_CONFIGURATION
         except KeyboardInterrupt:
             say("interrupted", error=True)
             return FAILURE

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.cli.convert import ORIGINS
-from roll.cli.main import command_parser, refusal
+from roll.cli.main import BAD_CONFIGURATION, FAILURE, SUCCESS, command_parser, refusal
 from roll.configs.errors import ConfigError, choose_among
 from roll.configs.loader import dump_config
 from roll.configs.plugins import problem
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from roll.simulation.replay import Recorded
     from roll.simulation.workload import GroupWork
 
-DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
 PREFIX = "simulation."
 """Prefix of the names of inputs on the command line."""
 SHORT = {"ratio": "async_generation_ratio"}
@@ -125,14 +124,14 @@ def _simulate(options: argparse.Namespace) -> int:
                 file.write(dump_inputs(inputs))
         except OSError as error:
             say(f"cannot write {options.out}: {error.strerror or error}", error=True)
-            return FAILED
+            return FAILURE
     progress = Progress()
     replayed = () if replay is None else replay.groups
     simulated = partial(predict, draws=options.draws, seed=options.seed, progress=progress, replayed=replayed)
     if not options.sweep:
         told = report(config, inputs, simulated(config, inputs), options.price)
         say(told)
-        return DONE if options.html is None else _draw(options, config, inputs, replayed, told)
+        return SUCCESS if options.html is None else _draw(options, config, inputs, replayed, told)
     axes = [_axis(text, config) for text in options.sweep]
     rows = []
     for point in product(*(values.items() for _, values in axes)):
@@ -147,7 +146,7 @@ def _simulate(options: argparse.Namespace) -> int:
         rows.append((value, simulated(swept, given)))
     say(table(", ".join(key for key, _ in axes), rows, options.price))
     say("\n".join([*origins(inputs), *left_out(config, inputs)]))
-    return DONE
+    return SUCCESS
 
 
 def _draw(
@@ -168,9 +167,9 @@ def _draw(
         write_atomically(Path(options.html), render_page(run))
     except OSError as error:
         say(f"{options.html}: {error.strerror or error}", error=True)
-        return FAILED
+        return FAILURE
     say(f"page       {options.html}")
-    return DONE
+    return SUCCESS
 
 
 def _prepared(
