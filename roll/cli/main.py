@@ -23,11 +23,12 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from roll.check.config import check_config, loaded, read_config
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
-from roll.configs.loader import dump_config
+from roll.configs.loader import dump_config, parse_yaml
 from roll.configs.run import RunConfig
 from roll.distribution import version
 from roll.tracking.files import printed, say
@@ -313,11 +314,18 @@ def command_parser(name: str, description: str, epilog: str = "", *, of_run: boo
 
 
 def dotted_options(given: Sequence[str], what: str = "option") -> dict[str, Any]:
-    """Return options written as `key=value`. Raises `ConfigError` for other forms; ``what``: noun for messages."""
+    """Return options written as `key=value`, the values in YAML. Raises `ConfigError` for others; ``what``: their noun
+    in messages."""
     wrong = [ConfigProblem(each, f"is no {what}", "write `key=value`") for each in given if "=" not in each]
     if wrong:
         raise ConfigError(wrong)
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(given))))  # never a list
+    for each in given:
+        key, _, value = each.partition("=")
+        parse_yaml(value, f"command line, {key}")
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(given))))  # never a list
+    except OmegaConfBaseException as error:
+        raise ConfigError([ConfigProblem("command line", str(error).split("\n")[0], "correct the value")]) from error
 
 
 def _check(load: Callable[[], RunConfig]) -> tuple[Prepared | PreparedSFT, RunDirectory, ResumePoint | None]:

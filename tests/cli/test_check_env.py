@@ -39,6 +39,8 @@ def test_a_bad_environment_fails_and_the_report_says_why(capsys):
         (["frozen_lke"], "frozen_lake"),
         (["frozen_lake", "sizes=3"], "size"),
         (["frozen_lake", "big"], "key=value"),
+        (["frozen_lake", "size=[3"], "command line, size:1:3: not valid YAML"),
+        (["frozen_lake", "map=${"], "command line: "),
         (["agent", "command=[sh]"], "by HTTP"),
         (["frozen_lake", "--episodes", "0"], "--episodes"),
         (["frozen_lake", "--seed", "-1"], "--seed"),
