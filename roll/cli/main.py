@@ -31,6 +31,7 @@ from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
 from roll.configs.loader import dump_config, parse_yaml
 from roll.configs.run import RunConfig
 from roll.distribution import version
+from roll.runtime.process import freeze_at_exit
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import DriverWatch, StatusFile
@@ -115,8 +116,8 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `roll` or `examples/start_pipeline.py`; return the exit code."""
     started = time.monotonic()
-    atexit.unregister(gc.freeze)  # from an earlier call
-    atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
+    atexit.unregister(freeze_at_exit)  # from an earlier call
+    atexit.register(freeze_at_exit)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = COMMANDS.get(arguments[0]) if arguments else None
     if command is not None and command.entry:
