@@ -60,9 +60,11 @@ def with_given(
             "env", "only the pipeline `agentic` has environments", "write `pipeline: agentic`, or leave it out"
         )
     if reward is not None:
-        tree["rewards"] = _rewards(_section(tree, "rewards"), reward)
+        tree["rewards"] = _section(tree, "rewards")
+        _put(tree["rewards"], "reward", reward, "verifier", _OF_ANY_VERIFIER.__contains__)
     if env is not None:
-        tree["custom_envs"] = _environments(_section(tree, "custom_envs"), env)
+        tree["custom_envs"] = _section(tree, "custom_envs")
+        _put(tree["custom_envs"], "env", env, "env_type", lambda other: other != "env_config")
     if loss is not None:
         tree["actor_train"] = _replaced(_section(tree, "actor_train"), "pg_variant", loss)
     if advantage is not None:
@@ -113,35 +115,24 @@ def _replaced(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     return {name: each for name, each in section.items() if name != f"{key}_args"} | {key: value}
 
 
-def _check_names(argument: str, given: Mapping[str, Any], section: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for objects whose names the configuration does not have, since they would never be used."""
-    wrong = [str(name) for name in given if section and name not in section]
-    if wrong:
-        problems = [
-            ConfigProblem(argument, f"the configuration has no `{name}`", choose_among(name, map(str, section)))
-            for name in wrong
-        ]
-        raise ConfigError(problems)
+def _put(section: dict[str, Any], argument: str, given: Given, key: str, keeps: Callable[[str], bool]) -> None:
+    """Put the objects of an argument as ``key`` into the entries of a section. A single object goes into all entries.
 
-
-def _rewards(section: dict[str, Any], reward: Given) -> dict[str, Any]:
-    """Return the section `rewards` with the given verifiers. A single verifier judges all domains."""
-    given = reward if isinstance(reward, Mapping) else dict.fromkeys(section or [DEFAULT_DOMAIN], reward)
-    _check_names("reward", given, section)
-    for name, verifier in given.items():
+    ``keeps``: True for the other keys of an entry that do not belong to the replaced name. Raises `ConfigError` for
+    objects whose names the section does not have, since they would never be used.
+    """
+    objects = given if isinstance(given, Mapping) else dict.fromkeys(section or [DEFAULT_DOMAIN], given)
+    unused = [name for name in objects if section and name not in section]
+    if unused:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    argument, f"the configuration has no `{name}`", choose_among(str(name), map(str, section))
+                )
+                for name in unused
+            ]
+        )
+    for name, each in objects.items():
         before = section.get(name)
-        kept = {key: before[key] for key in _OF_ANY_VERIFIER if key in before} if isinstance(before, Mapping) else {}
-        section[name] = {**kept, "verifier": verifier}
-    return section
-
-
-def _environments(section: dict[str, Any], env: Given) -> dict[str, Any]:
-    """Return the section `custom_envs` with the given environment classes. A single class replaces all."""
-    given = env if isinstance(env, Mapping) else dict.fromkeys(section or [DEFAULT_DOMAIN], env)
-    _check_names("env", given, section)
-    for tag, env_type in given.items():
-        before = section.get(tag)
-        kept = dict(before) if isinstance(before, Mapping) else {}
-        kept.pop("env_config", None)
-        section[tag] = {**kept, "env_type": env_type}
-    return section
+        kept = {other: before[other] for other in before if keeps(other)} if isinstance(before, Mapping) else {}
+        section[name] = {**kept, key: each}

@@ -9,7 +9,6 @@ Ctrl-C.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import pickle
@@ -29,7 +28,7 @@ from roll.api.runs import Run, open_run
 from roll.cli.main import FAILURE, run_to_its_end
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.run import RunConfig
-from roll.runtime.process import DriverFolders, driver_folders
+from roll.runtime.process import DriverFolders, driver_folders, freeze_at_exit
 from roll.tracking.run_directory import RunDirectory
 
 POLL_SECONDS = 0.2
@@ -208,7 +207,7 @@ STANDARD_INPUT = 0
 def main() -> int:
     """Read an `Order` from standard input and execute it; return the exit code. Entry point of the run's process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
+    atexit.register(freeze_at_exit)
     try:
         order: Order = pickle.load(sys.stdin.buffer)  # from the process that started this one
         threading.Thread(target=_end_with_the_caller, daemon=True).start()

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from roll.cli.main import command_parser, refusal
+from roll.cli.main import BAD_CONFIGURATION, SUCCESS, command_parser, refusal
 from roll.cli.simulate import (
     ANEW,
-    BAD_CONFIGURATION,
-    DONE,
     Progress,
-    check_price,
+    check_price_and_seed,
     require_run,
     simulated_config,
     split,
@@ -67,7 +65,7 @@ def _advise(options: argparse.Namespace) -> int:
     from roll.simulation.calibration import calibrated, slow_replica
     from roll.simulation.inputs import read_inputs
 
-    check_price(options.price)
+    check_price_and_seed(options)
     for name, least in (("draws", 0), ("seconds", 0), ("max_lag", 0)):
         value = vars(options)[name]
         if value is not None and not least <= value < math.inf:
@@ -101,7 +99,7 @@ def _advise(options: argparse.Namespace) -> int:
         rows = advice.search(trials)
         say(table(rows) if rows else NOTHING)
         say(advice.ending_text(trials, []))
-        return DONE
+        return SUCCESS
     records = read_json_lines(RunDirectory(subject).metrics)
     found = slow_replica(records)
     slow = None if found is None else found[0]
@@ -111,7 +109,7 @@ def _advise(options: argparse.Namespace) -> int:
     advised = [row for row in rows if row.sure]
     say(table(advised) if advised else NOTHING)
     say(advice.ending_text(trials, [row for row in rows if not row.sure], advice.unknown_of(config, inputs, records)))
-    return DONE
+    return SUCCESS
 
 
 def _compare(options: argparse.Namespace, keys: Sequence[str], numbers: Sequence[str]) -> int:
@@ -148,4 +146,4 @@ def _compare(options: argparse.Namespace, keys: Sequence[str], numbers: Sequence
     say("\n".join([*notes, f"changed    {', '.join(changed) or 'nothing'}"]))
     say(aftermath.comparison_text(predicted, first, second))
     say("\n".join(origins(inputs)))
-    return DONE
+    return SUCCESS

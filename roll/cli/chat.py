@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from roll.cli.main import command_parser
-from roll.cli.serve import BAD_OPTIONS, ENDED, FAILED, add_model_options, is_loopback, served_here, started
-from roll.configs.errors import ConfigError
+from roll.cli.main import FAILURE, SUCCESS, command_parser
+from roll.cli.serve import add_model_options, is_loopback, served_here, started
 from roll.configs.plugins import problem
 from roll.tracking.files import say
 
@@ -52,14 +51,11 @@ def main(arguments: Sequence[str]) -> int:
             raise problem("--url", f"{unused} has no effect on a model that is served", "give it to `roll serve`")
         with _address(options) as url:
             return _converse(Client(url, options.api_key), options.system)
-    except ConfigError as error:
-        say("\n\n".join(map(str, error.problems)), error=True)
-        return BAD_OPTIONS
     except NoAnswer as error:
         say(str(error), error=True)
-        return FAILED
+        return FAILURE
     except KeyboardInterrupt:
-        return ENDED
+        return SUCCESS
 
 
 class Client:
@@ -150,9 +146,9 @@ def _converse(client: Client, system: str | None) -> int:
         try:
             text = input("> " if is_terminal else "").strip()
         except EOFError:
-            return ENDED
+            return SUCCESS
         if text == "/quit":
-            return ENDED
+            return SUCCESS
         if text == "/reset":
             messages = [*begun]
             say("begun again")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from roll.check.data import has_model
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
 from roll.check.plan import Need, missing_packages, needs, plan
-from roll.cli.main import attempt_run, command_parser, dotted_options, refusal
+from roll.cli.main import BAD_CONFIGURATION, FAILURE, SUCCESS, attempt_run, command_parser, dotted_options, refusal
 from roll.configs import derived
 from roll.configs.errors import ConfigError, count, nearest_name_hint
 from roll.configs.loader import load_config
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from roll.agentic.episode import Policy, SampledTurn
-
-PASSED, FAILED, BAD_CONFIGURATION = 0, 1, 2
 
 _EPILOG = """\
 examples:
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     for need in found:
         print(f"  [{'x' if need.here else ' '}] {need.what:<{width}}  {need.state}")
     if not estimate.misfits:
-        return PASSED
+        return SUCCESS
     gib = config.cluster.device_memory_gib
     print(f"\n{options.config} will not fit into {gib:g} GiB; docs/memory.md says what to change", file=sys.stderr)
     return BAD_CONFIGURATION
@@ -137,17 +136,14 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
                 for child in active_children():  # the executor would wait for it
                     child.terminate()
                 raise
-    except KeyboardInterrupt:  # a second one may come while the executor shuts down
-        print("interrupted", file=sys.stderr)
-        return FAILED
     except Exception as error:
         print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
-        return FAILED
+        return FAILURE
     if difference is None:
         print(f"the run and the plain loop have computed the same in {count(steps, 'step')}, to the last bit")
-        return PASSED
+        return SUCCESS
     print(f"the run and the plain loop differ first in {difference}", file=sys.stderr)
-    return FAILED
+    return FAILURE
 
 
 def _steps(text: str) -> int:
@@ -186,16 +182,22 @@ def check_environment(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
     parser.add_argument("--deadline", type=float, default=10.0, help="longest time of one call in seconds (default 10)")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        env_type, env_config = _chosen(options.env, options.config, options.options)
-    except ConfigError as error:
-        print("\n\n".join(map(str, error.problems)), file=sys.stderr)
-        return BAD_CONFIGURATION
+    _refuse_too_small({"--episodes": (options.episodes, 1), "--seed": (options.seed, 0)})
+    if not 0 < options.deadline < math.inf:
+        raise problem("--deadline", f"{options.deadline:g} s is no time limit", "write a number above 0")
+    env_type, env_config = _chosen(options.env, options.config, options.options)
     report = check_env(
         env_type, env_config, episodes=options.episodes, seed=options.seed, deadline_seconds=options.deadline
     )
     print(render_report(report))
-    return PASSED if report.passed else FAILED
+    return SUCCESS if report.passed else FAILURE
+
+
+def _refuse_too_small(numbers: Mapping[str, tuple[int, int]]) -> None:
+    """Raise `ConfigError` for the first number below its least value. ``numbers``: option -> number and least value."""
+    for name, (number, least) in numbers.items():
+        if number < least:
+            raise problem(name, f"{number} is too small", f"write {least} or more")
 
 
 def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
@@ -251,15 +253,11 @@ def check_agents(arguments: Sequence[str]) -> int:
             remedy = "name a configuration of `pipeline: agentic`"
             raise problem("pipeline", f"{config.pipeline} has no agents", remedy)
         check_elsewhere(config)
-        if options.episodes < 1:
-            raise problem("--episodes", f"{options.episodes} episodes show nothing", "play at least one")
+        _refuse_too_small({"--episodes": (options.episodes, 1)})
         return asyncio.run(_rehearsed(config, options.episodes, options.stand_in))
     except ConfigError as error:
         say(refusal(options.config, error), error=True)
         return BAD_CONFIGURATION
-    except KeyboardInterrupt:
-        say("interrupted", error=True)
-        return FAILED
 
 
 async def _rehearsed(config: AgenticConfig, episodes: int, stand_in: bool) -> int:
@@ -284,7 +282,7 @@ async def _rehearsed(config: AgenticConfig, episodes: int, stand_in: bool) -> in
             played = await Rehearsal(tag, config.custom_envs[tag], reader, settings).play(seeds, policy)
             say(f"\n{report(tag, played, settings)}")
             failed |= any(each.failure is not None for each in played)
-    return FAILED if failed else PASSED
+    return FAILURE if failed else SUCCESS
 
 
 @asynccontextmanager

@@ -89,9 +89,10 @@ def _fish() -> str:
     lines = [f"complete -c roll -n {first} -a {name} -d '{command.help}'" for name, command in COMMANDS.items()]
     lines.append(f"complete -c roll -n '__fish_seen_subcommand_from completion' -a '{' '.join(SHELLS)}'")
     lines.append(
-        "complete -c roll -n '__fish_seen_subcommand_from serve chat doctor report' -a '(__fish_complete_directories)'"
+        "complete -c roll -n '__fish_seen_subcommand_from advise serve chat doctor report' "
+        "-a '(__fish_complete_directories)'"
     )
-    configured = "__fish_seen_subcommand_from train check check-agent"
+    configured = "__fish_seen_subcommand_from train check simulate advise check-agent"
     lines.append(f"complete -c roll -n '{configured}' -k -a '(__fish_complete_suffix .yaml)'")
     lines.append(f"complete -c roll -n '{configured}' -a '{' '.join(completed_keys())}'")
     return _FISH_HEAD + "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.check.config import LACKING, check_elsewhere, leave_out_without_effect
-from roll.cli.main import command_parser
+from roll.cli.main import FAILURE, SUCCESS, command_parser
 from roll.configs.dialects import SYSTEMS, roll, trl
 from roll.configs.dialects.rules import Path as Key
 from roll.configs.dialects.rules import Translation, nested, rule_of
@@ -27,7 +27,6 @@ from roll.configs.plugins import problem
 from roll.configs.run import AgenticConfig, RLVRConfig, RunConfig
 from roll.tracking.files import say
 
-CONVERTED, FAILED, BAD_INPUT = 0, 1, 2
 WIDTH = 120
 
 ORIGINS: dict[str, Callable[[Mapping[Key, Any]], Translation]] = {
@@ -62,22 +61,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--from", dest="origin", required=True, choices=list(ORIGINS), help="the other system")
     parser.add_argument("-o", dest="out", metavar="OUT", help="file to write, which must not exist; default: print")
     options = parser.parse_args(arguments)
-    try:
-        done = converted(read_text(options.file), options.file, options.origin)
-    except ConfigError as error:
-        say("\n\n".join(map(str, error.problems)), error=True)
-        return BAD_INPUT
+    done = converted(read_text(options.file), options.file, options.origin)
     if options.out is None:
         say(written(done, options.file))
-        return CONVERTED
+        return SUCCESS
     try:
         with Path(options.out).open("x", encoding="utf-8") as file:
             file.write(written(done, options.file) + "\n")
     except OSError as error:
         say(f"cannot write {options.out}: {error.strerror or error}", error=True)
-        return FAILED
+        return FAILURE
     say("\n".join([f"{options.out}: {len(done.values)} keys from {options.file}", *_summary(done)]))
-    return CONVERTED
+    return SUCCESS
 
 
 def read_text(name: str) -> str:

@@ -17,12 +17,10 @@ from pathlib import Path
 from roll.check.config import check_elsewhere
 from roll.check.data import positions_of
 from roll.check.plan import missing_packages
-from roll.cli.main import command_parser
+from roll.cli.main import BAD_CONFIGURATION, FAILURE, SUCCESS, command_parser
 from roll.configs.errors import ConfigError, problems_of
 from roll.configs.loader import load_config
 from roll.configs.run import RunConfig
-
-WRITTEN, FAILED, BAD_ANSWERS = 0, 1, 2
 
 _EPILOG = """\
 examples:
@@ -100,7 +98,7 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
     path = Path(options.file)
     if path.exists():
         print(f"{path} is there already; name another file, or remove it", file=sys.stderr)
-        return FAILED
+        return FAILURE
     try:
         text = _text(path, _answers(options, ask), overlapped=options.overlapped)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,23 +107,23 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
         missing = [*check_elsewhere(config), *problems_of(partial(_look_up, config))]
     except OSError as error:
         print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
-        return FAILED
+        return FAILURE
     except KeyboardInterrupt:
         path.unlink(missing_ok=True)
         print("\ninterrupted; nothing was written", file=sys.stderr)
-        return FAILED
+        return FAILURE
     except EOFError:
         print("there is no terminal to ask in; give flags and --yes", file=sys.stderr)
-        return BAD_ANSWERS
+        return BAD_CONFIGURATION
     except ConfigError as error:
         path.unlink(missing_ok=True)
         print("\n\n".join(["these answers cannot work", *map(str, error.problems)]), file=sys.stderr)
-        return BAD_ANSWERS
+        return BAD_CONFIGURATION
     print(f"written: {path}")
     for problem in missing:
         print(f"still needed: {problem.path}: {problem.message}")
     print(f"next: roll check {path}")
-    return WRITTEN
+    return SUCCESS
 
 
 def _look_up(config: RunConfig) -> None:

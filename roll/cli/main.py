@@ -23,13 +23,15 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from roll.check.config import check_config, loaded, read_config
 from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
-from roll.configs.loader import dump_config
+from roll.configs.loader import dump_config, parse_yaml
 from roll.configs.run import RunConfig
 from roll.distribution import version
+from roll.runtime.process import freeze_at_exit
 from roll.tracking.files import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import DriverWatch, StatusFile
@@ -114,12 +116,19 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `roll` or `examples/start_pipeline.py`; return the exit code."""
     started = time.monotonic()
-    atexit.unregister(gc.freeze)  # from an earlier call
-    atexit.register(gc.freeze)  # a last garbage collection would scan all imports, for two seconds
+    atexit.unregister(freeze_at_exit)  # from an earlier call
+    atexit.register(freeze_at_exit)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = COMMANDS.get(arguments[0]) if arguments else None
     if command is not None and command.entry:
-        return printed(partial(resolve_name(command.entry), arguments[1:]))
+        try:
+            return printed(partial(resolve_name(command.entry), arguments[1:]))
+        except ConfigError as error:
+            say("\n\n".join(map(str, error.problems)), error=True)
+            return BAD_CONFIGURATION
+        except KeyboardInterrupt:
+            say("interrupted", error=True)
+            return FAILURE
     if arguments == ["--version"]:
         say(f"roll {version()}")
         return SUCCESS
@@ -306,11 +315,18 @@ def command_parser(name: str, description: str, epilog: str = "", *, of_run: boo
 
 
 def dotted_options(given: Sequence[str], what: str = "option") -> dict[str, Any]:
-    """Return options written as `key=value`. Raises `ConfigError` for other forms; ``what``: noun for messages."""
+    """Return options written as `key=value`, the values in YAML. Raises `ConfigError` for others; ``what``: their noun
+    in messages."""
     wrong = [ConfigProblem(each, f"is no {what}", "write `key=value`") for each in given if "=" not in each]
     if wrong:
         raise ConfigError(wrong)
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(given))))  # never a list
+    for each in given:
+        key, _, value = each.partition("=")
+        parse_yaml(value, f"command line, {key}")
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(given))))  # never a list
+    except OmegaConfBaseException as error:
+        raise ConfigError([ConfigProblem("command line", str(error).split("\n")[0], "correct the value")]) from error
 
 
 def _check(load: Callable[[], RunConfig]) -> tuple[Prepared | PreparedSFT, RunDirectory, ResumePoint | None]:

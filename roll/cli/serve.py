@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roll.check.data import has_model, is_local, positions_of
-from roll.cli.main import command_parser, dotted_options
+from roll.cli.main import FAILURE, SUCCESS, command_parser, dotted_options
 from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
 from roll.configs.plugins import problem, require
 from roll.configs.strategies import ENGINES, option_problems
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from roll.agentic.endpoint.turns import TurnReader
     from roll.engines.local import ServedHere, Serving
 
-ENDED, FAILED, BAD_OPTIONS = 0, 1, 2
 LONGEST = 32768
 """Default limit of prompt plus answer in tokens; the model's own limit if that is lower."""
 NAMES = {"hf": "hf_infer"}
@@ -65,13 +64,10 @@ def main(arguments: Sequence[str]) -> int:
             say(f"  roll chat --url {served.address}{f' --api-key {key}' if key else ''}\nCtrl-C ends it")
             wait([served.failed])
             say(f"the engine failed: {served.failed.result()}", error=True)
-            return FAILED
-    except ConfigError as error:
-        say("\n\n".join(map(str, error.problems)), error=True)
-        return BAD_OPTIONS
+            return FAILURE
     except KeyboardInterrupt:
         say("ended")
-        return ENDED
+        return SUCCESS
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.check.config import LACKING, check_elsewhere, loaded, read_config
 from roll.cli.convert import ORIGINS
-from roll.cli.main import command_parser, refusal
+from roll.cli.main import BAD_CONFIGURATION, FAILURE, SUCCESS, command_parser, refusal
 from roll.configs.errors import ConfigError, choose_among
 from roll.configs.loader import dump_config
 from roll.configs.plugins import problem
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from roll.simulation.replay import Recorded
     from roll.simulation.workload import GroupWork
 
-DONE, FAILED, BAD_CONFIGURATION = 0, 1, 2
 PREFIX = "simulation."
 """Prefix of the names of inputs on the command line."""
 SHORT = {"ratio": "async_generation_ratio"}
@@ -113,7 +112,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if options.draws < 0:
         raise problem("--draws", f"{options.draws} is no number of simulations", "write 0 or more")
-    check_price(options.price)
+    check_price_and_seed(options)
     if options.html is not None and options.sweep:
         raise problem("--html", "a page shows one simulation, and `--sweep` makes several", "leave one of them out")
     keys, numbers = split(options.overrides)
@@ -125,14 +124,14 @@ def _simulate(options: argparse.Namespace) -> int:
                 file.write(dump_inputs(inputs))
         except OSError as error:
             say(f"cannot write {options.out}: {error.strerror or error}", error=True)
-            return FAILED
+            return FAILURE
     progress = Progress()
     replayed = () if replay is None else replay.groups
     simulated = partial(predict, draws=options.draws, seed=options.seed, progress=progress, replayed=replayed)
     if not options.sweep:
         told = report(config, inputs, simulated(config, inputs), options.price)
         say(told)
-        return DONE if options.html is None else _draw(options, config, inputs, replayed, told)
+        return SUCCESS if options.html is None else _draw(options, config, inputs, replayed, told)
     axes = [_axis(text, config) for text in options.sweep]
     rows = []
     for point in product(*(values.items() for _, values in axes)):
@@ -147,7 +146,7 @@ def _simulate(options: argparse.Namespace) -> int:
         rows.append((value, simulated(swept, given)))
     say(table(", ".join(key for key, _ in axes), rows, options.price))
     say("\n".join([*origins(inputs), *left_out(config, inputs)]))
-    return DONE
+    return SUCCESS
 
 
 def _draw(
@@ -168,9 +167,9 @@ def _draw(
         write_atomically(Path(options.html), render_page(run))
     except OSError as error:
         say(f"{options.html}: {error.strerror or error}", error=True)
-        return FAILED
+        return FAILURE
     say(f"page       {options.html}")
-    return DONE
+    return SUCCESS
 
 
 def _prepared(
@@ -228,10 +227,12 @@ def take_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and latencies (default 0)")
 
 
-def check_price(price: float | None) -> None:
-    """Raise `ConfigError` for a price that is negative or not finite."""
-    if price is not None and not 0 <= price < math.inf:
-        raise problem("--price", f"{price:g} is no price", "write a number of at least 0")
+def check_price_and_seed(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a price that is negative or not finite, or a negative seed."""
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise problem("--price", f"{options.price:g} is no price", "write a number of at least 0")
+    if options.seed < 0:
+        raise problem("--seed", f"{options.seed} is no seed", "write 0 or more")
 
 
 class Progress:

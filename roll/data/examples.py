@@ -124,7 +124,7 @@ def load_examples(
             bad += 1
             if bad <= MAX_PROBLEMS_PER_FILE:
                 problems.add(path, f"{row.origin}: {_reason(cause)}", _remedy(cause))
-    problems.raise_any()
+    _raise_bad(bad, path, problems)
     examples = list[Example]()
     for (row, _), example in zip(found, _tokenised(found, contents, tokenizer), strict=True):
         if isinstance(example, Example):
@@ -133,10 +133,7 @@ def load_examples(
         bad += 1
         if bad <= MAX_PROBLEMS_PER_FILE:
             problems.add(path, f"{row.origin}: {example}", "take these characters out of the row")
-    if bad > MAX_PROBLEMS_PER_FILE:
-        message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows are wrong"
-        problems.add(path, message, "check the format of all of them")
-    problems.raise_any()
+    _raise_bad(bad, path, problems)
     empty = [example.example_id for example in examples if example.response_mask[0]]
     if empty:
         message = f"no token is left of the prompts of {named(empty)}, and nothing predicts a first token"
@@ -150,6 +147,14 @@ def load_examples(
     check_shares(data_args.domain_interleave_probs, domains, f"{path}.domain_interleave_probs", problems)
     problems.raise_any()
     return Examples(kept, len(overlong), int(end[-1]))
+
+
+def _raise_bad(bad: int, path: str, problems: Problems) -> None:
+    """Raise `ConfigError` if there are problems, with the number of wrong rows that are not among them."""
+    if bad > MAX_PROBLEMS_PER_FILE:
+        message = f"{bad - MAX_PROBLEMS_PER_FILE} more rows are wrong"
+        problems.add(path, message, "check the format of all of them")
+    problems.raise_any()
 
 
 def _reason(cause: BadRow | TemplateRefused) -> str:

@@ -139,7 +139,9 @@ class PictureProcessor:
 
         config = AutoConfig.from_pretrained(self._model_path, trust_remote_code=self._trusts)
         if not is_seeing(config):
-            raise NoPicture(f"{self._model_path} ({config.model_type}) cannot be given pictures; {_known()} can")
+            raise NoPicture(
+                f"{self._model_path} ({config.model_type}) cannot be given pictures; {', '.join(FAMILIES)} can"
+            )
         return config
 
     @cached_property
@@ -236,10 +238,6 @@ class PictureProcessor:
 def digest(pictures: Sequence[np.ndarray]) -> str:
     """Return a hash of pictures, equal for equal files in equal order; empty without pictures."""
     return "".join(xxhash.xxh3_128_hexdigest(picture.tobytes()) for picture in pictures)
-
-
-def _known() -> str:
-    return ", ".join(FAMILIES)
 
 
 def _stand_in() -> np.ndarray:

@@ -187,12 +187,16 @@ def _data_set(path: str, name: str, builder: str, **options: Any) -> Iterable[An
 def _plain(row: Any) -> dict[str, Any]:
     """Return a row of a data set as JSON values; dates and the like become text. Pictures stay as they are. Raises
     `BadRow` for bytes elsewhere."""
-    texts = {column: value for column, value in row.items() if column != PICTURES}
-    for column, value in texts.items():
+
+    def text_of(value: Any) -> str:
         if isinstance(value, bytes):
             raise BadRow(f"column `{column}` has bytes, and a prompt is text")
-    plain: dict[str, Any] = json.loads(json.dumps(texts, default=str))
-    return plain | {PICTURES: row[PICTURES]} if PICTURES in row else plain
+        return str(value)
+
+    plain: dict[str, Any] = {}
+    for column, value in row.items():
+        plain[column] = value if column == PICTURES else json.loads(json.dumps(value, default=text_of))
+    return plain
 
 
 def _rows(
@@ -243,7 +247,7 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
 
 def _parse_line(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as cause:
         raise BadRow(f"not UTF-8 (byte {cause.start} of the line)") from cause
     except json.JSONDecodeError as cause:

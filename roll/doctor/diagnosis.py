@@ -142,7 +142,7 @@ def gather_evidence(run: RunDirectory) -> Evidence:
     progress = RolloutProgress.at_start() if checkpoint is None else checkpoint.state.progress
     recovered = recover(read_journal(run.journal), progress)
     step = None if checkpoint is None else checkpoint.step
-    resume = how_to_resume(step, list(map(str, damages)), len(recovered.finished), len(recovered.in_flight))
+    resume = how_to_resume(run.root, step, list(map(str, damages)), len(recovered.finished), len(recovered.in_flight))
     return replace(evidence, resume=resume, last_words=tuple(last_words))
 
 
@@ -211,18 +211,18 @@ def _last_known(evidence: Evidence) -> Iterator[str]:
         yield from ("last lines of the driver's log:", *(f"  {line}" for line in evidence.last_words))
 
 
-def how_to_resume(step: int | None, damages: Sequence[str], finished: int, in_flight: int) -> str:
+def how_to_resume(run: Path, step: int | None, damages: Sequence[str], finished: int, in_flight: int) -> str:
     """Return the advice on how to resume from the newest whole checkpoint and the groups that the journal adds to it.
 
-    ``step``: None without a whole checkpoint. ``damages`` are those of newer checkpoints.
+    ``run``: folder of the run. ``step``: None without a whole checkpoint. ``damages`` are those of newer checkpoints.
     """
     if step is None and damages:
         return "; ".join([*damages, "no checkpoint is whole: begin a new run in another folder"])
     if step is None:
         kept = f", with {finished} groups that were finished" if finished else ""
-        return f"there is no checkpoint yet: with resume_from_checkpoint=true the run begins again{kept}"
+        return f"there is no checkpoint yet: with resume_from_checkpoint={run} the run begins again{kept}"
     resumed = (
-        f"the same command with resume_from_checkpoint=true goes on after step {step}, with {finished} finished "
+        f"the same command with resume_from_checkpoint={run} goes on after step {step}, with {finished} finished "
         f"groups; {in_flight} that were in flight begin again"
     )
     return "; ".join([*(f"passed over: {damage}" for damage in damages), resumed])

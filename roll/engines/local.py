@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import random
 import signal
@@ -41,7 +40,6 @@ async def running_engine(spec: EngineSpec, device: Literal["cpu", "cuda"], path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    atexit.unregister(gc.freeze)  # Triton would report every remaining object at exit
     engine = spec.build(device)
     try:
         try:

@@ -21,8 +21,7 @@ from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import read_summary
 from roll.tracking.trackers import read_metrics
 
-LOG_LINES = 60
-LOG_BYTES = 64 * 1024
+_read_tail = partial(last_lines, count=60, max_bytes=64 * 1024)
 
 _Content = TypeVar("_Content")
 
@@ -108,10 +107,6 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     if not samples:
         raise ValueError("no sample has been written (`num_logged_samples`, or no step has ended yet)")
     return samples
-
-
-def _read_tail(path: Path) -> list[str]:
-    return last_lines(path, LOG_LINES, LOG_BYTES)
 
 
 def _parse_config(text: str, absent: dict[str, str]) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
         "absent": dict(run.absent),
         "metrics": series_of(run.metrics),
         "sections": [asdict(section) for section in sections_of(names)],
-        "timeline": None if not run.trace.lanes else drawn_lanes(run.trace, max([0, *resumed_at]) + 1),
+        "timeline": None if not run.trace.lanes else drawn_lanes(run.trace, [0, *resumed_at][-1] + 1),
         "resumed_at": resumed_at,
         "lags": lag_shares(run.training_steps),
         "ledger": ledger_of(run),

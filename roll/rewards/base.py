@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from roll.data.pictures import png
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,9 +48,7 @@ VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())
 
 def png_base64(image: Image) -> str:
     """Return a picture as a PNG (RGB) in base64, the form in which services get it."""
-    file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(png(image.convert("RGB"))).decode()
 
 
 @dataclass(frozen=True)

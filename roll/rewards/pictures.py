@@ -66,7 +66,7 @@ class Description:
 
 @lru_cache(maxsize=1024)
 def parse_description(text: str) -> Description:
-    """Return the parsed description. Raises `ValueError` if the text is no description of shapes."""
+    """Return the parsed description. Raises `ValueError` if the text describes no shapes, or what no image shows."""
     match = _DESCRIPTION.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(
@@ -76,6 +76,8 @@ def parse_description(text: str) -> Description:
     many, colour, form, relation, other_many, other_colour, other_form = match.groups()
     kinds = [(colour, form)] * NUMBERS[many or "one"]
     if relation:
+        if (other_colour, other_form) == (colour, form):
+            raise ValueError(f"{text!r} relates equal shapes, which are not told apart; name two colours or forms")
         kinds += [(other_colour, other_form)] * NUMBERS[other_many or "one"]
     return Description(tuple(kinds), relation)
 

@@ -85,7 +85,7 @@ def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, st
 @lru_cache(maxsize=256)  # the responses of a group share one ground truth
 def parse_ground_truth(text: str) -> tuple[Basic | MatrixBase | str, ...]:
     """Return the expressions that math-verify finds in a ground truth. Raises `ValueError` if it finds none."""
-    has_markup = any(mark in text for mark in _MARKUP)
+    has_markup = any(mark in text.replace("\\$", "") for mark in _MARKUP)  # `\$18` is an amount
     parsed = _parse(text if has_markup else f"${text}$") or _parse(text)
     if not parsed:
         raise ValueError(f"the ground truth {text!r} is no mathematical expression")
@@ -128,8 +128,8 @@ MAX_EXPONENT = 400
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+)?"
 _SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or bracket, `-` is a subtraction: the last number of `5-3` is 3
-_NUMBER = re.compile(rf"({_SIGN})\s?({_DECIMAL})(?:\s?/\s?({_DECIMAL}))?")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_NUMBER = re.compile(rf"({_SIGN})(?:\s{{1,2}}|\\?[$€£¥])?({_DECIMAL})(?:\s?/\s?([-+]?)({_DECIMAL}))?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
 
 
@@ -160,16 +160,16 @@ def numeric(
 def last_number(text: str) -> Fraction | None:
     """Return the last number in the text as an exact fraction; None if there is none, or if it is absurdly large."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
-    text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
+    text = _LATEX_FRACTION.sub(r" \1\2/\3\4 ", text)
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
-    sign, numerator, denominator = numbers[-1].groups()
+    sign, numerator, sign_below, denominator = numbers[-1].groups()
     over = _exact(numerator)
     under = Fraction(1) if denominator is None else _exact(denominator)
     if over is None or not under:
         return None
-    return -over / under if sign == "-" else over / under
+    return over / under * (-1) ** (sign, sign_below).count("-")
 
 
 def _exact(decimal: str) -> Fraction | None:

@@ -423,7 +423,7 @@ class Watched:
             self._killed_because = "time"
             return
         first = self._note("first")
-        processes, memory = count_and_memory(descendants(int(first[0]) if first else os.getpid()))
+        processes, memory = count_and_memory(descendants(int(first[0]) if first else os.getpid()), setup.memory_bytes)
         if processes > setup.processes:
             self._killed_because = "processes"
         elif memory > setup.memory_bytes:
@@ -486,18 +486,45 @@ def _stat(pid: int) -> list[bytes] | None:
         return None
 
 
-def count_and_memory(pids: list[int]) -> tuple[int, int]:
-    """Return the number of living processes, and the bytes of their private memory."""
-    count = pages = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/statm", "rb") as file:
-                _, resident, shared = file.read().split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        count += 1
-        pages += int(resident) - int(shared)
-    return count, pages * _PAGE
+def count_and_memory(pids: list[int], allowed: int) -> tuple[int, int]:
+    """Return the number of living processes, and the bytes of their memory together.
+
+    Pages that processes share count once. This is measured only if all their pages are more than ``allowed`` bytes,
+    because it takes milliseconds; up to that, shared pages and pages of files count for each process.
+    """
+    found = {pid: pages for pid in pids if (pages := _pages(pid))}
+    total = sum(resident for resident, _ in found.values()) * _PAGE
+    if total > allowed:
+        total = sum(_memory_share(pid, *pages) for pid, pages in found.items())
+    return len(found), total
+
+
+def _pages(pid: int) -> tuple[int, int] | None:
+    """Return the pages of a process in memory, and those of them that are private; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared = map(int, file.read().split()[:3])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return resident, resident - shared
+
+
+def _memory_share(pid: int, resident: int, private: int) -> int:
+    """Return the bytes of a process's memory without files, of a page shared by n processes the n-th part.
+
+    If the kernel does not tell, these are its ``private`` pages; if the process hides it, all ``resident`` ones.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            lines = [line.split() for line in file]
+    except ProcessLookupError:
+        return 0  # it has ended
+    except FileNotFoundError:
+        return private * _PAGE
+    except PermissionError:
+        return resident * _PAGE
+    shares = [int(line[1]) * 1024 for line in lines if line[0] in (b"Pss_Anon:", b"Pss_Shmem:")]
+    return sum(shares) if shares else private * _PAGE
 
 
 def end_all_of_user(uid: int) -> None:

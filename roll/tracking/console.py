@@ -216,7 +216,8 @@ def closing_text(summary: Mapping[str, Any]) -> str:
     accuracy = [f"val {domain} {_change(first.get(domain), last[domain])}" for domain in last]
     lag = [] if summary.get("lag/max") is None else [f"lag max {summary['lag/max']:g}"]
     losses = [summary.get(f"{VALIDATION_LOSS}/{which}") for which in ("first", "last")]
-    loss = [f"val loss {' -> '.join(f'{each:.4f}' for each in losses if each is not None)}"] if any(losses) else []
+    known = " -> ".join(f"{each:.4f}" for each in losses if each is not None)
+    loss = [f"val loss {known}"] if known else []
     facts = [f"{summary['steps']} steps in {duration(summary['seconds'])}", *accuracy, *loss, *lag]
     error = f"\n{summary['error']}" if summary.get("error") else ""
     return f"{summary['status']}: {', '.join(facts)}{error}"

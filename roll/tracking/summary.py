@@ -174,7 +174,9 @@ class Summary:
 
     def go_back(self, earlier: Sequence[Mapping[str, Any]]) -> None:
         """Record a resume within this process. ``earlier``: the records of `metrics.jsonl` that stay valid."""
-        before, self._content = self._content, {**self._content, **_NOTHING_YET}
+        before = self._content
+        kept = {name: value for name, value in before.items() if not name.startswith(VALIDATION_LOSS)}
+        self._content = {**kept, **_NOTHING_YET}
         self._take_over(before, earlier)
         self._write()
 

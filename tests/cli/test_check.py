@@ -55,6 +55,30 @@ def test_what_does_not_fit_is_exit_code_2(capsys):
     assert "will not fit: a device of actor_train needs" in said.out and "docs/memory.md" in said.err
 
 
+@pytest.mark.parametrize(
+    ("command", "inside"),
+    [
+        (["check", "run.yaml"], "roll.cli.check.read_config"),
+        (["simulate", "run.yaml"], "roll.cli.simulate._simulate"),
+        (["advise", "run.yaml"], "roll.cli.advise._advise"),
+        (["check-env", "frozen_lake"], "roll.agentic.conformance.check_env"),
+        (["check-agent", "run.yaml"], "roll.cli.check.read_config"),
+        (["convert", "run.yaml", "--from", "trl"], "roll.cli.convert.read_text"),
+        (["report", "run"], "roll.report.page.read_run"),
+        (["doctor", "run"], "roll.doctor.diagnosis.diagnose"),
+    ],
+)
+def test_a_command_that_is_interrupted_says_so_without_a_traceback(command, inside, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    RunDirectory.create("run", "x")
+    monkeypatch.setattr(inside, interrupted)
+    assert main(command) == 1
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 @pytest.mark.parametrize("when", ["computes", "ends"])
 def test_a_plain_loop_may_be_interrupted_while_it_computes_and_while_it_ends(run, tmp_path, monkeypatch, capsys, when):
     terminated = []

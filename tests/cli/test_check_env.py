@@ -39,7 +39,13 @@ def test_a_bad_environment_fails_and_the_report_says_why(capsys):
         (["frozen_lke"], "frozen_lake"),
         (["frozen_lake", "sizes=3"], "size"),
         (["frozen_lake", "big"], "key=value"),
+        (["frozen_lake", "size=[3"], "command line, size:1:3: not valid YAML"),
+        (["frozen_lake", "map=${"], "command line: "),
         (["agent", "command=[sh]"], "by HTTP"),
+        (["frozen_lake", "--episodes", "0"], "--episodes"),
+        (["frozen_lake", "--seed", "-1"], "--seed"),
+        (["frozen_lake", "--deadline", "0"], "--deadline"),
+        (["frozen_lake", "--deadline", "nan"], "--deadline"),
     ],
 )
 def test_what_cannot_be_checked_is_a_configuration_error(arguments, words, capsys):

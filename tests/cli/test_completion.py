@@ -32,6 +32,19 @@ def test_bash_offers_commands_files_and_keys(tmp_path):
     assert offered(["roll", "completion", "f"], tmp_path) == ["fish"]
 
 
+@pytest.mark.parametrize("command", ["train", "check", "simulate", "advise", "check-agent"])
+def test_fish_offers_files_and_keys_after_each_command_that_takes_both(command):
+    kinds = ("__fish_complete_suffix .yaml", "max_steps=")
+    lines = [line for line in script("fish").splitlines() if any(kind in line for kind in kinds)]
+    assert len(lines) == len(kinds) and all(command in line.split("'")[1].split() for line in lines)
+
+
+@pytest.mark.parametrize("command", ["advise", "doctor", "report", "serve", "chat"])
+def test_fish_offers_folders_after_each_command_that_takes_one(command):
+    (line,) = [line for line in script("fish").splitlines() if "__fish_complete_directories" in line]
+    assert command in line.split("'")[1].split()
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_scripts_are_read_by_their_shells(shell, tmp_path, capsys):
     assert main(["completion", shell]) == 0

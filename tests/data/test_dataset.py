@@ -102,6 +102,11 @@ def test_all_problems_of_all_sources_are_reported_at_once_but_not_without_end(to
     assert "train.data_args.reasoning_gym.1.config.x" in text
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tokenizer, tmp_path):
+    name = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"prompt": "1"}', {"prompt": "2"})
+    assert [prompt.text for prompt in load(tokenizer, DataArguments(file_name=name))] == ["1", "2"]
+
+
 def test_no_source_is_a_problem(tokenizer):
     (problem,) = problems_of(tokenizer, DataArguments())
     assert "names no prompts" in problem.message
@@ -275,11 +280,17 @@ def test_a_parquet_file_is_read_as_the_same_rows_of_jsonl_are(tokenizer, tmp_pat
 
 @pytest.mark.needs("datasets")
 def test_a_parquet_file_that_does_not_fit_names_row_and_column(tokenizer, tmp_path):
-    name = write_parquet(tmp_path / "a.parquet", [{"prompt": "1", "picture": b""}, {"prompt": "", "picture": None}])
+    rows = [
+        {"prompt": "1", "picture": b"", "extra": None},
+        {"prompt": ""},
+        {"prompt": "1", "extra": {"files": [b"1"]}},
+    ]
+    name = write_parquet(tmp_path / "a.parquet", rows)
     found = problems_of(tokenizer, DataArguments(file_name=name))
     assert [problem.message for problem in found] == [
         f"{name}:1: column `picture` has bytes, and a prompt is text",
         f"{name}:2: `prompt` is empty",
+        f"{name}:3: column `extra` has bytes, and a prompt is text",
     ]
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     (problem,) = problems_of(tokenizer, DataArguments(file_name=str(tmp_path / "b.parquet")))

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from roll.configs.errors import ConfigError
 from roll.configs.roles import ExampleArguments, ExampleColumns
 from roll.data.examples import Example, Examples, load_examples
+from roll.data.sources import MAX_PROBLEMS_PER_FILE
 from tests.data.chat_templates import FORMATS, make_tokenizer
 from tests.data.test_control_tokens import LETTERS, unigram
 
@@ -136,6 +137,13 @@ def test_a_wrong_row_is_refused_with_its_place(tmp_path, chat_tokenizer, case):
     said = refusal(tmp_path, chat_tokenizer, {"prompt": "1=", "response": "1"}, row, **options)
     assert words in said
     assert PATH in said
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "1=", "response": ""}] * 20, [{"prompt": "1="}] * 20])
+def test_many_wrong_rows_are_counted(tmp_path, tokenizer, rows):
+    said = refusal(tmp_path, tokenizer, *rows)
+    assert said.count("rows.jsonl:") == MAX_PROBLEMS_PER_FILE
+    assert f"{20 - MAX_PROBLEMS_PER_FILE} more rows are wrong" in said
 
 
 def test_a_template_that_rewrites_earlier_turns_says_what_to_do(tmp_path, tokenizer):

@@ -227,15 +227,17 @@ def test_a_driver_that_is_stopped_silent_or_stuck_is_told_apart():
 
 @pytest.mark.parametrize("process", [None, ProcessFacts(started=6, stopped=False)])
 def test_a_driver_that_is_gone_or_another_process_by_now_is_dead(process):
-    resume = how_to_resume(4, ["step-6 is torn"], finished=16, in_flight=2)
+    resume = how_to_resume(Path("runs/mine"), 4, ["step-6 is torn"], finished=16, in_flight=2)
     found = diagnose(evidence(status(), processes={1: process}, resume=resume, last_words=("the last line",)))
     assert found.verdict == "killed" and "process 1" in found.culprit
     assert "after step 4, with 16 finished groups; 2 that were" in found.advice and "step-6 is torn" in found.advice
+    # Another run may be the latest one, with which `true` would go on.
+    assert "resume_from_checkpoint=runs/mine" in found.advice
     assert any("the last line" in line for line in found.findings)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_promised_to_go_on():
-    advice = how_to_resume(None, ["step-6 is torn"], finished=3, in_flight=0)
+    advice = how_to_resume(Path("mine"), None, ["step-6 is torn"], finished=3, in_flight=0)
     assert advice == "step-6 is torn; no checkpoint is whole: begin a new run in another folder"
     assert diagnose(evidence(status(), processes={1: None}, resume=advice)).advice == advice
 
@@ -252,7 +254,7 @@ def test_what_is_known_of_a_dead_run_comes_from_its_folder(tmp_path):
 def test_what_a_run_said_at_its_end_is_the_culprit():
     ended = replace(status(), phase="ended")
     summary = {"status": "failed", "steps": 3, "error": "worker actor_train/0 died"}
-    found = diagnose(evidence(ended, summary=summary, resume=how_to_resume(None, [], 0, 0)))
+    found = diagnose(evidence(ended, summary=summary, resume=how_to_resume(Path("mine"), None, [], 0, 0)))
     assert (found.verdict, found.culprit) == ("failed", "worker actor_train/0 died")
     assert "begins again" in found.advice
     well = diagnose(evidence(ended, summary={"status": "success", "steps": 9, "error": None}))

@@ -1,6 +1,7 @@
 """What is thinned out keeps its peaks, shares are those of all spans, and the verdict names who waits."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from roll.report.files import RunFiles, read_run
 from roll.report.findings import findings
 from roll.report.lanes import drawn_lanes, read_trace
-from roll.report.page import excerpts, spread
+from roll.report.page import excerpts, page_data, spread
 from roll.report.panels import sections_of, series_of, thin
 
 VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300)
@@ -74,6 +75,12 @@ def test_spans_that_are_not_drawn_one_by_one_are_drawn_as_shares_of_stretches(ma
             assert before.get(state, 0.0) == pytest.approx(expected, abs=0.001 * cut["detail_from"])
     # 50 steps of this process, of which the first ended long before what is drawn one by one.
     assert cut["step_first"] + len(cut["step_ends"]) == 7 + 50
+
+
+def test_the_drawn_steps_follow_the_last_resume_even_one_from_an_earlier_checkpoint(make_run):
+    run = read_run(make_run().root)
+    data = page_data(replace(run, summary={**run.summary, "resumed_at": [10, 5]}), 0.0)
+    assert data["timeline"]["step_first"] == 6
 
 
 def test_samples_are_of_steps_spread_over_the_run_with_both_ends(make_sample):

@@ -114,6 +114,12 @@ def test_a_description_that_is_none_is_refused_before_the_run(text):
     assert "describes no shapes" in verifier.fault_of(text)
 
 
+@pytest.mark.parametrize("text", ["red circle left of red circle", "two red circles above red circle"])
+def test_a_relation_of_equal_shapes_that_no_picture_could_show_is_refused_before_the_run(text):
+    with pytest.raises(ValueError, match="equal shapes"):
+        parse_description(text)
+
+
 def test_weights_add_up_what_a_verifier_of_pictures_measures():
     config = RewardConfig(verifier="shapes", weights={"score": 0.5, "parts": 0.5})
     verifier = resolve_verifier(config, "rewards.shapes")

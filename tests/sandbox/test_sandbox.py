@@ -241,6 +241,27 @@ def test_filling_the_memory_with_many_processes_is_stopped(kind, marker):
     assert result.killed_because == "memory"
 
 
+FORKED = """
+import mmap, os, time
+block = bytearray(SIZE)
+for _ in range(6):
+    if not os.fork():
+        more = mmap.mmap(-1, MORE)
+        for place in range(0, MORE, 4096):
+            more[place] = 1
+        time.sleep(0.5)
+        os._exit(0)
+print([os.wait()[1] for _ in range(6)])
+"""
+
+
+@pytest.mark.parametrize(("own", "more", "because"), [(1, 40_000_000, "memory"), (40_000_000, 4096, None)])
+def test_memory_counts_once_however_processes_share_it(kind, marker, own, more, because):
+    code = FORKED.replace("SIZE", str(own)).replace("MORE", str(more))
+    result = kind.run(named(marker, code), memory_bytes=120_000_000, wall_seconds=30)
+    assert (result.killed_because, result.stdout) == (because, "" if because else "[0, 0, 0, 0, 0, 0]\n")
+
+
 @pytest.mark.tier("all")
 @pytest.mark.parametrize(
     "code",

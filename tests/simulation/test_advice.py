@@ -208,6 +208,7 @@ def test_the_best_settings_of_a_file_are_found(tmp_path, capsys):
         (["{folder}"], "there is no run in this folder"),
         (["{folder}/run.yaml", "--max-lag", "-1"], "--max-lag"),
         (["{folder}/run.yaml", "--price", "-2"], "-2 is no price"),
+        (["{folder}/run.yaml", "--seed", "-1"], "-1 is no seed"),
         (["{folder}/run.yaml", "simulation.engine.scal=2"], "simulation.engine.scal: unknown key"),
         (["{folder}/run.yaml", "async_generation_rati=1"], "did you mean `async_generation_ratio`?"),
         (["{folder}/run.yaml", "--calibrate", "nowhere"], "there is no run in this folder"),

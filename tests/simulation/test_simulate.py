@@ -476,6 +476,7 @@ def test_what_adapters_save_is_named_as_left_out():
         (["--sweep", "split=9"], "the engine cannot have 9 devices"),
         (["--draws", "-1"], "-1 is no number of simulations"),
         (["--price", "-2"], "-2 is no price"),
+        (["--seed", "-1"], "-1 is no seed"),
         (["simulation.lengths.median=3", "simulation.lengths.quantiles=[1,2]"], "leave one of them out"),
         (["--calibrate", "nowhere"], "there is no run in this folder"),
         (["async_generation_rati=1"], "did you mean `async_generation_ratio`?"),

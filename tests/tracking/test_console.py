@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from roll.tracking.console import Console, Progress, closing_text, duration, live_view, plain_line
+from roll.tracking.summary import VALIDATION_LOSS
 
 
 class Clock:
@@ -90,6 +91,8 @@ def test_the_end_of_a_run_is_told_once_with_its_error():
 def test_a_summary_of_a_run_that_did_nothing_can_be_told():
     summary = {"status": "interrupted", "steps": 0, "seconds": 3.0, "val/first": {}, "val/last": {}, "lag/max": None}
     assert closing_text(summary) == "interrupted: 0 steps in 0:03"
+    summary |= {f"{VALIDATION_LOSS}/{which}": 0.0 for which in ("first", "last")}
+    assert closing_text(summary) == "interrupted: 0 steps in 0:03, val loss 0.0000 -> 0.0000"
 
 
 def test_terminal_commands_in_a_text_are_not_obeyed():

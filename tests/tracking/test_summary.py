@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from roll.tracking.summary import Summary, describe_error
+from roll.tracking.summary import VALIDATION_LOSS, Summary, describe_error
 
 
 class Clock:
@@ -146,3 +146,12 @@ def test_a_run_that_goes_back_in_its_own_process_says_what_its_records_say(path)
     summary.go_back([])
     said = json.loads(path.read_text())
     assert (said["steps"], said["lag/max"], said["val/first"], said["resumed_at"]) == (0, None, {}, [1, 0])
+
+
+def test_a_run_that_goes_back_forgets_the_losses_of_later_validations(path):
+    summary = Summary(path)
+    summary.update({VALIDATION_LOSS: 2.0}, 3)
+    summary.go_back([{"step": 2, "actor/loss": 1.0}])
+    assert not [name for name in json.loads(path.read_text()) if name.startswith(VALIDATION_LOSS)]
+    summary.update({VALIDATION_LOSS: 1.5}, 3)
+    assert json.loads(path.read_text())[f"{VALIDATION_LOSS}/first"] == 1.5
