@@ -3,7 +3,7 @@
 On GPUs in half precision this is one call of torch's variable-length kernel (or of flash-attn, if configured).
 Elsewhere attention is computed per sample, with samples of the same length batched. The cost is then the sum of the
 squared lengths; a block mask would cost the square of the sum. Both are attention functions registered with
-transformers, which passes them the sample boundaries.
+transformers, which passes them the sample boundaries; `megatron_train` calls the first for its own layers.
 
 Before training, the model itself is tested: do its other parts keep samples independent too? If not, the model is
 rejected, because it would silently train on wrong values.

@@ -215,11 +215,14 @@ def test_a_layout_with_packed_rows_in_another_precision_is_refused(models):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_transformer_engine_attention_joins_the_context_group_of_its_process():
+def test_transformer_engine_attention_joins_the_context_group_of_its_process_and_is_told_boundaries():
     (folder,) = importlib.util.find_spec("megatron.core").submodule_search_locations
     tree = ast.parse((Path(folder) / "extensions" / "transformer_engine.py").read_text())
     (attention,) = (
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
     )
-    assert "extra_kwargs['cp_group'] = pg_collection.cp" in ast.unparse(attention)
-    assert "extra_kwargs['cp_comm_type'] = 'p2p'" in ast.unparse(attention)
+    text = ast.unparse(attention)
+    assert "extra_kwargs['cp_group'] = pg_collection.cp" in text and "extra_kwargs['cp_comm_type'] = 'p2p'" in text
+    assert "(field.name for field in dataclasses.fields(PackedSeqParams))" in text
+    assert "{key: getattr(packed_seq_params, key) for key in self.kept_packed_seq_params}" in text
+    assert "attn_mask_type = AttnMaskType.padding_causal" in text

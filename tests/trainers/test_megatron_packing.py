@@ -11,6 +11,7 @@ import pytest
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.data.records import SampleBatch
 from tests.tiers import need
+from tests.trainers.megatron_models import VOCABULARY
 from tests.trainers.megatron_runs import LEFT_OUT, LENGTHS, OBJECTIVE, TRAINING, make_batch
 from tests.trainers.nursery import on_ranks
 from tests.trainers.ranks import Job, run_job
@@ -68,7 +69,7 @@ def with_changed(batch: SampleBatch, row: int) -> SampleBatch:
     """The batch with other tokens in a sample."""
     ids = batch.tokens["token_ids"].copy()
     own = slice(batch.offsets[row], batch.offsets[row + 1])
-    ids[own] = (ids[own] + 1) % 23
+    ids[own] = (ids[own] + 1) % VOCABULARY
     return SampleBatch(batch.lengths, batch.tokens | {"token_ids": ids})
 
 

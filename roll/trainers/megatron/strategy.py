@@ -391,7 +391,7 @@ class MegatronTrainStrategy(TrainStrategy):
     def _run(self, parts: Iterable[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run all micro-batches. Return their results on the last pipeline stage, [] elsewhere. Collective."""
         multiple, sample_multiple = self.options.width_multiple, self.options.sample_multiple
-        micro_batches = [part.widened(multiple, sample_multiple) for part in parts]
+        micro_batches = [each.widened(multiple, sample_multiple) for each in parts]
         chunks = self.chunks if self.setup.forward_only else self.wrapped
         several = len(chunks) > 1
         iterators = [iter(micro_batches) for _ in chunks]
