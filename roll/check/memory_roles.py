@@ -519,7 +519,14 @@ def _megatron_activations(trainer: Trainer, tensor: int, layers: int, in_flight:
     norm_shares = tensor if options.get("sequence_parallel", False) else 1
     split = element * (3 * shape.queries + 4 * shape.keys + 3 * shape.width) + 4 * shape.heads
     split += 2 * shape.experts_per_token * shape.hidden * element
-    one = 6 * shape.hidden * element / norm_shares + split / tensor
+    one = 6 * shape.hidden * element / norm_shares
+    packing = trainer.config.use_sequence_packing
+    # `auto` packs with PyTorch's layers; on GPUs those are not the usual ones.
+    if packing is True or (packing and (not trainer.on_gpu or options.get("transformer_impl", "auto") == "local")):
+        one += 4 * element * shape.head_size  # cosines and sines of the tokens' positions, which rows do not share
+        joined = not (trainer.on_gpu and element == 2)
+        split += element * shape.queries if joined else 0  # results of the samples, besides those attention keeps
+    one += split / tensor
     within = memory_parts.backward_bytes(shape, element) * tokens / tensor
     if options.get("recompute_granularity", None) == "full":
         unit = options.get("recompute_num_layers", 1)

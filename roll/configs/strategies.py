@@ -120,6 +120,7 @@ TRAINERS = Kind(
             install=install_command("megatron"),
             options="roll.trainers.options:MegatronOptions",
             layout="roll.trainers.megatron.facts:layout_problems",
+            packs=True,
         ),
     },
     Trainer,

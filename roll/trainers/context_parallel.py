@@ -32,7 +32,7 @@ from roll.trainers.packing import (
     packed_sdpa,
     relative_difference,
 )
-from roll.trainers.step import MicroBatch, Packing
+from roll.trainers.step import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,11 +66,12 @@ class ContextGroup:
 
     def slice_of(self, micro_batch: MicroBatch) -> ContextSlice:
         """Return this rank's slice of a micro-batch, whose rows are padded to a multiple of the group's size."""
-        rows, width = micro_batch.input_ids.shape
-        missing = -width % self.size
-        own = (width + missing) // self.size
+        whole = micro_batch.widened(self.size)
+        rows, width = whole.input_ids.shape
+        own = width // self.size
         first = self.rank * own
-        packing, positions = _padded(micro_batch, missing)
+        device, packing = whole.input_ids.device, whole.packing
+        positions = torch.arange(width, device=device)[None] if packing is None else packing.position_ids
         owners = (micro_batch.positions // own).cpu()
         counts = torch.bincount(owners, minlength=self.size).tolist()
         begin = sum(counts[: self.rank])
@@ -78,7 +79,7 @@ class ContextGroup:
         # All ranks compute equally many results; those that fill up are not gathered.
         filler = max(counts) - counts[self.rank]
         return ContextSlice(
-            input_ids=functional.pad(micro_batch.input_ids, (0, missing))[:, first : first + own],
+            input_ids=whole.input_ids[:, first : first + own],
             positions=functional.pad(micro_batch.positions[mine] - first, (0, filler)),
             targets=functional.pad(micro_batch.targets[:, mine], (0, filler)),
             mask=micro_batch.mask,
@@ -111,21 +112,6 @@ class ContextSlice(MicroBatch):
     def by_sample(self, values: Tensor) -> Tensor:
         """Return the values as they are: only those of whole rows can be put back into samples."""
         return values
-
-
-def _padded(micro_batch: MicroBatch, missing: int) -> tuple[Packing | None, Tensor]:
-    """Return the packing of a micro-batch with ``missing`` more positions, and its position ids, ``[1, width]``.
-
-    The added positions of a packed row are a sample of their own."""
-    packing, device = micro_batch.packing, micro_batch.input_ids.device
-    if packing is None:
-        return None, torch.arange(micro_batch.input_ids.shape[1] + missing, device=device)[None]
-    if not missing:
-        return packing, packing.position_ids
-    added = torch.arange(missing, device=device)[None]
-    boundaries = torch.cat([packing.boundaries, packing.boundaries[-1:] + missing])
-    padded = Packing(torch.cat([packing.position_ids, added], dim=1), boundaries, max(packing.longest, missing))
-    return padded, padded.position_ids
 
 
 class ContextForward(HfForward):

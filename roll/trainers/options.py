@@ -167,9 +167,13 @@ class MegatronOptions:
 
     @property
     def width_multiple(self) -> int:
-        """Number that divides the width of every micro-batch. A context rank computes two chunks of each row."""
-        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
-        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+        """Number that divides the width of every micro-batch."""
+        return self.sample_multiple * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def sample_multiple(self) -> int:
+        """Number that divides the length of every sample of a packed row. A context rank computes two chunks of it."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def expert_tensor_size(self) -> int:

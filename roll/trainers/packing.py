@@ -3,7 +3,7 @@
 On GPUs in half precision this is one call of torch's variable-length kernel (or of flash-attn, if configured).
 Elsewhere attention is computed per sample, with samples of the same length batched. The cost is then the sum of the
 squared lengths; a block mask would cost the square of the sum. Both are attention functions registered with
-transformers, which passes them the sample boundaries.
+transformers, which passes them the sample boundaries; `megatron_train` calls the first for its own layers.
 
 Before training, the model itself is tested: do its other parts keep samples independent too? If not, the model is
 rejected, because it would silently train on wrong values.
@@ -182,23 +182,6 @@ def packed_sdpa(
     """
     _refuse_masks(attention_mask)
     window, boundaries = settings.pop("sliding_window", None), settings.pop("cu_seq_lens_q", None)
-    kernel = _kernel_for(query, value)
-    if kernel is not None and boundaries is not None and settings.get("max_length_q") is not None:
-        longest = int(settings["max_length_q"])
-        # A window counts the token itself. The kernel counts only those to its left; -1 means all.
-        left = -1 if window is None or window >= longest else window - 1
-        tokens = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        attended = kernel(
-            *tokens,
-            boundaries,
-            boundaries,
-            longest,
-            longest,
-            scale=settings.get("scaling"),
-            window_size=(left, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return attended.unsqueeze(0), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -207,7 +190,43 @@ def packed_sdpa(
         mask = _visible(length, window, query.device) if has_window else None
         return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]
 
-    return _by_sample(attend, query, key, value, boundaries), None
+    longest, scale = settings.get("max_length_q"), settings.get("scaling")
+    return attend_within_samples(attend, query, key, value, boundaries, longest, scale=scale, window=window), None
+
+
+def attend_within_samples(
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor | None,
+    longest: int | None,
+    *,
+    scale: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute causal attention within each sample of a packed row, ``[1, tokens, heads, size]``.
+
+    This is one call of the variable-length kernel if it accepts the tensors and the length of the longest sample is
+    known, else calls of ``attend``, which must have the same scale and window. ``boundaries``: see `Packing`.
+    """
+    kernel = _kernel_for(query, value)
+    if kernel is None or boundaries is None or longest is None:
+        return _by_sample(attend, query, key, value, boundaries)
+    longest = int(longest)
+    # A window counts the token itself. The kernel counts only those to its left; -1 means all.
+    left = -1 if window is None or window >= longest else window - 1
+    attended: Tensor = kernel(
+        *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.unsqueeze(0)
 
 
 def packed_eager(

@@ -12,13 +12,14 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from roll.algorithms.aggregation import LossNormalizers
 from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, PartMetrics, combine
@@ -243,6 +244,26 @@ class MicroBatch:
         if self.packing is None:
             return values
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+    def widened(self, multiple: int, sample_multiple: int = 1) -> MicroBatch:
+        """Return the micro-batch with input padded on the right to a multiple of ``multiple`` positions.
+
+        In a packed row, each sample is first padded to a multiple of ``sample_multiple``; the positions that are then
+        missing are one more sample. Recorded experts are left out: there are none for the added positions.
+        """
+        ids = self.input_ids
+        if self.packing is None:
+            padded = functional.pad(ids, (0, -ids.shape[1] % multiple))
+            return replace(self, input_ids=padded, routing=None)
+        lengths = self.packing.boundaries.diff().cpu().numpy()
+        padding = -lengths % sample_multiple
+        missing = -int((lengths + padding).sum()) % multiple
+        shifts = np.repeat(np.cumsum(padding) - padding, lengths)
+        places = torch.from_numpy(np.arange(len(shifts)) + shifts).to(ids.device)
+        row = ids.new_zeros(1, ids.shape[1] + int(padding.sum()) + missing)
+        row[:, places] = ids
+        packing = Packing.of([*(lengths + padding), missing], ids.device)
+        return replace(self, input_ids=row, positions=places[self.positions], packing=packing, routing=None)
 
 
 def build_micro_batch(

@@ -448,6 +448,20 @@ def test_packing_adds_to_attention_where_no_kernel_knows_samples():
     assert kept("bfloat16", True, "cpu") == pytest.approx(kept("bfloat16", False, "cpu") + 2 * joined)
 
 
+def test_packing_adds_to_what_a_layer_of_megatron_keeps():
+    """As counted with autograd's hooks, in a model of four layers on a CPU."""
+
+    def kept(dtype, packs):
+        options = {"tensor_model_parallel_size": 2}
+        strategy = {"strategy_name": "megatron_train", "strategy_config": options}
+        changes = {"actor_train__model_args__dtype": dtype, "actor_train__use_sequence_packing": packs}
+        return sizes(role_of(of_gpus(actor_train__strategy_args=strategy, **changes)))["activations"] * GIB
+
+    layers, positions, joined = 8192 * 28, 4 * 128, 28 * 128 / 2
+    assert kept("bfloat16", True) == pytest.approx(kept("bfloat16", False) + 2 * layers * positions)
+    assert kept("float32", True) == pytest.approx(kept("float32", False) + 4 * layers * (positions + joined))
+
+
 def test_a_reward_model_has_weights_and_one_batch_on_each_of_its_devices():
     reward = {"verifier": "reward_model", "device_mapping": "6-7", "infer_batch_size": 4,
               "model_args": {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16"}}  # fmt: skip

@@ -315,8 +315,9 @@ WRONG = [
         "actor_train.model_args.attn_implementation", "flash_attention_3 cannot compute in float32", "bfloat16",
     ),
     (
-        {"actor_train.strategy_args": {"strategy_name": "megatron_train"}, "actor_train.use_sequence_packing": True},
-        "actor_train.use_sequence_packing", "padded rows only", "`fsdp2_train` or `deepspeed_train`",
+        {"actor_train.strategy_args": {"strategy_name": "tests.pipeline.custom_parts:OwnTrainer"},
+         "actor_train.use_sequence_packing": True},
+        "actor_train.use_sequence_packing", "padded rows only", "`deepspeed_train` or `megatron_train`",
     ),
     ({"actor_infer.use_sequence_packing": True}, "actor_infer.use_sequence_packing", "nothing reads", "actor_train"),
     # Names.

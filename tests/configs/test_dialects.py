@@ -225,6 +225,13 @@ def test_context_ranks_of_megatron_take_one_share_of_the_batch():
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * 2 == 64
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_removed_padding_of_verl_becomes_packed_rows(strategy):
+    given = {"actor_rollout_ref.actor.strategy": strategy, "actor_rollout_ref.model.use_remove_padding": True}
+    done = verl.translate({tuple(path.split(".")): value for path, value in given.items()})
+    assert done.tree()["actor_train"]["use_sequence_packing"] is True
+
+
 def test_the_teacher_of_verl_becomes_a_role():
     given = {
         "distillation.enabled": True,

@@ -72,6 +72,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "model.embedding": f"{CORE}.models.common.embeddings.language_model_embedding.LanguageModelEmbedding",
         "mlp": f"{CORE}.transformer.spec_utils.ModuleSpec",
         "mlp.submodules": f"{CORE}.transformer.moe.moe_layer.MoESubmodules",
+        "packed_seq_params": f"{CORE}.packed_seq_params.PackedSeqParams",
     },
     "trainers/megatron/strategy.py": {
         "chunk": f"{CORE}.distributed.DistributedDataParallel",

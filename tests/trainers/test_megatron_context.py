@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from roll.trainers.megatron.facts import _context_problems
+from roll.configs.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.trainers.megatron.facts import _context_problems, _packing_problems, layout_problems
 from roll.trainers.options import MegatronOptions
+from roll.trainers.step import MicroBatch, Packing
 from tests.trainers import ranks
 from tests.trainers.megatron_models import write_models
 from tests.trainers.megatron_runs import Run
@@ -45,16 +47,26 @@ class Gather(torch.autograd.Function):
 
 
 class GatheringAttention(nn.Module):
-    """Causal attention of this rank's two chunks over the keys and values of all ranks."""
+    """Causal attention of this rank's two chunks, of the row or of each sample, over the keys and values of all
+    ranks."""
 
     def __init__(self, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
 
-    def forward(self, query, key, value, *_: Any, **__: Any):
+    def forward(self, query, key, value, *_: Any, packed_seq_params=None, **__: Any):
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()
+        if packed_seq_params is None:
+            return self.attend(query, key, value, group)
+        boundaries = packed_seq_params.cu_seqlens_q
+        assert boundaries is packed_seq_params.cu_seqlens_kv_padded
+        lengths = (boundaries.diff() // group.size()).tolist()
+        samples = zip(*(tensor[:, None].split(lengths) for tensor in (query, key, value)), strict=True)
+        return torch.cat([self.attend(*sample, group)[:, 0] for sample in samples])
+
+    def attend(self, query, key, value, group):
         chunk = query.shape[0] // 2
 
         def places(rank):
@@ -149,21 +161,68 @@ def test_split_rows_need_transformer_engine_and_its_precision(monkeypatch, insta
 def test_positions_are_those_of_megatron_core(ranks_of_group):
     core = pytest.importorskip("megatron.core.utils")
     context = pytest.importorskip("roll.trainers.megatron.context")
+    row = MicroBatch(torch.arange(24)[None], *[torch.zeros(0)] * 3, {})
     for rank in range(ranks_of_group):
         group = SimpleNamespace(size=lambda: ranks_of_group, rank=lambda rank=rank: rank)
         with mock.patch.object(core, "get_pg_size", lambda group: group.size()):
             with mock.patch.object(core, "get_pg_rank", lambda group: group.rank()):
-                expected = core.get_batch_on_this_cp_rank({"ids": torch.arange(24)[None]}, cp_group=group)["ids"][0]
-        width = 24 - 24 % (2 * ranks_of_group)
-        assert torch.equal(context.own_positions(width, group, torch.device("cpu")), expected)
+                expected = core.get_batch_on_this_cp_rank({"ids": torch.arange(24)[None]}, cp_group=group)["ids"]
+        assert torch.equal(context.own_input(row, group), expected)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("ranks_of_group", [2, 4])
+def test_positions_in_packed_rows_are_those_that_megatron_core_rotates(ranks_of_group):
+    rotary = pytest.importorskip("megatron.core.models.common.embeddings.rope_utils")
+    context = pytest.importorskip("roll.trainers.megatron.context")
+    lengths = [16, 8, 24, 8]
+    packing = Packing.of(lengths, torch.device("cpu"))
+    row = MicroBatch(torch.arange(56)[None], *[torch.zeros(0)] * 3, {}, packing)
+    for rank, found in enumerate(context.shared_positions(row, ranks_of_group)):
+        parts = found.split([length // ranks_of_group for length in lengths])
+        for part, start, length in zip(parts, packing.boundaries.tolist(), lengths, strict=False):
+            own = rotary._get_thd_freqs_on_this_cp_rank(rank, ranks_of_group, part, torch.arange(24))
+            assert torch.equal(part, start + own) and (own < length).all()
+
+
+@pytest.mark.parametrize(
+    ("installed", "options", "dtype", "packs", "refused"),
+    [
+        ({"transformer_engine"}, {}, "float32", True, True),
+        ({"transformer_engine"}, {}, "float32", False, False),
+        ({"transformer_engine"}, {}, "bfloat16", True, False),
+        ({"transformer_engine"}, {"transformer_impl": "local"}, "float32", True, False),
+        (set(), {}, "float32", True, False),
+    ],
+)
+def test_transformer_engine_takes_packed_rows_in_its_precision(monkeypatch, installed, options, dtype, packs, refused):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in installed else None)
+    role = WorkerConfig(model_args=ModelArguments(dtype=dtype), use_sequence_packing=packs)
+    found = _packing_problems(MegatronOptions(**options), role, "p")
+    assert [(each.path, "in bfloat16" in each.message) for each in found] == [("p.transformer_impl", True)] * refused
+
+
+@pytest.mark.tier("all")
+def test_a_layout_with_packed_rows_in_another_precision_is_refused(models):
+    for packs in (False, True):
+        role = WorkerConfig(
+            device_mapping=[0],
+            strategy_args=StrategyArguments(strategy_config={"transformer_impl": "transformer_engine"}),
+            use_sequence_packing=packs,
+        )
+        found = layout_problems(role, str(models / "qwen3"), "p", kind="policy", forward_only=False)
+        assert [each.path for each in found] == ["p.transformer_impl"] * packs
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_transformer_engine_attention_joins_the_context_group_of_its_process():
+def test_transformer_engine_attention_joins_the_context_group_of_its_process_and_is_told_boundaries():
     (folder,) = importlib.util.find_spec("megatron.core").submodule_search_locations
     tree = ast.parse((Path(folder) / "extensions" / "transformer_engine.py").read_text())
     (attention,) = (
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
     )
-    assert "extra_kwargs['cp_group'] = pg_collection.cp" in ast.unparse(attention)
-    assert "extra_kwargs['cp_comm_type'] = 'p2p'" in ast.unparse(attention)
+    text = ast.unparse(attention)
+    assert "extra_kwargs['cp_group'] = pg_collection.cp" in text and "extra_kwargs['cp_comm_type'] = 'p2p'" in text
+    assert "(field.name for field in dataclasses.fields(PackedSeqParams))" in text
+    assert "{key: getattr(packed_seq_params, key) for key in self.kept_packed_seq_params}" in text
+    assert "attn_mask_type = AttnMaskType.padding_causal" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,6 +160,28 @@ def test_a_packed_row_holds_samples_one_behind_the_other_and_keeps_wanted_positi
     assert torch.equal(micro_batch.fields["advantages"], padded.fields["advantages"])
     by_sample = micro_batch.by_sample(micro_batch.targets)
     assert torch.equal(by_sample, torch.where(padded.mask, padded.targets, 0))
+
+
+@pytest.mark.parametrize(("multiple", "sample_multiple"), [(1, 1), (4, 1), (4, 4), (8, 4)])
+def test_widened_rows_hold_the_same_samples_and_targets(multiple, sample_multiple):
+    batch, device = make_batch(), torch.device("cpu")
+    wanted = np.zeros(12, dtype=bool)
+    wanted[[2, 3, 10]] = True
+    for packed in (False, True):
+        narrow = build_micro_batch(batch, [2, 0, 3], wanted, ["advantages"], device, packed=packed)
+        wide = narrow.widened(multiple, sample_multiple)
+        assert wide.input_ids.shape[1] % multiple == 0 and wide.input_ids.sum() == narrow.input_ids.sum()
+        assert torch.equal(wide.input_ids[:, wide.positions], narrow.input_ids[:, narrow.positions])
+        assert wide.targets is narrow.targets and wide.mask is narrow.mask and wide.fields is narrow.fields
+        if packed:
+            bounds = wide.packing.boundaries.tolist()
+            assert bounds[-1] == wide.input_ids.shape[1] < 10 + multiple + 3 * sample_multiple
+            assert all(bound % sample_multiple == 0 for bound in bounds)
+            for start, sample in zip(bounds, ([16, 17, 18, 19, 20], [10, 11, 12, 13], [21]), strict=False):
+                assert wide.input_ids[0, start : start + len(sample)].tolist() == sample
+            lengths = np.diff(bounds)
+            assert wide.packing.longest == max(lengths) and not any(wide.input_ids[0, bounds[3] :])
+            assert wide.packing.position_ids.tolist() == [[each for length in lengths for each in range(length)]]
 
 
 def test_samples_without_tokens_leave_no_trace_in_a_packed_row():

@@ -367,7 +367,6 @@ def _trainer(done: Translation) -> None:
     if done.ours("actor_train.strategy_args.strategy_name") == "fsdp2_train":
         done.put(f"{_OPTIONS}.gradient_checkpointing", checkpointing)
     else:
-        done.values.pop(("actor_train", "use_sequence_packing"), None)
         if done.has(f"{_AR}.model.enable_gradient_checkpointing"):
             done.no_effect(
                 f"{_AR}.model.enable_gradient_checkpointing", checkpointing, "`recompute_granularity` says it"

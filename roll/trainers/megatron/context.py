@@ -1,14 +1,16 @@
 """Context parallelism: each rank of a group computes two chunks of every row, in megatron-core's order.
 
-A row has two chunks per rank. Rank r computes chunk r from the start and chunk r from the end, so that causal attention
-costs all ranks the same. Transformer Engine's attention exchanges keys and values between the ranks. Results of all
-positions are gathered, so each rank computes the loss of whole rows, and its backward pass begins with the gradient of
-its own positions. The sum of gradients over all ranks is therefore the gradient of the batch.
+A row, or each sample of a packed row, has two chunks per rank. Rank r computes chunk r from the start and chunk r from
+the end, so that causal attention costs all ranks the same. Transformer Engine's attention exchanges keys and values
+between the ranks. Results of all positions are gathered, so each rank computes the loss of whole rows, and its backward
+pass begins with the gradient of its own positions. The sum of gradients over all ranks is therefore the gradient of the
+batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -18,17 +20,22 @@ from roll.trainers.context_parallel import gather_results
 from roll.trainers.step import MicroBatch
 
 
-def own_positions(width: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Return the positions that this rank computes, int64 ``[width / ranks]``.
+def own_input(micro_batch: MicroBatch, group: dist.ProcessGroup) -> Tensor:
+    """Return the token ids at the positions that this rank computes, int64 ``[rows, width / ranks]``.
 
-    ``width`` must be a multiple of twice the number of ranks."""
-    return _positions_of(width, group.size(), device)[group.rank()]
+    The width, and the length of each sample of a packed row, must be a multiple of twice the number of ranks."""
+    if group.size() == 1:
+        return micro_batch.input_ids
+    return micro_batch.input_ids[:, shared_positions(micro_batch, group.size())[group.rank()]]
 
 
-def _positions_of(width: int, ranks: int, device: torch.device) -> Tensor:
-    """Return the positions of all ranks, int64 ``[ranks, width / ranks]``."""
-    chunks = torch.arange(width, device=device).view(2 * ranks, -1)
-    return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim=1)
+def shared_positions(micro_batch: MicroBatch, ranks: int) -> Tensor:
+    """Return the positions that each rank computes, int64 ``[ranks, width / ranks]``."""
+    ids, packing = micro_batch.input_ids, micro_batch.packing
+    ends = [0, ids.shape[1]] if packing is None else packing.boundaries.tolist()
+    samples = [torch.arange(start, end).view(2 * ranks, -1) for start, end in pairwise(ends)]
+    parts = [part for chunks in samples for part in (chunks[:ranks], chunks[ranks:].flip(0))]
+    return torch.cat(parts, dim=1).to(ids.device)
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,14 @@ class OwnTargets:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, width: int, group: dist.ProcessGroup) -> OwnTargets:
-        """Return this rank's targets. ``width`` is the number of positions that each rank computes."""
+    def of(cls, micro_batch: MicroBatch, group: dist.ProcessGroup) -> OwnTargets:
+        """Return this rank's targets. The width must be a multiple as for `own_input`."""
         ranks = group.size()
         if ranks == 1:
             return cls(micro_batch.positions, micro_batch.targets, None, group)
         kept = micro_batch.positions
-        everyones = _positions_of(width * ranks, ranks, kept.device)
+        everyones = shared_positions(micro_batch, ranks)
+        width = everyones.shape[1]
         order = everyones.flatten().argsort()[kept]  # place of each kept position in the ranks' joined positions
         owners, local = order // width, order % width
         found = [torch.nonzero(owners == rank)[:, 0] for rank in range(ranks)]

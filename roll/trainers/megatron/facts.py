@@ -95,6 +95,7 @@ def layout_problems(
     try:
         options = made("megatron_train", MegatronOptions, role.strategy_args.strategy_config, path)
         found = _context_problems(options, role.model_args.dtype, path)
+        found += _packing_problems(options, role, path)
         facts = read_facts(model_path, role.model_args.trust_remote_code, kind)
         check_layout(facts, options, ranks, forward_only=forward_only)
     except ConfigError:
@@ -122,6 +123,18 @@ def _context_problems(options: MegatronOptions, dtype: str, path: str) -> list[C
         message = f"{size} needs the attention of Transformer Engine, which is not installed"
         return [ConfigProblem(path, message, "install `transformer-engine[pytorch]`, or write 1")]
     return []
+
+
+def _packing_problems(options: MegatronOptions, role: WorkerConfig, path: str) -> list[ConfigProblem]:
+    """Return the problem of packed rows in a precision in which Transformer Engine's attention does not take them."""
+    dtype, chosen = role.model_args.dtype, options.transformer_impl
+    if role.use_sequence_packing is not True or dtype == "bfloat16" or chosen == "local":
+        return []
+    if chosen == "auto" and importlib.util.find_spec("transformer_engine") is None:
+        return []
+    message = f"{chosen!r}: Transformer Engine takes packed rows in bfloat16, and `model_args.dtype` is {dtype}"
+    remedy = "write `transformer_impl: local`, `model_args.dtype: bfloat16` or `use_sequence_packing: false`"
+    return [ConfigProblem(f"{path}.transformer_impl", message, remedy)]
 
 
 def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *, forward_only: bool) -> None:

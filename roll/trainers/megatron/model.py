@@ -22,6 +22,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -41,6 +42,8 @@ from torch.nn import functional
 
 from roll.trainers.megatron.facts import ModelFacts
 from roll.trainers.options import MegatronOptions
+from roll.trainers.packing import attend_within_samples
+from roll.trainers.step import Packing
 
 
 class RmsNorm(nn.Module):
@@ -75,16 +78,35 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: object,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: object,
+    ) -> Tensor:
         """Return ``[positions, rows, heads x size]`` for ``query`` of shape ``[positions, rows, heads, size]``.
 
-        ``key`` and ``value`` may have fewer heads (grouped-query attention), a divisor of the query's.
+        ``key`` and ``value`` may have fewer heads (grouped-query attention), a divisor of the query's. With
+        ``packed_seq_params``, all lack the dimension of rows, and attention stays within the samples of the one row.
         """
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if packed_seq_params is None:
+            rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            return self._attend(*rows).transpose(0, 1).flatten(2)
+        boundaries, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        row = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        mixed = attend_within_samples(self._attend, *row, boundaries, longest, scale=self.softmax_scale)
+        return mixed[0].flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return ``[rows, positions, heads, size]``; the arguments are ``[rows, heads, positions, size]``."""
+        grouped = query.shape[1] != key.shape[1]
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
         )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+        return mixed.transpose(1, 2)
 
 
 class Router(TopKRouter):
@@ -254,6 +276,23 @@ def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tu
         group = embeddings.tp_group
         held = held.t().chunk(group.size())[group.rank()]
     return torch.where(held[..., None], output.detach(), output).contiguous()
+
+
+def packed_arguments(packing: Packing | None, options: MegatronOptions) -> PackedSeqParams | None:
+    """Return the boundaries of a packed row's samples as megatron-core takes them; None for padded rows."""
+    if packing is None:
+        return None
+    # The padding of a sample for context ranks counts as part of it, and Transformer Engine wants to be told so.
+    padded = packing.boundaries if options.context_parallel_size > 1 else None
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packing.boundaries,
+        cu_seqlens_kv=packing.boundaries,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=packing.longest,
+        max_seqlen_kv=packing.longest,
+    )
 
 
 CHUNK_ELEMENTS = 2**26

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn import functional
 
 from roll.algorithms.metrics import PartMetrics
 from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
-from roll.trainers.megatron.context import OwnTargets, own_positions
+from roll.trainers.megatron.context import OwnTargets, own_input
 from roll.trainers.megatron.facts import check_layout, read_facts
-from roll.trainers.megatron.model import build_chunks, parallel_logprobs_and_entropy, transformer_config
+from roll.trainers.megatron.model import (
+    build_chunks,
+    packed_arguments,
+    parallel_logprobs_and_entropy,
+    transformer_config,
+    uses_transformer_engine,
+)
 from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
 from roll.trainers.options import MegatronOptions
 from roll.trainers.state import (
@@ -237,6 +242,9 @@ class MegatronTrainStrategy(TrainStrategy):
         self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code, setup.kind)
         check_layout(self.facts, self.options, setup.world_size, forward_only=setup.forward_only)
         self.join_ranks(self.options.process_group_timeout_seconds)
+        wanted = setup.config.use_sequence_packing
+        padded = uses_transformer_engine(self.options, self.device) if wanted == "auto" else not wanted
+        self.setup = replace(setup, packed=not padded)
         self._split_ranks()
         model_parallel_cuda_manual_seed(setup.seed)
         dtype = getattr(torch, setup.model_args.dtype)
@@ -261,10 +269,10 @@ class MegatronTrainStrategy(TrainStrategy):
         def logprobs(micro_batch: MicroBatch, logits: Tensor, **_: object) -> Tensor:
             return self._logprobs_and_entropy(micro_batch, logits, temperature)[0]
 
-        return self._for_each_token(batch, lambda parts: self._run(list(parts), logprobs, forward_only=True))
+        return self._for_each_token(batch, lambda parts: self._run(parts, logprobs, forward_only=True))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        return self._for_each_token(batch, lambda parts: self._run(list(parts), _values, forward_only=True))
+        return self._for_each_token(batch, lambda parts: self._run(parts, _values, forward_only=True))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights: with bfloat16, the model's weights rather than the masters. See `TrainStrategy`."""
@@ -340,7 +348,9 @@ class MegatronTrainStrategy(TrainStrategy):
         The interleaved schedule needs a multiple of the number of stages, so empty micro-batches are added.
         """
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        rows = plan_micro_batches(batch.lengths, ranks, limits)[rank]
+        # The padding of samples in packed rows counts, or many short ones would exceed the memory.
+        padding = -batch.lengths % self.options.sample_multiple if limits.packed else 0
+        rows = plan_micro_batches(batch.lengths + padding, ranks, limits)[rank]
         group = self.options.pipeline_model_parallel_size if self.options.model_chunks > 1 else 1
         return rows + [[] for _ in range(-len(rows) % group)]
 
@@ -358,7 +368,8 @@ class MegatronTrainStrategy(TrainStrategy):
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
         with nullcontext() if step.is_last else unsynchronised(self.wrapped):
-            return self._run(list(step.micro_batches(rows, self.device)), loss, forward_only=False)
+            micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
+            return self._run(micro_batches, loss, forward_only=False)
 
     def _joined(
         self, join: Callable[[dist.ProcessGroup | None], tuple[dict[str, float], float]]
@@ -381,8 +392,10 @@ class MegatronTrainStrategy(TrainStrategy):
         for chunk in self.wrapped:
             chunk.scale_gradients(1 / divisor)
 
-    def _run(self, micro_batches: list[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
+    def _run(self, parts: Iterable[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run all micro-batches. Return their results on the last pipeline stage, [] elsewhere. Collective."""
+        multiple, sample_multiple = self.options.width_multiple, self.options.sample_multiple
+        micro_batches = [each.widened(multiple, sample_multiple) for each in parts]
         chunks = self.chunks if self.setup.forward_only else self.wrapped
         several = len(chunks) > 1
         iterators = [iter(micro_batches) for _ in chunks]
@@ -401,23 +414,21 @@ class MegatronTrainStrategy(TrainStrategy):
         self, result: Callable[..., Any], micro_batches: Iterator[MicroBatch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
-        ids = micro_batch.input_ids
-        padded = functional.pad(ids, (0, -ids.shape[1] % self.options.width_multiple))
-        if self.options.context_parallel_size > 1:
-            padded = padded[:, own_positions(padded.shape[1], parallel_state.get_context_parallel_group(), ids.device)]
+        ids = own_input(micro_batch, parallel_state.get_context_parallel_group())
+        packed = packed_arguments(micro_batch.packing, self.options)
         # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
-        output = chunk(input_ids=padded, position_ids=None, attention_mask=None)
+        output = chunk(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
         return output, partial(result, micro_batch)
 
     def _logprobs_and_entropy(
         self, micro_batch: MicroBatch, logits: Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
-        own = OwnTargets.of(micro_batch, logits.shape[1], parallel_state.get_context_parallel_group())
+        own = OwnTargets.of(micro_batch, parallel_state.get_context_parallel_group())
         results = parallel_logprobs_and_entropy(
             logits[:, own.positions], own.targets, temperature, self.facts.vocabulary, group, entropy_gradient
         )
-        logprobs, entropy = map(own.gathered, results)
+        logprobs, entropy = (micro_batch.by_sample(own.gathered(values)) for values in results)
         return logprobs, entropy
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
@@ -455,5 +466,5 @@ def _kinds(updates: int) -> tuple[str, ...]:
 
 def _values(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
     """Return the value of the state before each target, float32 ``[rows, kept]``."""
-    own = OwnTargets.of(micro_batch, output.shape[1], parallel_state.get_context_parallel_group())
-    return own.gathered(output[:, own.positions, 0].float())
+    own = OwnTargets.of(micro_batch, parallel_state.get_context_parallel_group())
+    return micro_batch.by_sample(own.gathered(output[:, own.positions, 0].float()))
