@@ -300,6 +300,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "context_parallel_size": _Count,
         "sequence_parallel": bool,
         "use_distributed_optimizer": bool,
+        "transformer_impl": Literal["auto", "local", "transformer_engine"],
         "recompute_granularity": _Granularity,
         "recompute_method": _Method,
         "recompute_num_layers": _Count | None,

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.roles import COMPARED_ROLES, FORWARD_ROLES
 from roll.configs.run import PipelineConfig, RunConfig
+from roll.configs.strategies import Trainer, strategy_of
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.pipeline.agentic import AgenticSide
@@ -236,6 +238,9 @@ def build_side(
 def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
     """Return the setup that all ranks of a trainer or forward-only role have in common."""
     section = derived.present_roles(config)[role]
+    record = strategy_of(role, section)
+    if section.use_sequence_packing == "auto" and isinstance(record, Trainer) and not record.packs:
+        section = replace(section, use_sequence_packing=False)
     return TrainerSetup(
         section,
         model_path=derived.model_path(config, section),

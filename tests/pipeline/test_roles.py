@@ -9,7 +9,7 @@ from ray.exceptions import OutOfMemoryError
 
 from roll.configs.loader import config_from_tree
 from roll.pipeline.preflight import Prepared
-from roll.pipeline.roles import Roles
+from roll.pipeline.roles import Roles, trainer_setup
 from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 
@@ -53,3 +53,13 @@ def test_devices_and_published_weights_go_although_a_process_does_not_end_in_ord
     asyncio.run(main())
     assert placement.released == 1 and not run.weights.exists()
     assert "end with Ray" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "packing"), [("fsdp2_train", "auto"), ("tests.pipeline.custom_parts:OwnTrainer", False)]
+)
+def test_a_trainer_that_does_not_say_that_it_packs_gets_padded_rows(strategy, packing):
+    tree = {"pretrain": "model", "actor_train": {"device_mapping": [0]}, "actor_infer": {"device_mapping": [1]}}
+    tree["actor_train"]["strategy_args"] = {"strategy_name": strategy}
+    config = config_from_tree({**tree, "cluster": {"num_devices_per_node": 2}})
+    assert trainer_setup(config, "actor_train").config.use_sequence_packing == packing
