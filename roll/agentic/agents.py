@@ -88,8 +88,10 @@ class AgentManager:
                 end = await calls.until_failure(_played(session, address, recorded))
             finally:
                 watch.cancel()
-                await self.endpoint.close(recorded)
-                await calls.end()
+                try:
+                    await self.endpoint.close(recorded)
+                finally:
+                    await calls.end()
         finally:
             await session.close()
         made = recorded, calls.sampled_tokens, task, end, tag, seed

@@ -40,7 +40,7 @@ def answer_in(text: str, action_format: ActionFormat) -> str | None:
         return text.strip()
     end = text.rfind(CLOSING)
     start = text.rfind(OPENING, 0, end) if end >= 0 else -1
-    return text[start + len(OPENING) : end].strip() if start >= 0 else None
+    return text[start + len(OPENING) : text.find(CLOSING, start)].strip() if start >= 0 else None
 
 
 def as_answer(answer: str, action_format: ActionFormat) -> str:

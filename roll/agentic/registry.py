@@ -330,7 +330,13 @@ class _Source:
     def made(self, options: dict[str, Any], adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
         """Make the environment, in a `TextAdapter` if it does not speak text. Raises `ConfigError`."""
         try:
-            return self._as_text(self._bare(options), adapter_options)
+            env = self._bare(options)
+            try:
+                return self._as_text(env, adapter_options)
+            except BaseException:
+                if isinstance(env, gymnasium.Env):
+                    env.close()
+                raise
         except BadOption as bad:
             raise problem(f"{self.at}env_config.{bad.option}", bad.message, bad.remedy) from bad
 

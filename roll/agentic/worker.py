@@ -491,7 +491,7 @@ class HostSession:
             found = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
             raise CallFailed("nonsense", f"{what} gave nonsense: {found} where ({', '.join(parts)}) is due")
         text, *results, info = answer
-        frame = environment.render() if self._frames else None
+        frame = self._frame(environment)
         try:
             named = dict(zip(parts[1:-1], results, strict=True))
             observation = replace(self._host.observe(text, info, **named, frame=frame), seconds=seconds)
@@ -499,6 +499,13 @@ class HostSession:
         except Exception as error:
             raise CallFailed("nonsense", f"{what} gave nonsense: {described(error)}") from error
         return observation
+
+    def _frame(self, environment: gymnasium.Env) -> Any:
+        """Return a frame; None if none is asked for, or if the environment does not render."""
+        try:
+            return environment.render() if self._frames else None
+        except NotImplementedError:  # from `gymnasium.Env.render`
+            return None
 
     def _failure(self, failed: CallFailed) -> SessionFailed:
         if self._environment is not None:

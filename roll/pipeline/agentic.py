@@ -351,11 +351,15 @@ def _trained_tokens(episode: Episode) -> int:
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:
-    """Combine episodes into a `Group`. Each sample records the index of its episode."""
+    """Combine episodes into a `Group`. Each sample records the index of its episode.
+
+    An episode that reported no success had none, if another one of the group reported its own.
+    """
+    is_reported = any(episode.success is not None for episode in episodes)
     for index, episode in enumerate(episodes):
         for sample in episode.samples:
             sample.episode = index
-        success = {} if episode.success is None else {"success": float(episode.success)}
+        success = {"success": float(bool(episode.success))} if is_reported else {}
         episode.samples[0].metrics = episode.metrics | success
     first = episodes[0]
     prompt = Prompt(
@@ -395,8 +399,9 @@ class EpisodeValidator(Validator):
 def validation_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """Return the mean score, and the mean of every metric over the episodes that report it.
 
-    If environments report success, also return ``accuracy``, the share of successful episodes, and ``best_of_group``,
-    the share of groups with at least one success.
+    If an episode reports its success, also return ``accuracy``, the share of successful episodes, and
+    ``best_of_group``, the share of groups with at least one success. Episodes without a report had none: a limit
+    stopped them.
     """
     episodes = [episode for group in groups for episode in group]
     values: dict[str, list[float]] = defaultdict(list)
@@ -404,8 +409,7 @@ def validation_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             values[name].append(value)
     values["score"] = [episode.score for episode in episodes]
-    successes = [[each.success for each in group if each.success is not None] for group in groups]
-    if any(successes):
-        values["accuracy"] = [success for group in successes for success in group]
-        values["best_of_group"] = [max(group) for group in successes if group]
+    if any(episode.success is not None for episode in episodes):
+        values["accuracy"] = [bool(episode.success) for episode in episodes]
+        values["best_of_group"] = [any(episode.success for episode in group) for group in groups]
     return {name: float(np.mean(values[name])) for name in sorted(values)}

@@ -39,6 +39,9 @@ def agents(tmp_path, monkeypatch):
         "    raise KeyError('no such thing')\n"
         "def longest(task, output):\n"
         "    return {'reward': len(output), 'success': False}\n"
+        "def notes(task, output):\n"
+        "    task['seen'].append(output)\n"
+        "    return len(task['seen'])\n"
         "def modest(task):\n"
         "    return 1.0\n"
         "number = 7\n"
@@ -78,6 +81,20 @@ def test_the_seed_chooses_the_task_and_all_tasks_are_chosen(agents):
     for seed, text in zip(range(0, 60, 2), told, strict=True):
         last = played(env, seed)
         assert last.success is ("42" in text) and last.reward == float(last.success)
+
+
+def test_tasks_that_were_corrected_in_the_file_are_read_again(agents):
+    """As in a notebook, where one process begins several runs."""
+    path = agents / "tasks.jsonl"
+    for answer in (41, 421):
+        path.write_text(json.dumps({"answer": answer}))
+        assert json.loads(AgentEnv(run="some_agents:right", tasks=str(path)).reset(seed=1)[0]) == {"answer": answer}
+
+
+def test_what_a_verifier_writes_into_its_task_is_in_no_later_episode(agents):
+    (agents / "tasks.jsonl").write_text(json.dumps({"seen": []}))
+    env = AgentEnv(command=python("print('four')"), tasks=str(agents / "tasks.jsonl"), verifier="some_agents:notes")
+    assert [played(env).reward for _ in range(2)] == [1.0, 1.0]
 
 
 def test_a_command_finds_its_task_and_its_model_in_its_environment(tmp_path, monkeypatch):

@@ -275,6 +275,44 @@ class InThisLoop:
         session.close()
 
 
+class SlowToClose(InThisLoop):
+    """An endpoint that is still ending calls when the episode is cancelled."""
+
+    def __init__(self) -> None:
+        self.closing = asyncio.Event()
+
+    async def close(self, session: EpisodeSession) -> None:
+        await super().close(session)
+        self.closing.set()
+        await asyncio.Event().wait()
+
+
+def test_an_episode_that_is_cancelled_while_it_ends_leaves_no_call_of_the_policy():
+    async def main() -> None:
+        endpoint: Any = SlowToClose()
+        policy = Replies("eins", None)
+
+        async def agent(base_url: str, key: str) -> Observation:
+            await endpoint.session.respond(ModelRequest(({"role": "user", "content": "one"},)))
+            unread = endpoint.session.respond(ModelRequest(({"role": "user", "content": "two"},)))
+            left.append(asyncio.ensure_future(unread))
+            while not policy.running:
+                await asyncio.sleep(0)
+            return observe("", reward=1.0, terminated=True)
+
+        left: list[asyncio.Future[Any]] = []
+        session = AgentSession(agent)
+        playing = asyncio.ensure_future(manager_at(endpoint).run_episode(session, policy, tag="mine", seed=7))
+        await asyncio.wait_for(endpoint.closing.wait(), DEADLINE_SECONDS)
+        playing.cancel()
+        await asyncio.wait([playing], timeout=DEADLINE_SECONDS)
+        assert playing.cancelled() and session.closed
+        assert not policy.running, "an episode that is begun again has requests of the same names"
+        await asyncio.gather(*left, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("thinks", "ends_at"), [(50.0, 3150.0), (70.0, 1060.0)])
 def test_an_agent_is_given_up_for_its_silence_and_not_for_the_time_that_the_policy_takes(thinks, ends_at):
     """In virtual time: each answer takes 1000 s, and 60 s of silence are allowed."""

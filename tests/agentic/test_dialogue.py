@@ -37,6 +37,12 @@ def number(task, messages):
     return "much"
 
 
+def noted(task, messages):
+    """A verifier that writes into its task."""
+    task["seen"].append(messages)
+    return len(task["seen"])
+
+
 @pytest.fixture
 def tasks(tmp_path):
     def write(*lines) -> str:
@@ -83,6 +89,13 @@ def talk(env, *texts):
         last = observation_from(told, info, reward=reward, terminated=terminated, truncated=truncated)
         answers.append(told)
     return answers, last
+
+
+def test_what_a_verifier_writes_into_its_task_is_in_no_later_episode(tasks):
+    env = make_env("dialogue", {"tasks": tasks({"turns": ["Hello"], "seen": []}), "verifier": f"{__name__}:noted"})
+    for _ in range(2):
+        env.reset(seed=1)
+        assert env.step("Hello")[1:3] == (1, True)
 
 
 def test_a_script_answers_what_fits_and_ends_when_nothing_does(tasks):

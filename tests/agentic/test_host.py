@@ -90,6 +90,18 @@ def test_frames_are_rendered_when_asked_for():
     assert [answer.frame for answer in answers] == ["frame 0", "frame 1"]
 
 
+class Unseen(Obedient):
+    """An environment that does not render, which is a warning of `roll check-env` and no failure."""
+
+    render = gymnasium.Env.render
+
+
+def test_an_environment_that_does_not_render_plays_without_frames_where_they_are_asked_for():
+    answers = run(lambda host: episode(host.open("a", True), 7, "go"), lambda env_type, env_config: Unseen())
+    assert texts(answers) == ["seed 7, episode 1", "go 7 1"]
+    assert [answer.frame for answer in answers] == [None, None]
+
+
 def test_a_good_environment_serves_the_next_episode_of_its_tag_only():
     async def use(host: EnvHost) -> list[str]:
         first = await episode(host.open("a", False), 1, "go")

@@ -11,7 +11,7 @@ from roll.agentic.library.grid_games import FrozenLakeEnv
 from roll.agentic.registry import ENVIRONMENTS, TextAdapter, check_env_type, make_env
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.distribution import install_command
-from tests.agentic.sample_envs import GoodEnv, Walk
+from tests.agentic.sample_envs import GoodEnv, Walk, WalkWithoutText
 
 SAMPLES = "tests.agentic.sample_envs:"
 GYMNASIUM_IDS = {
@@ -94,6 +94,20 @@ def test_discrete_actions_are_wrapped_and_the_options_shared_out():
     assert env.reset(seed=0)[0] == "[@].."
     assert env.step("on")[0] == ".[@]."
     assert env.unwrapped.taken == [4]
+
+
+class Held(WalkWithoutText):
+    closed = 0
+
+    def close(self) -> None:
+        Held.closed += 1
+
+
+@pytest.mark.parametrize("env_config", [{}, {"render_mode": "ansi", "action_names": ["one"]}])
+def test_an_environment_that_cannot_be_used_is_closed(env_config):
+    before = Held.closed
+    problem_of(f"{__name__}:Held", **env_config)
+    assert Held.closed == before + 1
 
 
 class OwnChoices(gymnasium.spaces.Discrete):

@@ -153,6 +153,7 @@ def test_all_texts_are_in_the_space_of_texts():
         ("no <answer>left</answer>, rather <answer> right\n</answer>.", "right"),
         ("<answer>a</answer> <answer>b", "a"),
         ("<answer><answer>a</answer>", "a"),
+        ("<answer>a</answer></answer>", "a"),
         ("<answer></answer>", ""),
         ("</answer><answer>", None),
         ("<answer>a", None),

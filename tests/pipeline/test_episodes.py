@@ -12,7 +12,14 @@ from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, Obs
 from roll.agentic.worker import EnvPoolClosed, SessionFailed
 from roll.data.records import Sample
 from roll.engines.base import Completion, SamplingParams
-from roll.pipeline.agentic import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
+from roll.pipeline.agentic import (
+    LOST_RETRIES,
+    EpisodeRollout,
+    EpisodesFailed,
+    EpisodeTask,
+    as_group,
+    validation_metrics,
+)
 from roll.rollout.clock import run_virtual
 from roll.rollout.scheduler import FatalRolloutError
 
@@ -253,6 +260,20 @@ def test_slow_episodes_are_waited_for_although_spare_ones_could_be_quicker():
         return await playing
 
     assert [each.score for each in asyncio.run(scenario())] == [1.0, 2.0, 3.0]
+
+
+def reported(*successes):
+    return [replace(episode("lake", 17, 1), success=success) for success in successes]
+
+
+def test_an_episode_that_was_cut_before_it_reported_its_success_had_none():
+    """As an agent that a limit stopped, or an environment that reports a success only at the end."""
+    measured = validation_metrics([reported(True, None), reported(None, None)])
+    assert (measured["accuracy"], measured["best_of_group"]) == (0.25, 0.5)
+    told = [sample.metrics["success"] for sample in as_group(0, TASK, reported(True, None)).samples]
+    assert told == [1.0, 0.0]
+    assert "accuracy" not in validation_metrics([reported(None, None)])
+    assert "success" not in as_group(0, TASK, reported(None, None)).samples[0].metrics
 
 
 def test_environments_that_are_gone_for_good_end_the_run():

@@ -131,8 +131,8 @@ class Body:
             return value or ""
         return "\n".join(filter(None, (part.piece(kinds) for part in self.parts(name))))
 
-    def piece(self, kinds: Sequence[str]) -> str:
-        """Return the text of this content part."""
+    def piece(self, kinds: Sequence[str] = ("text",)) -> str:
+        """Return the text of this content part, which must be of one of these ``kinds``."""
         kind = self.text("type", required=True)
         if kind not in kinds:
             self.refuse("type", f"is `{kind[:40]}`, and only text is taken: leave it out, or say it in words")

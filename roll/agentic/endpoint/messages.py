@@ -156,12 +156,8 @@ def _deltas(block: Json, told: Json | None) -> Iterator[Json]:
 def _system_texts(holder: Body, name: str) -> list[str]:
     """Return the texts of a system prompt, without the billing line."""
     value = holder.take(name, str, list)
-    texts = [value] if isinstance(value, str) else [_text(block) for block in holder.parts(name)] if value else []
+    texts = [value] if isinstance(value, str) else [block.piece() for block in holder.parts(name)] if value else []
     return [text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts]
-
-
-def _text(block: Body) -> str:
-    return block.piece(("text",))
 
 
 def _add_message(messages: list[Message], item: Body) -> None:
@@ -191,7 +187,7 @@ def _add_user_blocks(messages: list[Message], blocks: list[Body]) -> None:
             messages.append({"role": "tool", "content": block.content("content"), "tool_call_id": identifier})
             block.done()
         else:
-            texts.append(_text(block))
+            texts.append(block.piece())
     if text := "\n".join(filter(None, texts)):
         messages.append({"role": "user", "content": text})
 
@@ -207,7 +203,7 @@ def _assistant(blocks: list[Body]) -> Message:
             thoughts.append(block.text("thinking"))
             block.take("signature", str)
         elif kind != "redacted_thinking":
-            texts.append(_text(block))
+            texts.append(block.piece())
         block.done()
     message: Message = {"role": "assistant", "content": "\n".join(filter(None, texts))}
     if thought := "".join(thoughts):

@@ -175,7 +175,7 @@ class Endpoint:
         self._created = int(time.time())
         self._episodes: dict[str, _Episode] = {}
         self._names: dict[str, str] = {}
-        """Key -> name of its episode."""
+        """Key -> name of its episode, running or remembered in ``_ended``."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         """Name of an ended episode -> its key, oldest first."""
         self._closing: set[concurrent.futures.Future[None]] = set()
@@ -264,11 +264,10 @@ class Endpoint:
         # A copy, because other threads may add episodes during the iteration.
         for name in [name for name, episode in self._episodes.copy().items() if episode.session is session]:
             episode = self._episodes.pop(name)
-            self._names.pop(episode.key)
             self._ended[name] = episode.key
             await _ended(episode)
         while len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
+            del self._names[self._ended.popitem(last=False)[1]]
 
     def _run(self) -> None:
         try:
@@ -421,8 +420,7 @@ class Endpoint:
         bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
         keys = [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
         if name is None and keys:
-            ended = next((each for each, key in self._ended.items() if key == keys[0]), None)
-            name = self._names.get(keys[0], ended)
+            name = self._names.get(keys[0])
         episode = self._episodes.get(name or "")
         right = episode.key if episode is not None else self._ended.get(name or "")
         fits = keys and right and all(hmac.compare_digest(key.encode(), right.encode()) for key in keys)

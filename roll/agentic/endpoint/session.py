@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os.path
 import time
 import uuid
 from collections import Counter
@@ -396,13 +397,23 @@ class EpisodeSession(Answerer):
         if found is None:
             return _Place(None, "", (), self._reader.encoded(prompt), None, None)
         turn, rest = found[1], prompt[found[0] :]
-        if not isinstance(rest, str):
-            self._reader.require_known(rest)
-        read = tokenise([rest], self._decoder)[0] if isinstance(rest, str) else np.array(rest, dtype=np.int32)
+        if isinstance(rest, str):
+            return _Place(turn, "", (), self._read_behind(turn, rest), None, None)
+        self._reader.require_known(rest)
+        return _Place(turn, "", (), np.array(rest, dtype=np.int32), None, None)
+
+    def _read_behind(self, turn: _Turn, text: str) -> np.ndarray:
+        """Return the tokens (int32) of a text behind an answer.
+
+        The text of an answer lacks the stop string and the end token that the policy wrote. If ``text`` begins with
+        them, they are left out, because they are in the context already.
+        """
         sampled = turn.sampled.token_ids
-        if isinstance(rest, str) and len(read) and len(sampled) and int(sampled[-1]) in self._template.special_ids:
-            read = read[1:] if read[0] == sampled[-1] else read  # the text of an answer has no end token
-        return _Place(turn, "", (), read, None, None)
+        written = self._decoder.decode(sampled.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        repeated = os.path.commonprefix([text, written[len(turn.text) :]])
+        read = tokenise([text.removeprefix(repeated)], self._decoder)[0]
+        has_end = len(sampled) and int(sampled[-1]) in self._template.special_ids
+        return read[1:] if has_end and len(read) and read[0] == sampled[-1] else read
 
     def _require_room(self, request: ModelRequest, place: _Place, tokens: int) -> None:
         limits = self._settings.limits

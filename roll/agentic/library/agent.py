@@ -111,11 +111,10 @@ class AgentEnv(TextGame):
                 self._stop()
 
     def _begin(self, seed: int | None) -> ResetAnswer:
-        if self._tasks is None:
-            self._task = {"seed": seed}
-        else:
-            self._task = self._tasks[int(self.np_random.integers(len(self._tasks)))]
-        self._frame = json.dumps(self._task, ensure_ascii=False)
+        tasks = self._tasks
+        task = {"seed": seed} if tasks is None else tasks[int(self.np_random.integers(len(tasks)))]
+        self._frame = json.dumps(task, ensure_ascii=False)
+        self._task = json.loads(self._frame)  # the episode's own copy
         return self._frame, {"state": self._frame}
 
     def _act(self, text: str) -> StepAnswer:
@@ -217,15 +216,21 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
     return reward, info
 
 
-@cache
 def tasks_of(path: str) -> tuple[Task, ...]:
-    """Return the tasks in a JSONL file, cached per process. Raises `BadOption`."""
+    """Return the tasks in a JSONL file, cached per process until the file changes. Raises `BadOption`."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        file = os.stat(path)
+        return _tasks_in(path, (file.st_ino, file.st_mtime_ns, file.st_size))
     except (OSError, UnicodeDecodeError) as cause:
         raise BadOption(
             "tasks", f"{path} cannot be read ({cause})", "name a file of JSON objects, one a line"
         ) from cause
+
+
+@cache
+def _tasks_in(path: str, _state: tuple[int, ...]) -> tuple[Task, ...]:
+    """Read the tasks in a file, whose ``_state`` changes with its content."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
     tasks = []
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -7,6 +7,7 @@ or after `max_turns` answers; then a verifier or a judge gives the reward. The p
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -19,13 +20,13 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict
 
 from roll.agentic.base import BadOption, Count, ResetAnswer, StepAnswer, TextGame
+from roll.agentic.endpoint.tool_calls import THOUGHT_END
 from roll.agentic.library.agent import Task, read_result, require_function, tasks_of
 from roll.configs.plugins import require
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-THOUGHT_END = "</think>"
 USER_PROMPT = (
     "You play a person who talks to an assistant. Your goal: {goal}\n"
     "Write only the person's next message: short, natural, and no more of the goal than it needs now. When the goal is "
@@ -132,7 +133,7 @@ class DialogueEnv(TextGame):
             client.close()
 
     def _begin(self, seed: int | None) -> ResetAnswer:
-        self._task = self._tasks[int(self.np_random.integers(len(self._tasks)))]
+        self._task = copy.deepcopy(self._tasks[int(self.np_random.integers(len(self._tasks)))])
         self._said = []
         self._left = list(self._task.get("turns", ()))
         opening = self._task.get("opening")
@@ -179,7 +180,7 @@ class DialogueEnv(TextGame):
 
     def _result(self) -> Any:
         if self._verifier is not None:
-            return self._verifier(dict(self._task), [dict(message) for message in self._said])
+            return self._verifier(self._task, [dict(message) for message in self._said])
         assert self._judge is not None
         said = [message | {"content": _without_thought(message["content"])} for message in self._said]
         goal, dialogue = str(self._task.get("goal", "")), json.dumps(said, ensure_ascii=False)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from pydantic import validate_call
 
-from roll.agentic.base import BadOption, Count, ResetAnswer, StepAnswer, TextGame
+from roll.agentic.base import BadOption, Count, ResetAnswer, StepAnswer, TextGame, answer_in
 from roll.agentic.tools.base import ToolSpec
 from roll.agentic.tools.environment import ToolEnv, configured_tools
 from roll.configs.errors import nearest_name_hint
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(/\d+)?")
 _LONGEST_ANSWER = 400
 _INSTRUCTIONS = "Solve the problem. Give the final answer, one exact number, as <answer>number</answer>."
@@ -153,10 +153,10 @@ class MathProblemEnv(TextGame):
         return self._problem.question, self._info(level=level) | system
 
     def _act(self, action: str) -> StepAnswer:
-        answers = _ANSWER.findall(action)
-        if not answers:
+        answer = answer_in(_TAG.sub(lambda tag: tag[0].lower(), action), "answer_tag")
+        if answer is None:
             return _MISSING, 0.0, False, False, self._info(action_is_valid=False)
-        self._said = answers[-1].strip()[:_LONGEST_ANSWER]
+        self._said = answer[:_LONGEST_ANSWER]
         number = read_number(self._said)
         if number is not None and number == self._problem.answer:
             return "This is right.", 1.0, True, False, self._info(success=True)

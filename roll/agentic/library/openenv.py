@@ -212,12 +212,10 @@ class _Session:
 
     def __init__(self, url: str) -> None:
         """Connect. Raises `Unavailable`."""
-        parts = urlsplit(url)
-        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-        address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/ws").geturl()
+        address = _address(url, "ws", "/ws")
         self._url = url
         # No ping timeout: a server may be busy up to the run's own time limits.
-        options: dict[str, Any] = {"proxy": None} if parts.hostname in _LOCAL else {}
+        options: dict[str, Any] = {"proxy": None} if urlsplit(url).hostname in _LOCAL else {}
         self._leaving = ExitStack()
         try:
             connecting = connect(
@@ -327,11 +325,16 @@ def _get(url: str) -> bytes:
         return bytes(answer.read())
 
 
+def _address(url: str, scheme: str, path: str) -> str:
+    """Return the address of a path of the server. ``scheme``: `http` or `ws`; the URL says whether it is secure."""
+    parts = urlsplit(url)
+    secure = "s" if parts.scheme in ("https", "wss") else ""
+    return parts._replace(scheme=scheme + secure, path=f"{parts.path.rstrip('/')}{path}").geturl()
+
+
 def _action_fields(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fetch the schema of the server's actions: fields, and definitions they refer to. Raises `Unavailable`."""
-    parts = urlsplit(url)
-    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
-    address = parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/schema").geturl()
+    address = _address(url, "http", "/schema")
     try:
         schema = json.loads(_get(address))["action"]
         fields, definitions = schema.get("properties", {}), schema.get("$defs", {})

@@ -236,11 +236,9 @@ def main() -> None:
         held = _loaded(wanted["environment"], wanted["args"])
     except Exception as error:
         traceback.print_exc()
-        print(
-            json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}), file=answers, flush=True
-        )
+        _write(answers, error=_described(error))
         return
-    print(json.dumps({"result": None}), file=answers, flush=True)
+    _write(answers, result=None)
     try:
         asyncio.run(_serve(held, requests, answers))
     finally:

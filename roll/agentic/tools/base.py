@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -106,7 +106,7 @@ CALL_BEGIN = "<tool_call>"
 CALL_END = "</tool_call>"
 _LONGEST_CALL = 100_000
 _CALL = re.compile(rf"{CALL_BEGIN}(.*?)(?:{CALL_END}|\Z)", re.DOTALL)
-_FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(r"^[ \t]*```(python|py)?[ \t]*$\n?", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,23 @@ def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall]:
         begins = [0, *(match.end() for match in tagged)]
         ends = [*(match.start() for match in tagged), len(text)]
         for begin, end in zip(begins, ends, strict=True):
-            for match in _FENCE.finditer(text, begin, end):
-                found.append((match.start(), ToolCall(code_tool, {"code": match[1]})))
+            for place, code in _python_blocks(text, begin, end):
+                found.append((place, ToolCall(code_tool, {"code": code})))
     return [call for _, call in sorted(found, key=lambda each: each[0])]
+
+
+def _python_blocks(text: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
+    """Yield place and content of each fenced Python block in a part of the text.
+
+    One regular expression for whole blocks would take quadratic time on missing ends.
+    """
+    opening: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text, begin, end):
+        if opening is None:
+            opening = fence if fence[1] else None
+        elif not fence[1]:
+            yield opening.start(), text[opening.end() : fence.start()]
+            opening = None
 
 
 def _call_in(body: str) -> ToolCall:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -98,9 +99,10 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
         return text, float(reward), terminated, truncated, self._counted(info)
 
     def close(self) -> None:
-        for each in self._sources:
-            each.close()
-        super().close()
+        with ExitStack() as closing:
+            closing.callback(super().close)
+            for each in self._sources:
+                closing.callback(each.close)
 
     def _gathered(self) -> dict[str, Tool]:
         """Return the tools by name. Raises `ToolUnavailable`, also for duplicate names."""

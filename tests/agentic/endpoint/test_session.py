@@ -400,6 +400,35 @@ def test_a_text_is_continued_behind_its_answer():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("stop", "sampled", "told", "rest", "read"),
+    [
+        ("Observation:", "2\nObservation:", "2\n", "Observation: four\nThought:", "2\nObservation: four\nThought:"),
+        ("Observation:", "2\nObservation:", "2\n", "Observation:", "2\nObservation:"),
+        ("\n", "2\n\n", "2", "\nQ:", "2\n\nQ:"),
+        ("\n", "2\n", "2", "and on", "2\nand on"),
+    ],
+)
+def test_a_stop_string_with_which_a_text_goes_on_is_read_once(stop, sampled, told, rest, read):
+    """As an agent does that writes results behind `Observation:`, where the policy stopped."""
+
+    async def main():
+        policy = RecordingPolicy(lambda turn, _: encode(sampled) if turn == 0 else said("done"))
+        session = session_of(policy)
+        dialect = Completions(tokenizer_of("hermes").decode)
+
+        async def ask(prompt):
+            return await session.respond(dialect.read({"prompt": prompt, "max_tokens": 50, "stop": stop}))
+
+        one = await ask("What is 1 + 1?\n")
+        assert one.text == told
+        two = await ask("What is 1 + 1?\n" + told + rest)
+        assert decode(two.prompt_token_ids) == f"What is 1 + 1?\n{read}"
+        assert len(check_samples(session, policy)) == 1
+
+    asyncio.run(main())
+
+
 @st.composite
 def plans(draw):
     """Requests of an episode: each goes on from an earlier answer, repeats a request, rewrites a history or begins."""

@@ -99,6 +99,18 @@ def test_blocks_of_python_are_calls_only_where_asked_for():
     ]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("text", ["```python\n" * 60_000, "``` \n" * 60_000])
+def test_blocks_without_an_end_are_read_in_linear_time(text):
+    assert parse_calls(text, code_tool="python") == []
+
+
+def test_a_block_goes_from_its_first_line_to_the_next_bare_fence():
+    text = " ```PY\n```python\n```js\na\n``` \nb\n```\nc ```python\nd\n```python e\n```\n```python\n\n```\n```py\nlost"
+    codes = ["```python\n```js\na\n", "\n"]
+    assert [call.arguments["code"] for call in parse_calls(text, code_tool="python")] == codes
+
+
 def test_a_block_inside_of_a_call_is_not_a_second_one():
     text = f"{CALL_BEGIN}\n```python\nprint(1)\n```\n{CALL_END}"
     (call,) = parse_calls(text, code_tool="python")

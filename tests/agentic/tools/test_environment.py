@@ -237,6 +237,18 @@ def test_all_is_closed_with_the_environment():
     assert tool.closed == 1 and tools.closed and env.unwrapped.closed
 
 
+def test_all_is_closed_even_if_closing_a_tool_fails():
+    class Broken(Recorder):
+        def close(self) -> None:
+            raise OSError("no")
+
+    tools = Set()
+    env = begun(Broken(), tools)
+    with pytest.raises(OSError, match="no"):
+        env.close()
+    assert tools.closed and env.unwrapped.closed
+
+
 def test_names_must_be_one_of_a_kind():
     with pytest.raises(ToolUnavailable, match="two tools are called `record`"):
         begun(Recorder(), Set(Recorder()))

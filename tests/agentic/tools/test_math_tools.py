@@ -128,6 +128,22 @@ def test_a_text_without_an_answer_is_an_invalid_action():
     assert (reward, terminated, info["action_is_valid"]) == (0.0, False, False)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("tag", ["<answer>", "</answer>"])
+def test_answers_without_an_end_are_read_in_linear_time(tag):
+    env, _ = begun()
+    assert env.step(tag * 60_000)[4]["action_is_valid"] is False
+
+
+@pytest.mark.parametrize(
+    "text", ["<answer>no <answer>{}</answer>", "<answer>no</answer> <Answer> {}</ANSWER> <answer>"]
+)
+def test_the_last_answer_counts(text):
+    env, question = begun()
+    first, second = map(int, re.findall(r"\d+", question))
+    assert env.step(text.format(first * second))[1] == 1.0
+
+
 def test_a_step_after_the_end_is_refused():
     env, _ = begun()
     env.step("<answer>-1</answer>")
