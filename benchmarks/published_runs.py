@@ -33,7 +33,7 @@ from roll.check import memory_parts
 from roll.configs.loader import config_from_tree
 from roll.configs.run import PipelineConfig
 from roll.simulation.costs import PCIE_BANDWIDTH, STATE_BYTES, shape_of
-from roll.simulation.inputs import SPREADS, Inputs, LengthInputs, varied
+from roll.simulation.inputs import SPREADS, Inputs, LengthInputs, Origin, varied
 from roll.simulation.prediction import predict
 from roll.simulation.run import simulate
 
@@ -159,9 +159,11 @@ class Case:
             send_seconds=0.0,
             load_bandwidth=REFIT_BANDWIDTH / of_engine,
         )
-        inputs = replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update)
         # Of so many parts the ranks together lose more than those of one, and the driver has as many samples more.
         of_parts = {"trainer.scale": part ** (1 - inputs.trainer.exponent), "driver.sample_seconds": part}
+        # These stay as uncertain as defaults.
+        origins: dict[str, Origin] = dict.fromkeys([*of_parts, "weight_update.load_bandwidth"], "default")
+        inputs = replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update, origins=origins)
         return config, varied(varied(inputs, of_parts, config), factors, config)
 
     @property
