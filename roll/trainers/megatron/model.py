@@ -96,8 +96,8 @@ class CausalAttention(nn.Module):
             rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             return self._attend(*rows).transpose(0, 1).flatten(2)
         boundaries, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        row = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        mixed = attend_within_samples(self._attend, *row, boundaries, longest, scale=self.softmax_scale)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        mixed = attend_within_samples(self._attend, query, key, value, boundaries, longest, scale=self.softmax_scale)
         return mixed[0].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
