@@ -441,11 +441,11 @@ def max_new_tokens(config: PipelineConfig) -> int:
 
 
 def longest_response(config: PipelineConfig) -> int:
-    """Return the maximum length of a response in tokens; of an episode whose turns are samples, that of all turns."""
+    """Return the maximum length of a response in tokens; of an episode of several samples, that of all turns."""
     one = max_new_tokens(config)
     if isinstance(config, AgenticConfig):
         environments = config.custom_envs.values()
-        return one * max((each.max_steps for each in environments if each.env_manager_cls == "step"), default=1)
+        return one * max((each.max_steps for each in environments if each.env_manager_cls != "trajectory"), default=1)
     return one
 
 

@@ -240,6 +240,7 @@ def trainer_setup(config: RunConfig, role: str) -> TrainerSetup:
     section = derived.present_roles(config)[role]
     record = strategy_of(role, section)
     if section.use_sequence_packing == "auto" and isinstance(record, Trainer) and not record.packs:
+        logger.info("%s: padded rows, because %s packs none", role, section.strategy_args.strategy_name)
         section = replace(section, use_sequence_packing=False)
     return TrainerSetup(
         section,

@@ -45,8 +45,8 @@ class TrainerSetup:
     """Sampling settings of the pictures that an image model trains on; None for a text model."""
     replays_routing: bool = False
     """True to send tokens to the experts that the engine chose, as far as a batch has them."""
-    packed: bool = False
-    """True if samples are packed into rows. Set when the model is loaded: `use_sequence_packing` may leave it open."""
+    packed: bool | None = None
+    """True if samples are packed into rows. None until the model is loaded, on which `auto` depends."""
     end_tokens: tuple[int, ...] = ()
     """Additional end-of-sequence tokens to list in the generation settings of an exported model."""
     rank: int = 0
@@ -76,14 +76,19 @@ class TrainerSetup:
         """Micro-batch size limits for forward-backward passes."""
         config = self.config
         tokens = config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None
-        return MicroBatchLimits(tokens, self.training_args.per_device_train_batch_size, self.packed)
+        return MicroBatchLimits(tokens, self.training_args.per_device_train_batch_size, self.packs)
 
     @property
     def infer_limits(self) -> MicroBatchLimits:
         """Micro-batch size limits for forward-only passes."""
         config = self.config
         tokens = config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None
-        return MicroBatchLimits(tokens, config.infer_batch_size, self.packed)
+        return MicroBatchLimits(tokens, config.infer_batch_size, self.packs)
+
+    @property
+    def packs(self) -> bool:
+        """True if samples are packed into rows. A strategy that does not load its model here packs only if told to."""
+        return self.config.use_sequence_packing is True if self.packed is None else self.packed
 
     @property
     def trains_adapters(self) -> bool:

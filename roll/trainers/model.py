@@ -432,7 +432,7 @@ def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool, mapped: boo
         keep_blocks_of(model.num_parameters())
     head = install_output_head(model) if setup.kind == "policy" else None
     model.eval()
-    packed = packs_samples(model, setup.config.use_sequence_packing, setup.model_args.attn_implementation)
+    packed = packs_samples(model, setup)
     model.requires_grad_(not setup.forward_only)
     if gradient_checkpointing and not setup.forward_only:
         model.gradient_checkpointing_enable({"use_reentrant": False})

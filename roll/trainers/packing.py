@@ -16,9 +16,10 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -28,6 +29,8 @@ from roll.trainers.step import Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from roll.trainers.base import TrainerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ COARSE_TOLERANCE = 5e-2
 cause one). `TOLERANCES`: difference between packed and unpacked.
 """
 
+REMEDY = "write `use_sequence_packing: false`"
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value), each ``[samples, heads, length, size]`` -> ``[samples, length, heads, size]``."""
 
@@ -56,34 +61,65 @@ class UnpackableModel(ValueError):
         return "use_sequence_packing: {}; {}".format(*self.args)
 
 
-def packs_samples(model: PreTrainedModel, wanted: bool | Literal["auto"], attn_implementation: str) -> bool:
-    """Return True if samples are to be packed, and make the model ready for it; see `install_packed_attention`.
+def packs_samples(model: PreTrainedModel, setup: TrainerSetup) -> bool:
+    """Return True if samples are to be packed, and make the model ready for it. Collective.
 
-    ``wanted`` is `use_sequence_packing`. With ``auto``, a model that cannot be packed gets padded rows, and the log
-    says why.
+    Rank 0 tries the model on a few tokens, and all ranks do what it finds. With `use_sequence_packing: auto`, a model
+    that cannot be packed gets padded rows, and the log says why; with ``true``, `UnpackableModel` is raised. The model
+    must be unsharded, on the CPU and without dropout.
     """
+    wanted, attention = setup.config.use_sequence_packing, setup.model_args.attn_implementation
     if not wanted:
         return False
-    try:
-        if wanted == "auto" and is_seeing(model.config):
-            raise _refusal(model, "positions of pictures have three dimensions, and packed rows have one")
-        install_packed_attention(model, attn_implementation)
-    except UnpackableModel as error:
-        if wanted != "auto":
-            raise
-        logger.warning("use_sequence_packing: auto computes padded rows: %s", error.args[0])
-        model.set_attn_implementation(attn_implementation)
-        return False
-    return True
+    found: list[str | None] = [None]
+    if setup.rank == 0:
+        try:
+            if wanted == "auto" and is_seeing(model.config):
+                raise _refusal(model, "positions of pictures have three dimensions, and packed rows have one")
+            try_packed(model, attention)
+        except UnpackableModel as error:
+            found = [error.args[0]]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    (reason,) = found
+    if reason is None:
+        install_packed_attention(model, attention)
+        logger.info("samples are packed into rows without padding (use_sequence_packing: %s)", str(wanted).lower())
+        return True
+    if wanted != "auto":
+        raise UnpackableModel(reason, REMEDY)
+    logger.warning("use_sequence_packing: auto computes padded rows: %s", reason)
+    model.set_attn_implementation(attention)
+    return False
 
 
 def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -> None:
-    """Make the model attend within the samples of packed rows only. Raises `UnpackableModel` if it cannot.
+    """Make the model attend within the samples of packed rows only, and refuse masks, which it would not heed."""
+    _set_attention(model, attn_implementation)
+    model.register_forward_pre_hook(_refuse_mask, with_kwargs=True)
 
-    The model must be unsharded, on the CPU and without dropout. It is run on a few tokens as a test.
-    """
+
+def _set_attention(model: PreTrainedModel, attn_implementation: str) -> None:
     from transformers import AttentionInterface
 
+    for name, attend in {"sdpa": packed_sdpa, "eager": packed_eager}.items():
+        # Compiled layers leave it out: it would be compiled anew for each set of lengths.
+        AttentionInterface.register(PACKED_NAMES[name], torch.compiler.disable(attend))
+    model.set_attn_implementation(PACKED_NAMES.get(attn_implementation, attn_implementation))
+
+
+def _refuse_mask(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a mask that hides a position. transformers drops masks for attention like this module's."""
+    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and not mask.all():
+        raise ValueError(f"a model that packs samples heeds no `attention_mask`; {REMEDY}")
+
+
+def try_packed(model: PreTrainedModel, attn_implementation: str) -> None:
+    """Run the model on a few tokens, packed and alone. Raises `UnpackableModel` if it would mix samples.
+
+    Its attention afterwards is that of the trial.
+    """
     _refuse_unknown_parts(model)
     # flash-attn separates samples itself and cannot run on a CPU, so the rest of the model is tested with sdpa.
     tried = attn_implementation if attn_implementation in PACKED_NAMES else "sdpa"
@@ -95,15 +131,10 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
     ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
     samples = [part[None] for part in ids.split(TRIED_LENGTHS)]
     alone = torch.cat([_hidden_states(model, sample) for sample in samples], dim=1)
-    for name, attend in {"sdpa": packed_sdpa, "eager": packed_eager}.items():
-        # Compiled layers leave it out: it would be compiled anew for each set of lengths.
-        AttentionInterface.register(PACKED_NAMES[name], torch.compiler.disable(attend))
-    model.set_attn_implementation(PACKED_NAMES[tried])
+    _set_attention(model, tried)
     if model.config._attn_implementation != PACKED_NAMES[tried]:
         raise _refusal(model, "it does not take its attention from transformers' interface")
     _refuse_influence(model, samples, alone)
-    if tried != attn_implementation:
-        model.set_attn_implementation(attn_implementation)
 
 
 def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tensor) -> None:
@@ -155,7 +186,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
-    return UnpackableModel(f"{type(model).__name__} cannot be packed: {reason}", "write `use_sequence_packing: false`")
+    return UnpackableModel(f"{type(model).__name__} cannot be packed: {reason}", REMEDY)
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
@@ -258,7 +289,7 @@ def _refuse_masks(attention_mask: Tensor | None) -> None:
 def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None) -> Tensor:
     """Compute attention per sample, ``[rows, tokens, heads, size]``; adjacent samples of equal length share a call."""
     if boundaries is None:
-        return attend(query, key, value)
+        return attend(query, key, value).contiguous()  # as from the attention that this replaces
     runs = [(len(list(same)), length) for length, same in groupby(boundaries.diff().tolist())]
     # One split instead of slices: the gradient of a slice is a tensor as large as the row.
     sizes = [count * length for count, length in runs]

@@ -34,8 +34,16 @@ from transformers import (
     modeling_flash_attention_utils,
 )
 
+from roll.configs.roles import ModelArguments, WorkerConfig
 from roll.trainers import packing
-from roll.trainers.packing import UnpackableModel, install_packed_attention, packs_samples, separates_samples
+from roll.trainers.base import TrainerSetup
+from roll.trainers.packing import (
+    UnpackableModel,
+    install_packed_attention,
+    packs_samples,
+    separates_samples,
+    try_packed,
+)
 from roll.trainers.step import Packing
 
 SIZES = {
@@ -82,6 +90,12 @@ def packed_logits(model: PreTrainedModel, samples: list[torch.Tensor]) -> list[t
 def some_samples(seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 29, (length,), generator=generator) for length in LENGTHS]
+
+
+def packs(model: PreTrainedModel, wanted: Any, attention: str, rank: int = 0) -> bool:
+    arguments = ModelArguments(attn_implementation=attention)
+    config = WorkerConfig(use_sequence_packing=wanted, model_args=arguments)
+    return packs_samples(model, TrainerSetup(config, "model", total_optimizer_steps=1, seed=0, rank=rank))
 
 
 def gradients(model: PreTrainedModel, logits: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -150,29 +164,29 @@ UNPACKABLE: dict[str, tuple[type, dict[str, Any], str, str]] = {
 def test_a_model_that_would_mix_samples_is_refused(name):
     config, settings, attention, reason = UNPACKABLE[name]
     with pytest.raises(UnpackableModel, match=f"use_sequence_packing: .*{reason}.*use_sequence_packing: false"):
-        install_packed_attention(random_model(config, settings, attention), attention)
+        try_packed(random_model(config, settings, attention), attention)
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
 def test_auto_computes_padded_rows_with_a_model_that_would_mix_samples_and_says_so(name, caplog):
     config, settings, attention, reason = UNPACKABLE[name]
     model, untouched = (random_model(config, settings, attention) for _ in range(2))
-    assert packs_samples(model, "auto", attention) is False
+    assert packs(model, "auto", attention) is False
     (record,) = caplog.records
     assert re.search(f"auto computes padded rows: .*{reason}", record.getMessage())
     assert model.config._attn_implementation == untouched.config._attn_implementation == attention
     ids = torch.stack([sample[:4] for sample in some_samples() if len(sample) >= 4])
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, untouched(input_ids=ids, use_cache=False).logits)
     with pytest.raises(UnpackableModel, match=reason):
-        packs_samples(model, True, attention)
+        packs(model, True, attention)
 
 
 def test_auto_packs_where_the_model_allows_and_false_leaves_it_alone(caplog):
     model, samples = random_model(*MODELS["Qwen2"]), some_samples()
-    assert packs_samples(model, False, "sdpa") is False
+    assert packs(model, False, "sdpa") is False
     assert model.config._attn_implementation == "sdpa"
     alone = [model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples]
-    assert packs_samples(model, "auto", "sdpa") is True
+    assert packs(model, "auto", "sdpa") is True
     torch.testing.assert_close(torch.cat(packed_logits(model, samples)), torch.cat(alone), rtol=1e-5, atol=1e-5)
     assert not caplog.records
 
@@ -180,8 +194,8 @@ def test_auto_packs_where_the_model_allows_and_false_leaves_it_alone(caplog):
 def test_auto_packs_nothing_for_a_model_that_sees_pictures(monkeypatch):
     model = random_model(*MODELS["Qwen2"])
     monkeypatch.setattr(packing, "is_seeing", lambda config: config is model.config)
-    assert packs_samples(model, "auto", "sdpa") is False
-    assert packs_samples(model, True, "sdpa") is True, "checks refuse pictures in prompts"
+    assert packs(model, "auto", "sdpa") is False
+    assert packs(model, True, "sdpa") is True, "checks refuse pictures in prompts"
 
 
 def kernel(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa, apart=True, exact=True):
@@ -229,6 +243,38 @@ def test_trying_a_kernel_within_a_checkpoint_leaves_no_trace_in_it():
     torch.testing.assert_close(weight.grad, torch.ones(3).exp())
 
 
+@pytest.mark.parametrize("reason", [None, "it cannot be packed: it mixes samples"])
+def test_all_ranks_do_what_the_first_one_found_and_others_try_nothing(reason, monkeypatch):
+    def tell(objects, src, device):
+        assert objects == [None] and src == 0
+        objects[0] = reason
+
+    def fail(*_):
+        raise AssertionError("this rank tried the model")
+
+    monkeypatch.setattr(packing.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(packing.dist, "broadcast_object_list", tell)
+    monkeypatch.setattr(packing, "try_packed", fail)
+    model = random_model(*MODELS["Qwen2"])
+    assert packs(model, "auto", "sdpa", rank=1) is (reason is None)
+    assert (model.config._attn_implementation == "sdpa") is (reason is not None)
+    if reason is not None:
+        with pytest.raises(UnpackableModel, match=f"{reason}; write"):
+            packs(model, True, "sdpa", rank=1)
+
+
+def test_a_mask_that_packed_attention_would_not_heed_is_refused():
+    model = random_model(*MODELS["Qwen2"])
+    ids = some_samples()[0][None]
+    mask = torch.ones_like(ids)
+    assert packs(model, "auto", "sdpa")
+    model(input_ids=ids, attention_mask=mask)  # hides nothing
+    mask[0, 0] = 0
+    for given in (lambda: model(ids, mask), lambda: model(input_ids=ids, attention_mask=mask)):
+        with pytest.raises(ValueError, match="use_sequence_packing: false"):
+            given()
+
+
 class CarriesOver(LlamaForCausalLM):
     """Says nothing of it anywhere, and adds what stood before to every embedding."""
 
@@ -262,7 +308,7 @@ def test_a_model_that_mixes_samples_in_secret_is_found_out(model_class, reason):
     torch.manual_seed(0)
     model = model_class._from_config(LlamaConfig(**SIZES), attn_implementation="sdpa").eval()
     with pytest.raises(UnpackableModel, match=reason):
-        install_packed_attention(model, "sdpa")
+        try_packed(model, "sdpa")
 
 
 def test_flash_attention_3_is_told_where_samples_begin(monkeypatch):
@@ -301,6 +347,7 @@ def test_flash_attention_3_is_told_where_samples_begin(monkeypatch):
     for name, windows in (("Qwen2", (-1, -1)), ("Mistral, all layers with windows", (2, 2))):
         model, samples = random_model(*MODELS[name]), some_samples()
         expected = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
+        try_packed(model, "flash_attention_3")
         install_packed_attention(model, "flash_attention_3")
         calls.clear()
         torch.testing.assert_close(torch.cat(packed_logits(model, samples)), expected, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ one parameter at a time, over the ranks that shard its optimizer state.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -70,6 +71,8 @@ from roll.trainers.trainer import TrainStrategy, move_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 UNUSED_WIDTH = 1
 """Placeholder for micro-batch sizes: required arguments of the schedule, unused with variable sequence lengths."""
@@ -244,6 +247,8 @@ class MegatronTrainStrategy(TrainStrategy):
         self.join_ranks(self.options.process_group_timeout_seconds)
         wanted = setup.config.use_sequence_packing
         padded = uses_transformer_engine(self.options, self.device) if wanted == "auto" else not wanted
+        if padded and wanted:
+            logger.info("use_sequence_packing: auto computes padded rows with Transformer Engine's layers")
         self.setup = replace(setup, packed=not padded)
         self._split_ranks()
         model_parallel_cuda_manual_seed(setup.seed)
