@@ -109,7 +109,7 @@ def _set_attention(model: PreTrainedModel, attn_implementation: str) -> None:
 
 
 def _refuse_mask(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a mask that hides a position. transformers drops masks for attention like this module's."""
+    """Raise ``ValueError`` for a mask that hides a position: transformers gives attention like this module's none."""
     mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and not mask.all():
         raise ValueError(f"a model that packs samples heeds no `attention_mask`; {REMEDY}")
