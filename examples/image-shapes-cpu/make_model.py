@@ -84,8 +84,9 @@ class WarmedModel:
 def all_prompts() -> list[str]:
     """Return single shapes, pairs of equal ones, and two different ones beside or above each other."""
     kinds = [f"{colour} {form}" for colour, form in product(USED_COLOURS, USED_FORMS)]
-    pairs = [f"{one} {where} {other}" for one in kinds for where in ("left of", "above") for other in kinds]
-    return [*kinds, *(f"two {kind}s" for kind in kinds), *(pair for pair in pairs if len(set(_kinds(pair))) == 2)]
+    relations = product(kinds, ("left of", "above"), kinds)
+    pairs = [f"{one} {where} {other}" for one, where, other in relations if one != other]
+    return [*kinds, *(f"two {kind}s" for kind in kinds), *pairs]
 
 
 def split_prompts(seed: int) -> tuple[list[str], list[str]]:
@@ -365,10 +366,6 @@ def make(out: Path, seed: int, options: WarmUp) -> WarmedModel:
         (partial / name).rename(out / name)
     partial.rmdir()
     return warmed
-
-
-def _kinds(prompt: str) -> list[tuple[str, str]]:
-    return list(parse_description(prompt).kinds)
 
 
 def _two(description: Description) -> list[tuple[str, str]]:

@@ -60,9 +60,10 @@ class KilledTwiceWithVLLM(InferWorker):
 
     async def submit(self, requests):
         await super().submit(requests)
-        if self._loads >= 3 and first_time(self.identity, rank=0):
-            (engine,) = (child for child in psutil.Process().children() if child.name().startswith("VLLM::EngineCor"))
-            engine.kill()
+        # On a busy machine a look at the processes once found none; there is another one with the next requests.
+        engines = [child for child in psutil.Process().children() if child.name().startswith("VLLM::EngineCor")]
+        if self._loads >= 3 and engines and first_time(self.identity, rank=0):
+            engines[0].kill()
 
     async def load_weights(self, *args):
         self._loads += 1
