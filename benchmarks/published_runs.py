@@ -1,9 +1,8 @@
 """Compare simulations with published step times of other systems.
 
-Of each family (a system's runs of one model on one kind of device) one row calibrates: the speeds of engine, trainer
-and weight update are fitted to its synchronous and its asynchronous step. The other rows are predicted with these, and
-every row is predicted blind as well, with an interval. Lengths are the published means; where a source has none, the
-default, whose median is then fitted as well.
+Of each family (a system's runs of one model on one kind of device) one row calibrates: the speeds of engine and trainer
+are fitted to its synchronous and its asynchronous step. The other rows are predicted with these speeds, and every row
+is predicted blind as well, with an interval. Lengths are the published means; where a source has none, the default.
 
 Large systems are simulated as an eighth or a fourth of themselves: as many prompts, replicas and trainer ranks less.
 What that changes is put back: the trainer's imperfect scaling, the driver's work, the states of a rank. Schedules of
@@ -20,7 +19,6 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -33,7 +31,7 @@ from roll.check import memory_parts
 from roll.configs.loader import config_from_tree
 from roll.configs.run import PipelineConfig
 from roll.simulation.costs import PCIE_BANDWIDTH, STATE_BYTES, shape_of
-from roll.simulation.inputs import SPREADS, Inputs, LengthInputs, Origin, varied
+from roll.simulation.inputs import Inputs, LengthInputs, TrainerInputs, varied
 from roll.simulation.prediction import predict
 from roll.simulation.run import simulate
 
@@ -60,10 +58,6 @@ NODE = 8
 LARGEST = 512
 """Samples of a step that are simulated at most."""
 WITHIN = 0.15
-FITTED = ("engine.scale", "trainer.scale", "weight_update.load_bandwidth")
-"""Inputs that are fitted to a row; so is the median length if the row does not tell the mean."""
-NOISE = 0.05
-"""Standard deviation of the logarithm of a published time about a simulated one."""
 
 
 @dataclass
@@ -83,9 +77,8 @@ class Case:
         """The rows that share speeds."""
         return f"{self.row['system'].split(' 0.')[0]}, {self.row['model']}, {self.row['gpus']['kind']}"
 
-    def build(self, factors: Mapping[str, float]) -> tuple[PipelineConfig, Inputs]:
-        """Return configuration and inputs of the simulation, with some inputs multiplied by ``factors``."""
-        inputs = Inputs()
+    def build(self, inputs: Inputs) -> tuple[PipelineConfig, Inputs]:
+        """Return configuration and inputs of the simulation."""
         row, settings = self.row, self.row.get("settings", {})
         split, gpus = row["split"], row["gpus"]
         train, generate = split["train"], split["generate"]
@@ -147,11 +140,19 @@ class Case:
             tree["teacher"] = {"weights": "policy"}  # another forward pass of the trainer, for the reference
         if self.asynchronous and row["system"].startswith("verl fully"):
             tree["actor_train"]["stream_groups"] = True
+        mean = row["lengths"].get("mean") or row["lengths"].get(f"mean_{self._name}")
         lengths = inputs.lengths
-        if self.mean:
-            lengths = LengthInputs(prompt=PROMPT, median=median_of(self.mean - PROMPT, longest), sigma=SIGMA)
+        if mean:
+            lengths = LengthInputs(prompt=PROMPT, median=median_of(mean - PROMPT, longest), sigma=SIGMA)
         config = config_from_tree(tree)
+        # Of so many parts the ranks together lose more than those of one, and the driver has as many samples more.
+        factors = {
+            "trainer.scale": part ** (1 - inputs.trainer.exponent),
+            "driver.sample_seconds": part,
+        }
+        origins = {**inputs.origins, **{path: inputs.origin(path) for path in factors}}
         moved = shape_of(config, config.actor_train).parameters * (STATE_BYTES / ranks + 2 / of_engine) / 2
+        inputs = varied(inputs, factors, config)
         update = replace(
             inputs.weight_update,
             exchange_seconds=moved / PCIE_BANDWIDTH,
@@ -159,18 +160,8 @@ class Case:
             send_seconds=0.0,
             load_bandwidth=REFIT_BANDWIDTH / of_engine,
         )
-        # Of so many parts the ranks together lose more than those of one, and the driver has as many samples more.
-        of_parts = {"trainer.scale": part ** (1 - inputs.trainer.exponent), "driver.sample_seconds": part}
-        # These stay as uncertain as defaults.
-        origins: dict[str, Origin] = dict.fromkeys([*of_parts, "weight_update.load_bandwidth"], "default")
-        inputs = replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update, origins=origins)
-        return config, varied(varied(inputs, of_parts, config), factors, config)
-
-    @property
-    def mean(self) -> float | None:
-        """The published mean of prompt and response, if there is one."""
-        lengths = self.row["lengths"]
-        return lengths.get("mean") or lengths.get(f"mean_{self._name}")
+        origins["weight_update.load_bandwidth"] = "default"
+        return config, replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update, origins=origins)
 
     @property
     def _parallel(self) -> tuple[int, int, int, int]:
@@ -194,9 +185,9 @@ def algorithms_of(config: PipelineConfig) -> Any:
     return SimpleNamespace(streams=config.actor_train.stream_groups is True, correction=None, objective=objective)
 
 
-def simulated(case: Case, factors: Mapping[str, float], steps: int) -> float:
+def simulated(case: Case, inputs: Inputs, steps: int) -> float:
     """Return the time of a step."""
-    config, own = case.build(factors)
+    config, own = case.build(inputs)
     return simulate(config, own, steps=steps, algorithms=algorithms_of(config)).step_seconds
 
 
@@ -215,32 +206,38 @@ def median_of(mean: float, longest: int) -> float:
     return low
 
 
-def fit(cases: list[Case]) -> dict[str, float]:
-    """Return factors of the inputs (path -> factor) that make the steps of these cases (maximum a posteriori).
+def fit(cases: list[Case]) -> Inputs:
+    """Return inputs whose engine and trainer make the steps of these cases, with a weak pull to the defaults.
 
     A compass search in logarithms: a step is the longer one of two, and a search by slopes runs in circles about it.
     """
-    paths = [*FITTED, *([] if cases[0].mean else ["lengths.median"])]
-    spreads = np.array([SPREADS[path] for path in paths])
 
-    def factors(values: np.ndarray) -> dict[str, float]:
-        return dict(zip(paths, np.exp(values * spreads).tolist(), strict=True))
+    def cost(logs: np.ndarray) -> float:
+        inputs = with_scales(logs)
+        errors = [math.log(simulated(case, inputs, 3) / case.seconds) for case in cases]
+        return float(np.sum(np.square(errors)) + 0.02 * np.sum(np.square(logs)))
 
-    def cost(values: np.ndarray) -> float:
-        own = factors(values)
-        errors = [math.log(simulated(case, own, 3) / case.seconds) / NOISE for case in cases]
-        return float(np.sum(np.square(errors)) + np.sum(np.square(values)))
-
-    known, length, one = np.zeros(len(paths)), 1.0, np.eye(len(paths))
-    best, ways = cost(known), [*one, *-one, -one[0] - one[1]]
+    known, length = np.zeros(2), 1.0
+    best = cost(known)
     while length > 0.1:
-        tried = [known + length * way for way in ways]
+        tried = [known + length * np.array(way) for way in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1))]
         costs = [cost(each) for each in tried]
         if min(costs) < best:
             best, known = min(costs), tried[int(np.argmin(costs))]
         else:
             length /= 2
-    return factors(known)
+    return with_scales(known)
+
+
+def with_scales(logs: np.ndarray) -> Inputs:
+    """Return default inputs with the scales of engine and trainer."""
+    engine, trainer = np.exp(logs)
+    return replace(
+        Inputs(),
+        engine=replace(Inputs().engine, scale=float(engine)),
+        trainer=replace(TrainerInputs(), scale=float(trainer)),
+        origins={"engine.scale": "fitted", "trainer.scale": "fitted"},
+    )
 
 
 def usable(row: dict[str, Any]) -> bool:
@@ -261,9 +258,9 @@ class Tally:
     signs: list[bool] = field(default_factory=list)
 
 
-def compare(case: Case, speeds: Mapping[str, float] | None, fitted: bool, draws: int, tally: Tally) -> float:
+def compare(case: Case, speeds: Inputs | None, fitted: bool, draws: int, tally: Tally) -> float:
     """Print a line of the table. Returns the blind prediction of the step."""
-    config, inputs = case.build({})
+    config, inputs = case.build(Inputs())
     blind = predict(config, inputs, draws=draws, steps=4, algorithms=algorithms_of(config))
     tally.inside.append(blind.low <= case.seconds <= blind.high)
     told = " | "
