@@ -15,6 +15,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -335,7 +336,8 @@ class _Source:
                 return self._as_text(env, adapter_options)
             except BaseException:
                 if isinstance(env, gymnasium.Env):
-                    env.close()
+                    with suppress(Exception):  # why it is refused says more
+                        env.close()
                 raise
         except BadOption as bad:
             raise problem(f"{self.at}env_config.{bad.option}", bad.message, bad.remedy) from bad

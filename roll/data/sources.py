@@ -190,7 +190,7 @@ def _plain(row: Any) -> dict[str, Any]:
 
     def text_of(value: Any) -> str:
         if isinstance(value, bytes):
-            raise BadRow(f"column `{column}` has bytes, and a prompt is text")
+            raise BadRow(f"column `{column}` has bytes: remove it, or name it `{PICTURES}` if it holds pictures")
         return str(value)
 
     plain: dict[str, Any] = {}

@@ -128,7 +128,7 @@ MAX_EXPONENT = 400
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+)?"
 _SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or bracket, `-` is a subtraction: the last number of `5-3` is 3
-_NUMBER = re.compile(rf"({_SIGN})(?:\s{{1,2}}|\\?[$€£¥])?({_DECIMAL})(?:\s?/\s?([-+]?)({_DECIMAL}))?")
+_NUMBER = re.compile(rf"({_SIGN})(?:[ \t]{{1,2}}|\\[$]|(?<!\$-)[$€£¥])?({_DECIMAL})(?:\s?/\s?([-+]?)({_DECIMAL}))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
 

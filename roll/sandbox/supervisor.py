@@ -512,7 +512,7 @@ def _pages(pid: int) -> tuple[int, int] | None:
 def _memory_share(pid: int, resident: int, private: int) -> int:
     """Return the bytes of a process's memory without files, of a page shared by n processes the n-th part.
 
-    If the kernel does not tell, these are its ``private`` pages; if the process hides it, all ``resident`` ones.
+    If the kernel does not tell, these are its ``private`` pages. If it may not be asked, shared pages count whole.
     """
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
@@ -522,9 +522,20 @@ def _memory_share(pid: int, resident: int, private: int) -> int:
     except FileNotFoundError:
         return private * _PAGE
     except PermissionError:
-        return resident * _PAGE
+        return _whole_memory(pid, resident)
     shares = [int(line[1]) * 1024 for line in lines if line[0] in (b"Pss_Anon:", b"Pss_Shmem:")]
     return sum(shares) if shares else private * _PAGE
+
+
+def _whole_memory(pid: int, resident: int) -> int:
+    """Return the bytes of a process's memory without files, or those of its ``resident`` pages if it is not told."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = [line.split() for line in file]
+    except (ProcessLookupError, FileNotFoundError):
+        return 0  # it has ended
+    sizes = [int(line[1]) * 1024 for line in lines if line and line[0] in (b"RssAnon:", b"RssShmem:")]
+    return sum(sizes) if sizes else resident * _PAGE
 
 
 def end_all_of_user(uid: int) -> None:

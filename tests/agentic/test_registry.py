@@ -110,6 +110,15 @@ def test_an_environment_that_cannot_be_used_is_closed(env_config):
     assert Held.closed == before + 1
 
 
+def test_an_error_when_it_is_closed_does_not_hide_why_an_environment_cannot_be_used(monkeypatch):
+    def fail(self):
+        raise AttributeError("no window was opened")
+
+    expected = problem_of(f"{__name__}:Held")
+    monkeypatch.setattr(Held, "close", fail)
+    assert problem_of(f"{__name__}:Held") == expected
+
+
 class OwnChoices(gymnasium.spaces.Discrete):
     pass
 

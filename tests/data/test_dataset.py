@@ -288,9 +288,9 @@ def test_a_parquet_file_that_does_not_fit_names_row_and_column(tokenizer, tmp_pa
     name = write_parquet(tmp_path / "a.parquet", rows)
     found = problems_of(tokenizer, DataArguments(file_name=name))
     assert [problem.message for problem in found] == [
-        f"{name}:1: column `picture` has bytes, and a prompt is text",
+        f"{name}:1: column `picture` has bytes: remove it, or name it `images` if it holds pictures",
         f"{name}:2: `prompt` is empty",
-        f"{name}:3: column `extra` has bytes, and a prompt is text",
+        f"{name}:3: column `extra` has bytes: remove it, or name it `images` if it holds pictures",
     ]
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     (problem,) = problems_of(tokenizer, DataArguments(file_name=str(tmp_path / "b.parquet")))

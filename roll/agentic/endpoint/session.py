@@ -410,8 +410,11 @@ class EpisodeSession(Answerer):
         """
         sampled = turn.sampled.token_ids
         written = self._decoder.decode(sampled.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        repeated = os.path.commonprefix([text, written[len(turn.text) :]])
-        read = tokenise([text.removeprefix(repeated)], self._decoder)[0]
+        left_out = written.removeprefix(turn.text) if written.startswith(turn.text) else ""
+        repeated = os.path.commonprefix([text, left_out])
+        # A part may be there by chance: `</answer>` does not repeat `</tool>`.
+        rest = text.removeprefix(repeated) if repeated == left_out or repeated.isspace() else text
+        read = tokenise([rest], self._decoder)[0]
         has_end = len(sampled) and int(sampled[-1]) in self._template.special_ids
         return read[1:] if has_end and len(read) and read[0] == sampled[-1] else read
 

@@ -230,7 +230,7 @@ def tasks_of(path: str) -> tuple[Task, ...]:
 @cache
 def _tasks_in(path: str, _state: tuple[int, ...]) -> tuple[Task, ...]:
     """Read the tasks in a file, whose ``_state`` changes with its content."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     tasks = []
     for number, line in enumerate(lines, 1):
         if line.strip():

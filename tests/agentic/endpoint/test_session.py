@@ -407,6 +407,7 @@ def test_a_text_is_continued_behind_its_answer():
         ("Observation:", "2\nObservation:", "2\n", "Observation:", "2\nObservation:"),
         ("\n", "2\n\n", "2", "\nQ:", "2\n\nQ:"),
         ("\n", "2\n", "2", "and on", "2\nand on"),
+        ("</tool>", "call</tool>", "call", "</answer>", "call</tool></answer>"),
     ],
 )
 def test_a_stop_string_with_which_a_text_goes_on_is_read_once(stop, sampled, told, rest, read):
