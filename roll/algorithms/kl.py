@@ -85,9 +85,14 @@ def sequence_token_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """
     checked_mask(response_mask)
     checked_shape("rewards", rewards, tuple(response_mask.shape[:1]))
-    from_here_on = response_mask.flip(-1).cumsum(-1).flip(-1)
-    last = response_mask & (from_here_on == 1)
-    return keep(wide(rewards)[:, None].expand(response_mask.shape), last)
+    responded = response_mask.any(-1)
+    rewards, width = wide(rewards)[responded], response_mask.shape[-1]
+    token_rewards = rewards.new_zeros(response_mask.shape)
+    if len(rewards):
+        # The first of the largest entries, counted from the end.
+        from_end = response_mask[responded].flip(-1).byte().argmax(-1)
+        token_rewards[responded, width - 1 - from_end] = rewards
+    return token_rewards
 
 
 def kl_penalised_token_rewards(

@@ -300,12 +300,11 @@ class SampleBatch:
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleBatch:
         """Return the given samples, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
-        offsets = self.offsets
-        ranges = [np.arange(offsets[row], offsets[row + 1]) for row in rows]
-        index = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
+        starts, ends = self.offsets[:-1][rows].tolist(), self.offsets[1:][rows].tolist()
+        spans = [slice(0, 0), *map(slice, starts, ends)]
         return SampleBatch(
             lengths=self.lengths[rows],
-            tokens={name: values[index] for name, values in self.tokens.items()},
+            tokens={name: np.concatenate([values[span] for span in spans]) for name, values in self.tokens.items()},
             per_sample={name: values[rows] for name, values in self.per_sample.items()},
         )
 
@@ -314,8 +313,9 @@ class SampleBatch:
         width = int(self.lengths.max(initial=0)) if length is None else length
         values = self.tokens[name]
         out = np.full((len(self), width, *values.shape[1:]), fill, dtype=values.dtype)
-        inside = np.arange(width)[None, :] < self.lengths[:, None]
-        out[inside] = values
+        offsets = self.offsets.tolist()
+        for row, start, end in zip(out, offsets, offsets[1:], strict=False):
+            row[: end - start] = values[start:end]
         return out
 
 

@@ -51,9 +51,12 @@ class PartialResponse:
     def remaining(self) -> GenerateRequest:
         """Return the request for the missing part."""
         request, count = self._request, len(self._settled.token_ids)
+        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        if not count and prompt is request.prompt_token_ids:
+            return request
         return replace(
             request,
-            prompt_token_ids=np.concatenate([request.prompt_token_ids, self._settled.token_ids]).astype(np.int32),
+            prompt_token_ids=np.concatenate([prompt, self._settled.token_ids]),
             sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
             first_token_index=request.first_token_index + count,
         )

@@ -260,16 +260,17 @@ class RolloutFunction:
         samplings = [self.sampling] * self.samples_per_group
         if self.greedy_baseline:
             samplings.append(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0))
-        requests = []
-        for index, sampling in enumerate(samplings):
-            seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
-            sampling = replace(sampling, seed=seed)
-            request_id = f"{self._name(group_id)}-{index}"
-            request = GenerateRequest(request_id, prompt.token_ids, sampling, with_text=self.decoded_there)
-            with_routing = self.with_routing and index < self.samples_per_group
-            pictures = tuple(prompt.pictures)
-            requests.append(replace(request, with_routing=with_routing, prompt_pictures=pictures))
-        return requests
+        return [
+            GenerateRequest(
+                f"{self._name(group_id)}-{index}",
+                prompt.token_ids,
+                replace(sampling, seed=derive_seed(self.run_seed, self.purpose, group_id, index, 0)),
+                with_text=self.decoded_there,
+                with_routing=self.with_routing and index < self.samples_per_group,
+                prompt_pictures=tuple(prompt.pictures),
+            )
+            for index, sampling in enumerate(samplings)
+        ]
 
     async def _judged_samples(
         self, prompt: Prompt, requests: Sequence[GenerateRequest], sticky_key: str | None, min_version: int | None

@@ -210,12 +210,13 @@ def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
 
     Of the groups, only those that have waited longest are included.
     """
-    first: dict[tuple[str, str, str], Wait] = {}
+    groups: dict[tuple[str, str, str], Wait] = {}
+    others: dict[tuple[str, str, str], Wait] = {}
     for wait in waits:
-        first.setdefault((wait.who, wait.on, wait.what), wait)
-    groups = [wait for wait in first.values() if wait.who.startswith(GROUP)]
-    others = [wait for wait in first.values() if not wait.who.startswith(GROUP)]
-    return tuple(others + groups[:LISTED_GROUPS]), dict(Counter(wait.on for wait in groups))
+        of_kind = groups if wait.who.startswith(GROUP) else others
+        of_kind.setdefault((wait.who, wait.on, wait.what), wait)
+    listed = itertools.islice(groups.values(), LISTED_GROUPS)
+    return (*others.values(), *listed), dict(Counter(wait.on for wait in groups.values()))
 
 
 def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:
