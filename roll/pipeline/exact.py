@@ -272,7 +272,7 @@ class PlainLoop:
 
     async def _hand_over(self, version: int) -> None:
         dtype = getattr(torch, self._config.actor_infer.model_args.dtype)
-        weights, uncast = self.trainer.published(self._config.weight_update.content)
+        weights, uncast = self.trainer.published(self._config.weight_update.content, dtype)
         buckets = pack_buckets(weights, _BUCKET_BYTES, float_dtype=dtype, uncast=uncast)
         await self._engine.prepare_weights(buckets, version)
         await self._engine.pause("keep")

@@ -136,13 +136,21 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights, with LoRA adapters merged; see `TrainStrategy`."""
-        self._reshard()
-        parameters = self.model.named_parameters()
+        if self.adapters is None:
+            yield from self._gathered(torch.float32)
+        else:
+            self._reshard()
+            yield from self.adapters.merged(self.model.named_parameters(), self._full)
+
+    def published_weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         if self.adapters is not None:
-            yield from self.adapters.merged(parameters, self._full)
-            return
-        for name, parameter in parameters:
-            yield name, self._full(parameter)
+            return super().published_weights(dtype)
+        return self._as_in_checkpoint(self._gathered(dtype))
+
+    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self._reshard()
+        for name, parameter in self.model.named_parameters():
+            yield name, self._full(parameter, dtype)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.adapters is None:
@@ -292,11 +300,15 @@ class Fsdp2TrainStrategy(TrainStrategy):
         # `_full` returns float32, which is lossless.
         return self._full(parameter).to(parameter.dtype)
 
-    def _full(self, parameter: Tensor) -> Tensor:
-        """Return the full (unsharded) parameter in float32. Collective."""
+    def _full(self, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the full (unsharded) parameter in float32, or in a smaller ``dtype`` if it is sharded. Collective."""
         # Gathering is faster between devices than between host memories.
         weight = _sharded(parameter.detach().to(self.device))
-        return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
+        if self.setup.world_size == 1:
+            return weight.to_local().float()
+        if dtype.itemsize < weight.dtype.itemsize:
+            return _sharded(weight.to(dtype)).full_tensor()  # fewer bytes are gathered, of the same values
+        return weight.full_tensor().float()
 
     def _for_each_token(
         self, batch: SampleBatch, compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]]

@@ -452,9 +452,11 @@ class TrainStrategy(ForwardStrategy):
         model's memory and is valid only until the next one is requested: read it, do not keep or change it.
         """
 
-    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def published_weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Yield the `named_weights` and persistent buffers under their checkpoint names, which engines load.
-        Collective."""
+
+        A trainer may cast weights to the engine's ``dtype`` before it gathers them. Buffers keep theirs. Collective.
+        """
         return self._as_in_checkpoint(self.named_weights())
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -467,11 +469,14 @@ class TrainStrategy(ForwardStrategy):
         requested. Collective. Raises ``RuntimeError`` without adapters."""
         raise RuntimeError("this trainer has no adapters that could be published alone")
 
-    def published(self, content: WeightContent) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
-        """Return the tensors of a weight update, and the names of those that must not be cast. Collective."""
+    def published(
+        self, content: WeightContent, dtype: torch.dtype
+    ) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
+        """Return the tensors of a weight update, and the names of those that must not be cast to the engine's
+        ``dtype``. Collective."""
         if content == "adapter":
             return self.published_adapters(), frozenset()
-        return self.published_weights(), self.checkpoint_names.uncast
+        return self.published_weights(dtype), self.checkpoint_names.uncast
 
     def base_checksums(self, dtype: torch.dtype) -> dict[str, int]:
         """Return checkpoint name -> checksum of the `base_weights`, cast to an engine's ``dtype``, and of the buffers.

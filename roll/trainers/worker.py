@@ -203,7 +203,7 @@ class TrainWorker(Worker):
         """Copy the weights, cast to the engine's dtype, into weight-update buffer number ``buffer``."""
 
         def gather() -> None:
-            weights, uncast = self._trainer.published(self._content)
+            weights, uncast = self._trainer.published(self._content, getattr(torch, dtype))
             self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes, uncast)
             if self._content == "adapter" and self._base is None:
                 self._base = self._trainer.base_checksums(getattr(torch, dtype))

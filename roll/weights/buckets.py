@@ -21,8 +21,9 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -50,20 +51,25 @@ class MemoryFile:
         return np.frombuffer(self._memory, dtype=np.uint8)
 
 
-def map_file(path: str, offset: int, size: int, inode: int | None = None) -> np.ndarray:
-    """Map ``size`` bytes of a file from ``offset`` on, read-only, as uint8.
+def map_file(path: str, offset: int, size: int, inode: int | None = None, lockable: bool = False) -> np.ndarray:
+    """Map ``size`` bytes of a file from ``offset`` on, as uint8 that cannot be written.
 
-    Raises ``OSError`` if they do not exist, or if the file is not the one with this ``inode``.
+    ``lockable``: map them so that CUDA can page-lock them, which needs permission to write to the file. Raises
+    ``OSError`` if they do not exist, or if the file is not the one with this ``inode``.
     """
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with open(path, "rb") as file:
+    with open(path, "r+b" if lockable else "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size < offset + size:
             raise OSError(f"{path} ends before byte {offset + size}")
         if inode not in (None, status.st_ino):
             raise OSError(f"{path} is another file by now (inode {status.st_ino}, expected {inode})")
-        memory = mmap.mmap(file.fileno(), offset - start + size, offset=start, access=mmap.ACCESS_READ)
-    return np.frombuffer(memory, dtype=np.uint8)[offset - start :]
+        access = mmap.ACCESS_WRITE if lockable else mmap.ACCESS_READ
+        memory = np.frombuffer(
+            mmap.mmap(file.fileno(), offset - start + size, offset=start, access=access), dtype=np.uint8
+        )
+    memory.flags.writeable = False
+    return memory[offset - start :]
 
 
 def end_with(owner_pid: int) -> None:
@@ -83,6 +89,8 @@ def end_with(owner_pid: int) -> None:
 ALIGNMENT = 64
 """Alignment of tensors in a bucket, in bytes. Every dtype can then be viewed in place. It is also the alignment of
 torch's own memory, so kernels whose rounding depends on alignment give the same bits."""
+MOST_HASHING_THREADS = 8
+"""Maximum number of threads that compute checksums. They are then limited by memory."""
 _CHUNK = 512 * 1024
 """Number of bytes to copy before hashing them, so that they are still in the processor's cache."""
 
@@ -110,6 +118,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in a bucket. Raises ``KeyError`` for a dtype that cannot be sent."""
     return _NAMES[dtype]
 
+
+Data = TypeVar("Data", np.ndarray, torch.Tensor)
 
 Allocate = Callable[[int, int], np.ndarray]
 """Function ``(bucket index, size) -> uint8 [at least size bytes]`` that is writable and aligned to `ALIGNMENT`."""
@@ -177,7 +187,7 @@ def split_bucket(bucket: WeightBucket, most_bytes: int) -> Iterator[WeightBucket
         tensors = [(name, dtype, shape, offset - start) for name, dtype, shape, offset in bucket.tensors[first:last]]
         location = bucket.location
         if location is not None:
-            location = BucketLocation(location.path, location.offset + start)
+            location = replace(location, offset=location.offset + start)
         yield replace(bucket, tensors=tensors, data=bucket.data[start:end], location=location)
         first = last
 
@@ -218,7 +228,19 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def checksum(data: np.ndarray) -> int:
     """Return the ``xxh3_64`` hash of contiguous bytes. Hashing is about twice as fast as copying."""
-    return xxhash.xxh3_64_intdigest(data.data)
+    digest = xxhash.xxh3_64()
+    digest.update(data.data)  # lets other threads run, unlike the function that does both
+    return digest.intdigest()
+
+
+def checksums(tensors: Mapping[str, Data], of_tensor: Callable[[Data], int]) -> dict[str, int]:
+    """Return the checksum of each tensor, by ``of_tensor``. As many threads as torch computes with, up to 8, share the
+    work."""
+    threads = min(MOST_HASHING_THREADS, torch.get_num_threads())
+    if threads == 1:
+        return {name: of_tensor(data) for name, data in tensors.items()}
+    with ThreadPoolExecutor(threads, "checksums") as pool:
+        return dict(zip(tensors, pool.map(of_tensor, tensors.values()), strict=True))
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
@@ -267,12 +289,16 @@ def safetensors_file(buckets: Sequence[WeightBucket]) -> tuple[MemoryFile, dict[
 def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
     """Return the number of parameters, and the checksum of each tensor, taken from `WeightBucket.verified` if set."""
     parameter_count = 0
-    checksums: dict[str, int] = {}
+    found: dict[str, int] = {}
+    unverified: dict[str, np.ndarray] = {}
     for bucket in buckets:
         for (name, _, shape, _), (start, end) in zip(bucket.tensors, tensor_spans(bucket), strict=True):
             parameter_count += math.prod(shape)
-            checksums[name] = bucket.verified[name] if bucket.verified else checksum(bucket.data[start:end])
-    return parameter_count, checksums
+            if bucket.verified:
+                found[name] = bucket.verified[name]
+            else:
+                unverified[name] = bucket.data[start:end]
+    return parameter_count, found | checksums(unverified, checksum)
 
 
 def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -304,6 +330,9 @@ class BucketLocation:
     """File to map read-only."""
     offset: int
     """Offset of the data's first byte in the file."""
+    region: tuple[int, int] | None = None
+    """Start and length of the part of the file that holds this bucket in each update; None if later updates use other
+    files. It begins with a page."""
 
 
 @dataclass

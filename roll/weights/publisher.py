@@ -23,16 +23,26 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import torch
-from torch.cuda import check_error, cudart
 from torch.multiprocessing.reductions import reduce_tensor
 
 from roll.runtime.placement import free_port
-from roll.weights.buckets import HeldWeights, WeightBucket, dtype_name, manifest, pack_buckets, tensor_checksum
+from roll.weights.buckets import (
+    HeldWeights,
+    WeightBucket,
+    checksum,
+    checksums,
+    dtype_name,
+    manifest,
+    pack_buckets,
+)
 from roll.weights.delta import Delta, DeltaSource
+from roll.weights.mapped import lock_pages, unlock_pages
 from roll.weights.transports import TRANSPORTS, TransportSpec
 
 if TYPE_CHECKING:
@@ -169,10 +179,10 @@ class BucketPublisher(WeightPublisher):
     def send(self, version: int) -> Publication:
         started = time.perf_counter()
         buffer, buckets, gather_seconds = self._gathered.pop(version)
-        parameter_count, checksums = manifest(buckets)
+        parameter_count, found = manifest(buckets)
         corrupted, delta = version in self._corrupted_versions, None
         if self._deltas is not None:
-            delta = self._deltas.delta(version, buffer, buckets, checksums, corrupted)
+            delta = self._deltas.delta(version, buffer, buckets, found, corrupted)
         is_whole = delta is None or delta.since is None
         if corrupted and is_whole:
             _, _, _, offset = buckets[0].tensors[0]
@@ -181,7 +191,7 @@ class BucketPublisher(WeightPublisher):
             version=version,
             handles=self._sender.send(buffer, version, buckets),
             parameter_count=parameter_count,
-            checksums=checksums,
+            checksums=found,
             total_bytes=sum(bucket.data.nbytes for bucket in buckets)
             if delta is None or is_whole
             else delta.total_bytes,
@@ -217,6 +227,8 @@ class PushPublisher(WeightPublisher):
         self._host = host
         self._connect = connect
         self._export = export or device_handle
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        """Page-locked memory of the host, through which copies on a device pass for their checksums."""
         self._device = torch.device("cpu")
         """Device of the weights."""
         self._buffers: dict[int, int] = {}
@@ -259,16 +271,29 @@ class PushPublisher(WeightPublisher):
         """Compute the checksums, and return the `Publication`. `push` sends the weights when an engine is paused."""
         started = time.perf_counter()
         tensors = self.copies[self._buffers[version]]
-        checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        found: dict[str, int] = {}
+        for chunk in self._chunks.get(self._buffers[version], []):
+            found |= checksums(self._on_host(chunk), checksum)
         return Publication(
             version=version,
             handles=[],
             parameter_count=sum(tensor.numel() for tensor in tensors.values()),
-            checksums=checksums,
+            checksums=found,
             total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
             layout={name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()},
             seconds={"gather": self._seconds.pop(version), "send": time.perf_counter() - started},
         )
+
+    def _on_host(self, chunk: Chunk) -> dict[str, np.ndarray]:
+        """Return the bytes of a chunk's tensors, valid until the next call."""
+        memory = chunk.memory
+        if chunk.handle is not None:
+            if len(self._staging) < len(memory):
+                unlock_pages(self._staging.numpy())
+                self._staging = host_memory(len(memory), pinned=True)
+            memory = self._staging[: len(memory)].copy_(memory)
+        ends = list(accumulate(tensor.nbytes for tensor in chunk.tensors.values()))
+        return dict(zip(chunk.tensors, np.split(memory.numpy()[: ends[-1]], ends[:-1]), strict=True))
 
     def offer(self, version: int) -> Offer:
         chunks = self._chunks.get(self._buffers[version], [])
@@ -386,7 +411,7 @@ def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
     """
     memory = torch.empty(size, dtype=torch.uint8)
     if pinned:
-        check_error(cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        lock_pages(memory.numpy())
     return memory
 
 

@@ -48,6 +48,7 @@ from roll.weights.buckets import (
     map_file,
     views,
 )
+from roll.weights.mapped import MappedMemory, lock_pages
 
 logger = logging.getLogger(__name__)
 
@@ -262,11 +263,11 @@ class MemoryHandle:
     """Path at which other processes of this host open the memory."""
     inode: int
     """Inode of the memory file; needed because process ids and file descriptors are reused."""
-    size: int
-    """Size of the whole buffer in bytes."""
     version: int
     offset: int
     length: int
+    region: int
+    """Number of bytes from ``offset`` on that belong to this bucket in each update."""
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     lasting: bool
 
@@ -291,14 +292,16 @@ class Segment:
         Raises ``RuntimeError`` if this bucket was smaller in an earlier update, or if an earlier bucket is missing.
         """
         if index == len(self._extents):
-            self._extents.append(self._reserve(size))
+            offset, memory = self._reserve(size)
+            self._extents.append((offset, lock_pages(memory)))
         if index not in range(len(self._extents)) or len(self._extents[index][1]) < size:
             raise RuntimeError(f"bucket {index} of {size} bytes does not fit the memory of earlier weight updates")
         return self._extents[index][1]
 
-    def offset(self, index: int) -> int:
-        """Return the offset of bucket ``index`` in the file."""
-        return self._extents[index][0]
+    def region(self, index: int) -> tuple[int, int]:
+        """Return the offset of bucket ``index`` in the file, and the size of its memory."""
+        offset, memory = self._extents[index]
+        return offset, len(memory)
 
     def stamp(self, version: int) -> None:
         """Write the version stamp."""
@@ -343,10 +346,10 @@ class SharedMemorySender(WeightSender):
             MemoryHandle(
                 path=f"/proc/{os.getpid()}/fd/{segment.fd}",
                 inode=inode,
-                size=segment.size,
                 version=version,
-                offset=segment.offset(index),
+                offset=segment.region(index)[0],
                 length=len(bucket.data),
+                region=segment.region(index)[1],
                 tensors=bucket.tensors,
                 lasting=self._lasting,
             )
@@ -358,36 +361,24 @@ class SharedMemoryReceiver(WeightReceiver):
     """A receiver that maps each buffer once and keeps the mapping for later versions."""
 
     def __init__(self) -> None:
-        self._mappings: dict[int, np.ndarray] = {}
-        self._owner = ""
+        self._memory = MappedMemory()
 
     def receive(self, handles: Sequence[MemoryHandle], version: int) -> Iterator[WeightBucket]:
         for handle in handles:
-            memory = self._memory(handle)
-            magic, found = memory[:16].view(np.int64).tolist()
+            location = BucketLocation(handle.path, handle.offset, (handle.offset, handle.region))
+            try:
+                stamp = self._memory.read(BucketLocation(handle.path, 0), 16, handle.inode)
+                data = self._memory.read(location, handle.length, handle.inode)
+            except OSError as error:
+                message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
+                raise WeightMismatch(message) from error
+            magic, found = stamp.view(np.int64).tolist()
             if magic != _MAGIC or found != version or handle.version != version:
                 holds = "no finished version" if found == _NOTHING else f"version {found}"
                 raise WeightMismatch(
                     f"the shared memory {handle.path} holds {holds}, expected {version}: the weights are stale"
                 )
-            data = memory[handle.offset : handle.offset + handle.length]
-            yield WeightBucket(handle.tensors, data, BucketLocation(handle.path, handle.offset), handle.lasting)
-
-    def _memory(self, handle: MemoryHandle) -> np.ndarray:
-        """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or has been replaced."""
-        owner = os.path.dirname(handle.path)
-        if owner != self._owner:  # the earlier mappings belong to a trainer that has ended
-            self._mappings.clear()
-            self._owner = owner
-        memory = self._mappings.get(handle.inode)
-        if memory is None or len(memory) < handle.size:
-            try:
-                memory = map_file(handle.path, 0, handle.size, handle.inode)
-            except OSError as error:
-                message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
-                raise WeightMismatch(message) from error
-            self._mappings[handle.inode] = memory
-        return memory
+            yield WeightBucket(handle.tensors, data, location, handle.lasting)
 
 
 TRANSPORTS: dict[str, WeightTransport] = {

@@ -188,7 +188,7 @@ def test_an_update_while_every_place_is_taken(published, mode):
     place delays nothing and begins with the new weights."""
     strategy, old, places = published.strategy, published.version, published.places
     second = published.make_model(1)
-    lengths = [50 + 2 * index for index in range(places)]
+    lengths = [110 + 2 * (index % 32) for index in range(places)]
 
     async def scenario():
         running = [

@@ -29,11 +29,13 @@ MODELS = {
 }
 
 
-def publish(trainer: TrainStrategy, _: object) -> tuple[dict[str, np.ndarray], frozenset[str]]:
-    """What a rank publishes, and what of it keeps its precision: work for `ranks.Job`."""
+def publish(trainer: TrainStrategy, _: object) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor], frozenset[str]]:
+    """What a rank publishes in float32 and for an engine in bfloat16, and what of it keeps its precision: work for
+    `ranks.Job`."""
     published = [(name, tensor.clone().numpy()) for name, tensor in trainer.published_weights()]
     assert len(dict(published)) == len(published), "a tensor comes twice"
-    return dict(published), trainer.checkpoint_names.uncast
+    halves = {name: tensor.clone() for name, tensor in trainer.published_weights(torch.bfloat16)}
+    return dict(published), halves, trainer.checkpoint_names.uncast
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,14 @@ def test_published_tensors_are_those_of_the_checkpoint(strategy: str, model: str
                 tensor.normal_()
     made.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    for published, uncast in run_job(Job(publish, strategy, str(tmp_path), setup={"strategy_config": options})):
+    job = Job(publish, strategy, str(tmp_path), setup={"strategy_config": options})
+    for published, halves, uncast in run_job(job):
         assert published.keys() == saved.keys()
         assert all(np.array_equal(published[name], tensor.numpy()) for name, tensor in saved.items())
         assert uncast == {name for name in saved if name.endswith("e_score_correction_bias")}
+        assert halves.keys() == saved.keys()
+        for name, half in halves.items():
+            # Only FSDP2 casts shards before it gathers them.
+            early = strategy == "fsdp2_train" and name not in uncast
+            assert half.dtype == (torch.bfloat16 if early else torch.float32)
+            assert torch.equal(half.bfloat16(), saved[name].bfloat16())

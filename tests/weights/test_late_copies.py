@@ -78,6 +78,7 @@ def device(monkeypatch):
     late = LateDevice()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", late.synchronize)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
     with late:
         yield late
 

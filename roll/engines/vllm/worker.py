@@ -26,7 +26,8 @@ from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE
 from roll.engines.process_engine import Layout
 from roll.runtime.usage import memory_in_use
 from roll.weights.adapters import matrix_names
-from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checksum, views
+from roll.weights.buckets import BucketLocation, WeightBucket, end_with, map_file, tensor_checksum, views
+from roll.weights.mapped import MappedMemory
 
 Shape = tuple[int, ...]
 _INSPECTED_BYTES = 64 * 1024**2
@@ -47,6 +48,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     size: int
     tensors: list[tuple[str, str, Shape, int]]
     """Entries in the format of `WeightBucket.tensors`."""
+    region: tuple[int, int] | None = None
+    """That of `BucketLocation`."""
 
 
 class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
@@ -57,6 +60,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.memory = MappedMemory()
         # It warns at every update about layers without own weights. `roll_unloaded_parameters` checks completeness.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -71,7 +75,11 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Load a bucket's tensors into the model. Layers whose tensors are incomplete keep views of its memory."""
-        memory = map_file(update_info.path, update_info.offset, update_info.size)
+        if update_info.region is None:
+            memory = map_file(update_info.path, update_info.offset, update_info.size)
+        else:
+            location = BucketLocation(update_info.path, update_info.offset, update_info.region)
+            memory = self.memory.read(location, update_info.size)
         tensors = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.tensors]
         bucket = WeightBucket(tensors, memory)
         weights = [(name, tensor.to(self.device)) for name, tensor in views(bucket)]
