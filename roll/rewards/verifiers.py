@@ -64,13 +64,14 @@ MAX_BITS = 20_000.0
 """Size of the largest number that an answer may evaluate to, in bits."""
 
 _MARKUP = ("$", "\\boxed", "\\(", "\\[")
+_CURRENCY = re.compile(r"[€£¥]|\b(?:USD|EUR|GBP|JPY|CNY)\b ?|\bUS(?=\\?\$)|(?<!\\)\\\$")
 
 
 def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, strict: bool = True) -> float:
     """Return 1 if the answer found in the response is mathematically equal to the ground truth, else 0.
 
     The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth may
-    be bare LaTeX. ``float_rounding`` counts decimals; ``strict`` distinguishes variables, sets and tuples. Raises
+    be bare LaTeX. Currencies are ignored in both. ``float_rounding`` counts decimals; ``strict`` distinguishes variables, sets and tuples. Raises
     `ValueError` if the ground truth cannot be parsed. Call it in the main thread of a process that has a time limit.
     """
     from math_verify import verify
@@ -85,7 +86,8 @@ def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, st
 @lru_cache(maxsize=256)  # the responses of a group share one ground truth
 def parse_ground_truth(text: str) -> tuple[Basic | MatrixBase | str, ...]:
     """Return the expressions that math-verify finds in a ground truth. Raises `ValueError` if it finds none."""
-    has_markup = any(mark in text.replace("\\$", "") for mark in _MARKUP)  # `\$18` is an amount
+    text = _without_currency(text)
+    has_markup = any(mark in text for mark in _MARKUP)
     parsed = _parse(text if has_markup else f"${text}$") or _parse(text)
     if not parsed:
         raise ValueError(f"the ground truth {text!r} is no mathematical expression")
@@ -96,7 +98,12 @@ def _parse(text: str) -> list[Basic | MatrixBase | str]:
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that its time limits are off
-    return parse(text, parsing_timeout=None)
+    return parse(_without_currency(text), parsing_timeout=None)
+
+
+def _without_currency(text: str) -> str:
+    text = _CURRENCY.sub("", text)
+    return text.replace("$", "") if text.count("$") == 1 else text  # a single dollar encloses no formula
 
 
 def _bits(expression: Any) -> float:
@@ -127,8 +134,14 @@ MAX_DIGITS = 1000
 MAX_EXPONENT = 400
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+)?"
-_SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or bracket, `-` is a subtraction: the last number of `5-3` is 3
-_NUMBER = re.compile(rf"({_SIGN})(?:[ \t]{{1,2}}|\\[$]|(?<!\$-)[$€£¥])?({_DECIMAL})(?:\s?/\s?([-+]?)({_DECIMAL}))?")
+_SIGN = r"(?:(?<![\w.)}\]])[-+])?"
+_CURRENCY_SIGN = r"\\[$]|(?<!\$-)[A-Z]{0,2}[$€£¥]"
+_NUMBER = re.compile(rf"({_SIGN})(?:[ \t]{{1,2}}|{_CURRENCY_SIGN})?({_DECIMAL})(?:\s?/\s?([-+]?)({_DECIMAL}))?")
+_NO_SIGN = re.compile(
+    r"(?<=[\d%]) *[-+]"  # `5 - 3`, `5 -3`, `5%-3%`
+    r"|(?:(?<=[)}\]])|(?<=\b[A-Za-z])|(?<=\d[A-Za-z])) +[-+] "  # `f(2) - 3`, `x - 3`, `2x - 3`, but not `(a) -3`
+    r"|(?<=\n)(?<![$\[]\n) *[-+] +(?=[\d$])"  # an item of a list
+)
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
 
@@ -160,6 +173,7 @@ def numeric(
 def last_number(text: str) -> Fraction | None:
     """Return the last number in the text as an exact fraction; None if there is none, or if it is absurdly large."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
+    text = _NO_SIGN.sub(" ", text)
     text = _LATEX_FRACTION.sub(r" \1\2/\3\4 ", text)
     numbers = list(_NUMBER.finditer(text))
     if not numbers:

@@ -46,7 +46,18 @@ def test_a_missing_ground_truth_is_an_error_and_not_a_wrong_answer(truth):
     [
         ("12 apples", 12),
         ("first 3, then 1,234.5!", Fraction(2469, 2)),
-        ("5-3", 3),
+        *((f"5{minus}3", 3) for minus in ("-", " - ", " -", "- ", " \N{MINUS SIGN} ", "% - ", " + ")),
+        *((f"{term} - 3", 3) for term in ("f(2)", "x", "so x", "2x", "3 - 5m")),
+        *((f"{before}-3", -3) for before in ("(a) ", "1. ", "= ", "answer: ", "equals ", "5, ", "5\t", "2 * ")),
+        ("answer: - 3", -3),
+        ("it is - 3", -3),
+        ("- 3", -3),
+        ("The solutions are:\n- 2\n- 3", 3),
+        ("$$\n- 3\n$$", -3),
+        ("2-3", 3),
+        ("10 \N{MINUS SIGN} 4 = 6", 6),
+        ("1e-2", Fraction(1, 100)),
+        ("range 5-3", 3),
         ("x = -3", -3),
         ("(-3)", -3),
         ("**-5**", -5),
@@ -59,6 +70,8 @@ def test_a_missing_ground_truth_is_an_error_and_not_a_wrong_answer(truth):
         (r"is \frac34", Fraction(3, 4)),
         ("a loss of -$5", -5),
         (r"$-\$1,200.50$", Fraction(-2401, 2)),
+        ("a loss of -US$5", -5),
+        *((amount, 5) for amount in ("US$5", "USD 5", "5 USD", "5 €", "€5")),
         ("from $5-$3", 3),
         ("$5 - $3", 3),
         (r"\boxed{1{,}000}", 1000),
@@ -138,6 +151,7 @@ def test_equal_mathematics_in_other_words_is_right(response, truth):
         ("1,000", 1000, 1.0),
         (r"\boxed{\$18.90}", r"\$18.90", 1.0),
         (r"It costs $\$32,348$.", r"\$32,\!348", 1.0),
+        (r"\boxed{\text{USD }5}", r"\text{USD }5", 1.0),
         (r"\boxed{18}", r"\$19", 0.0),
         (r"\boxed{41} or so", "42", 0.0),
         ("I do not know", "42", 0.0),
@@ -149,6 +163,19 @@ def test_equal_mathematics_in_other_words_is_right(response, truth):
 )
 def test_answers_are_judged_by_their_value(response, truth, score):
     assert math_answer(response, truth) == score
+
+
+AMOUNTS = ["$1,200", r"\$1,200", "US$1,200", r"US\$1,200", "USD 1200", "€1200", "1,200 €", "1200"]
+
+
+@pytest.mark.parametrize("truth", AMOUNTS)
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_an_amount_is_its_number_in_the_answer_and_in_the_ground_truth(amount, truth):
+    for response in (amount, rf"\boxed{{{amount}}}", f"The answer is {amount}.", f"**{amount}**"):
+        assert math_answer(response, truth) == 1.0, response
+        assert math_answer(response.replace("2", "3"), truth) == 0.0, response
+        assert math_answer(f"-{amount}", truth) == 0.0
+    assert math_answer(f"-{amount}", f"-{truth}") == 1.0
 
 
 @pytest.mark.parametrize(
