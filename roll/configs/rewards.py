@@ -127,8 +127,8 @@ class RewardConfig:
     weights: dict[str, float] = option(
         dict,
         "Several rewards: the verifier returns a mapping with a number for each of these names, and the score is their "
-        "sum with these weights. `adv_estimator: gdpo` compares each by itself. Default: the verifier returns the "
-        "score.",
+        "sum with these weights. `adv_estimator: gdpo` compares each by itself. Empty, the default: the verifier "
+        "returns the score.",
     )
     tag_included: list[str] = option(
         list, "Domain tags of the prompts this reward judges. Default: the reward's own name."

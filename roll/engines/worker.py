@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -351,7 +352,8 @@ class InferWorker(Worker):
             await self._strategy.resume()
 
     async def stats(self) -> dict[str, Any]:
-        """See `InferStrategy.stats`; also returns `memory` and `cpu_seconds` of the engine's processes."""
+        """See `InferStrategy.stats`; also returns `memory` and `cpu_seconds` of the engine's processes, and the id of
+        the first of them."""
         stats = self._strategy.stats()  # first: while the others are awaited, requests of the next step may come
         used = await asyncio.to_thread(cpu_seconds)
-        return stats | {"memory": await self._strategy.memory(), "cpu_seconds": used}
+        return stats | {"memory": await self._strategy.memory(), "cpu_seconds": used, "process_id": os.getpid()}

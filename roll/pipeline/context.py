@@ -44,7 +44,7 @@ from roll.pipeline.rollouts import (
 )
 from roll.pipeline.stage import StepCounter
 from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
-from roll.rollout.journal import read_journal, recover
+from roll.rollout.journal import Recovered, read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import CRITIC, GROUP, LOGP, PUBLISHER, WaitBoard, acting
@@ -151,7 +151,9 @@ class RunContext:
         self.pool.on_oldest = self.scheduler.weights_published
         settings = rollout_settings(config)
         if point is not None:
-            resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)
+            recorder.made_again(
+                resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)
+            )
         if journal is not None:
             journal.made_with(settings)
         self.first_step = 0 if point is None else point.step
@@ -219,8 +221,8 @@ def resume_rollouts(
     journal: JournalKeeper | None,
     settings: Mapping[str, Any],
     on_event: Callable[[str], None],
-) -> None:
-    """Restore the state of the driver from ``point``.
+) -> Recovered:
+    """Restore the state of the driver from ``point``. Returns what is known of groups that were issued before.
 
     Groups in flight are generated again, as are finished groups that were made with other ``settings``
     (`rollout_settings`).
@@ -237,6 +239,7 @@ def resume_rollouts(
     advantages.load_state_dict(point.state.advantage_state)
     if journal is not None:
         journal.went_back(point.step)
+    return recovered
 
 
 def build_scheduler(

@@ -1,15 +1,19 @@
 """`groups.jsonl`: lengths and times of every group that was trained on or dropped by the filter, one line each.
 
-`roll simulate --replay` and calibrations read it. Groups that failed, or were dropped as stale, are not in it.
+`roll simulate --replay` and calibrations read it. Groups that failed, or were dropped as stale, are not in it. Trained
+groups are written at the end of their step, filtered ones at once: a resumed run makes the former again, but not all of
+the latter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from roll.data.records import Group
-from roll.tracking.files import JsonLines
+from roll.rollout.journal import Recovered
+from roll.tracking.files import JsonLines, keep_lines
 
 TIMES = ("issued", "generated", "judged", "consumed")
 
@@ -21,6 +25,21 @@ class GroupLog(JsonLines):
         """Append groups that ended by the record of ``step``. Raises `OSError` with the path."""
         for group in groups:
             self.append(group_record(group, step))
+
+
+def drop_lines(path: Path, recovered: Recovered) -> None:
+    """Remove the lines of filtered groups that a resumed run generates again."""
+
+    def stays(record: dict[str, Any]) -> bool:
+        number = record["group"]
+        return not is_filtered(record) or (number < recovered.issued and number not in recovered.in_flight)
+
+    keep_lines(path, stays)
+
+
+def is_filtered(record: Mapping[str, Any]) -> bool:
+    """Return True for the line of a group that the filter dropped."""
+    return "consumed" in record and record["consumed"] is None
 
 
 def group_record(group: Group, step: int) -> dict[str, Any]:

@@ -31,9 +31,10 @@ from roll.data.pictures import digest, picture_format
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
-from roll.pipeline.groups import GroupLog
+from roll.pipeline.groups import GroupLog, drop_lines
 from roll.pipeline.rollouts import ValidationResult, WorkerProcesses
 from roll.pipeline.usage import CpuSeconds, EngineLoads, engine_memory, rates_per_device, trainer_usage
+from roll.rollout.journal import Recovered
 from roll.rollout.scheduler import RolloutScheduler
 from roll.runtime.usage import Usage
 from roll.tracking.console import Console, say_beside
@@ -290,7 +291,7 @@ class RunRecorder:
         )
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
-        self._filtered: list[Group] = []
+        self._steps_done, self._max_steps = max(0, after_step or 0), config.max_steps
         self._samples_per_step = config.num_logged_samples if isinstance(config, PipelineConfig) else 0
         self._decoder = decoder
         self._step_ended = time.time()
@@ -328,7 +329,7 @@ class RunRecorder:
         earlier = read_metrics(self.run.metrics)
         self._open_files(after_step)
         self._tokens, self.ledger = dict.fromkeys(self._tokens, 0), {}
-        self._filtered.clear()
+        self._steps_done = max(0, after_step)
         self.summary.go_back(earlier)
         self.console.resume(earlier)
 
@@ -355,8 +356,14 @@ class RunRecorder:
             self.timeline.transition("validation", "idle")
 
     def filtered(self, group: Group) -> None:
-        """Record a group that the filter drops, with the step that ends next."""
-        self._filtered.append(group)
+        """Write the line of a group that the filter drops, with the step that ends next."""
+        self._groups.write([group], min(self._steps_done + 1, self._max_steps))
+
+    def made_again(self, recovered: Recovered) -> None:
+        """Remove the lines of filtered groups that a resumed run generates again."""
+        self._groups.close()
+        drop_lines(self.run.groups, recovered)
+        self._groups = GroupLog(self.run.groups)
 
     def count_tokens(self, role: str, tokens: int) -> None:
         """Add to the number of tokens that a role on the training side has processed."""
@@ -392,9 +399,12 @@ class RunRecorder:
             **engine_memory("actor_infer", engines),
             **self._cpu_seconds.metrics(
                 {
-                    "driver": [time.process_time()],
-                    "actor_infer": [engine.get("cpu_seconds", 0.0) for engine in engines],
-                    **{role: [rank.cpu_seconds for rank in ranks] for role, ranks in zip(trainers, used, strict=True)},
+                    "driver": {0: time.process_time()},
+                    "actor_infer": {(each["name"], each["process_id"]): each["cpu_seconds"] for each in engines},
+                    **{
+                        role: {(rank, each.process_id): each.cpu_seconds for rank, each in enumerate(ranks)}
+                        for role, ranks in zip(trainers, used, strict=True)
+                    },
                 }
             ),
             **{
@@ -414,8 +424,8 @@ class RunRecorder:
         self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
         await asyncio.to_thread(write_pictures, batch.groups[:count], step, "train", self.run.pictures)
         await asyncio.to_thread(write_prompt_pictures, batch.groups[:count], self.run.pictures)
-        dropped, self._filtered = self._filtered, []
-        await asyncio.to_thread(self._groups.write, [*batch.groups, *dropped], step)
+        await asyncio.to_thread(self._groups.write, batch.groups, step)
+        self._steps_done = step
 
     def show(self, metrics: dict[str, float], step: int) -> None:
         """Show the metrics of a step on the console, and put them into the summary. Step 0 is the initial model."""

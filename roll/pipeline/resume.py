@@ -47,6 +47,7 @@ from roll.pipeline.checkpoints import (
     read_checkpoint,
     saved_steps,
 )
+from roll.pipeline.groups import is_filtered
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import keep_lines, remove_partials, write_atomically
 from roll.tracking.run_directory import RunDirectory
@@ -358,8 +359,8 @@ def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
             aside = abandon(run.checkpoints, later)
             logger.info("the checkpoint of step %d is no part of the run any more: %s", later, aside)
     prune_abandoned(run.checkpoints, keep_abandoned)
-    for path in by_step:
-        keep_lines(path, lambda record: record["step"] <= last, partial(_put_aside, path))
+    for path in by_step:  # filtered groups stay until the journal has told which of them are generated again
+        keep_lines(path, lambda record: record["step"] <= last or is_filtered(record), partial(_put_aside, path))
     if run.timeline.exists():
         os.replace(run.timeline, _next_aside(run.timeline))
     for path in (*by_step, run.timeline):

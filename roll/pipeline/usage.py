@@ -6,7 +6,7 @@ nobody has to look at an engine more often than once in a training step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -55,20 +55,21 @@ class CpuSeconds:
     call."""
 
     def __init__(self) -> None:
-        self._before: dict[str, list[float]] = {}
+        self._before: dict[str, dict[Hashable, float]] = {}
 
-    def metrics(self, totals: Mapping[str, list[float]]) -> dict[str, float]:
-        """Return the processor seconds of each role since the last call. ``totals``: role -> total of each process.
+    def metrics(self, totals: Mapping[str, Mapping[Hashable, float]]) -> dict[str, float]:
+        """Return the processor seconds of each role since the last call. ``totals``: role -> process -> total.
 
-        A role whose processes have changed, or that is new, is left out.
+        A new process counts from its start; of one that died, the time after its last report is unknown. A role that is
+        new is left out.
         """
-        before, self._before = self._before, dict(totals)
-        return {
-            f"cpu_seconds/{role}": sum(now) - sum(before[role])
-            for role, now in totals.items()
-            if len(now) == len(before.get(role, ()))
-            and all(new >= old for new, old in zip(now, before[role], strict=True))
-        }
+        metrics = {}
+        for role, now in totals.items():
+            if (before := self._before.get(role)) is not None:
+                gained = (max(0.0, total - before.get(process, 0.0)) for process, total in now.items())
+                metrics[f"cpu_seconds/{role}"] = sum(gained)
+            self._before.setdefault(role, {}).update(now)
+        return metrics
 
 
 class EngineLoads:

@@ -71,8 +71,9 @@ def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, st
     """Return 1 if the answer found in the response is mathematically equal to the ground truth, else 0.
 
     The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth may
-    be bare LaTeX. Currencies are ignored in both. ``float_rounding`` counts decimals; ``strict`` distinguishes variables, sets and tuples. Raises
-    `ValueError` if the ground truth cannot be parsed. Call it in the main thread of a process that has a time limit.
+    be bare LaTeX. Currencies are ignored in both. ``float_rounding`` counts decimals; ``strict`` distinguishes
+    variables, sets and tuples. Raises `ValueError` if the ground truth cannot be parsed. Call it in the
+    main thread of a process that has a time limit.
     """
     from math_verify import verify
 

@@ -32,6 +32,7 @@ class Usage:
     """Number of micro-batches of this rank that were trained on."""
     cpu_seconds: float = 0.0
     """See `cpu_seconds`; total since the process started."""
+    process_id: int = 0
 
 
 def memory_in_use() -> dict[str, float]:

@@ -12,6 +12,7 @@ timeout fits. Waiting fails only without progress, measured by file size, alloca
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -197,7 +198,9 @@ class TrainWorker(Worker):
     async def usage(self) -> Usage:
         """Return what finished calls of this rank have computed since the last report, and its memory."""
         used, self._used = self._used, Usage()
-        return replace(used, cpu_seconds=cpu_seconds(), device=device_name(), memory=memory_in_use())
+        return replace(
+            used, cpu_seconds=cpu_seconds(), process_id=os.getpid(), device=device_name(), memory=memory_in_use()
+        )
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights, cast to the engine's dtype, into weight-update buffer number ``buffer``."""

@@ -118,15 +118,19 @@ def test_a_call_is_reported_whole_by_the_first_report_after_it():
     assert (later.micro_batches, later.seconds) == (0, 0.0)
 
 
-def test_processor_seconds_are_those_since_the_last_look_and_unknown_where_a_process_was_replaced():
+def test_processor_seconds_are_those_since_the_last_look_also_where_a_process_was_replaced():
     used = CpuSeconds()
-    assert used.metrics({"driver": [5.0], "actor_infer": [1.0, 2.0]}) == {}
-    assert used.metrics({"driver": [5.5], "actor_infer": [1.5, 4.0]}) == {
-        "cpu_seconds/driver": 0.5,
-        "cpu_seconds/actor_infer": 2.5,
-    }
-    assert used.metrics({"driver": [6.0], "actor_infer": [0.5, 5.0]}) == {"cpu_seconds/driver": 0.5}
-    assert used.metrics({"driver": [7.0], "actor_infer": [0.75, 5.0]})["cpu_seconds/actor_infer"] == 0.25
+
+    def gained(driver, **engines):
+        return used.metrics({"driver": {0: driver}, "actor_infer": engines})
+
+    assert gained(5.0, one=1.0, two=2.0) == {}
+    assert gained(5.5, one=1.5, two=4.0) == {"cpu_seconds/driver": 0.5, "cpu_seconds/actor_infer": 2.5}
+    assert gained(5.5, one=2.0, another=3.0)["cpu_seconds/actor_infer"] == 3.5, "two died, another took its place"
+    assert gained(5.5, one=2.5)["cpu_seconds/actor_infer"] == 0.5, "the other does not answer"
+    assert gained(5.5, one=2.5, another=3.25)["cpu_seconds/actor_infer"] == 0.25
+    assert gained(5.5, one=1.0, another=3.5)["cpu_seconds/actor_infer"] == 0.25, "one lost a descendant and its time"
+    assert gained(5.5, one=1.5, another=3.5)["cpu_seconds/actor_infer"] == 0.5
 
 
 def test_the_processor_time_of_a_process_includes_those_it_started():

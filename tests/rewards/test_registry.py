@@ -181,6 +181,12 @@ def test_a_score_may_be_one_of_several_rewards():
     assert checked_output("v", 3, {"score": 2.0}) == RewardOutput(6.0, {"score": 3.0})
 
 
+def test_empty_weights_are_no_weights():
+    verifier = resolve_verifier(RewardConfig(verifier="exact", weights={}), "rewards.x")
+    record = RewardInput("p:1", "prompt", "truth", "truth", "sum", {}, "length", 6, 3)
+    assert checked_output("exact", verifier(record), verifier.weights) == RewardOutput(1.0, {})
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [(1.0, "has no `right`"), ({"score": 1.0}, "has no `right`"), ({"right": 1e308, "short": 1}, "no finite number")],
