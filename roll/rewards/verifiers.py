@@ -64,16 +64,17 @@ MAX_BITS = 20_000.0
 """Size of the largest number that an answer may evaluate to, in bits."""
 
 _MARKUP = ("$", "\\boxed", "\\(", "\\[")
-_CURRENCY = re.compile(r"[€£¥]|\b(?:USD|EUR|GBP|JPY|CNY)\b ?|\bUS(?=\\?\$)|(?<!\\)\\\$")
+_CURRENCY = re.compile(r"[€£¥]|\b(?:USD|EUR|GBP|JPY|CNY)\b ?|\bUS(?=\\?\$)|(?<!\\)\\\$|\{,\}")
+_MARKDOWN = re.compile(r"(?<![\w)])\*\*(?=\S)|(?<=\S)\*\*(?![\w(])|`|</?answer>")
 
 
 def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, strict: bool = True) -> float:
     """Return 1 if the answer found in the response is mathematically equal to the ground truth, else 0.
 
     The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth may
-    be bare LaTeX. Currencies are ignored in both. ``float_rounding`` counts decimals; ``strict`` distinguishes
-    variables, sets and tuples. Raises `ValueError` if the ground truth cannot be parsed. Call it in the
-    main thread of a process that has a time limit.
+    be bare LaTeX. Currencies, bold type, code marks and answer tags are ignored in both. ``float_rounding`` counts
+    decimals; ``strict`` distinguishes variables, sets and tuples. Raises `ValueError` if the ground truth cannot be
+    parsed. Call it in the main thread of a process that has a time limit.
     """
     from math_verify import verify
 
@@ -87,7 +88,7 @@ def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, st
 @lru_cache(maxsize=256)  # the responses of a group share one ground truth
 def parse_ground_truth(text: str) -> tuple[Basic | MatrixBase | str, ...]:
     """Return the expressions that math-verify finds in a ground truth. Raises `ValueError` if it finds none."""
-    text = _without_currency(text)
+    text = _plain(text)
     has_markup = any(mark in text for mark in _MARKUP)
     parsed = _parse(text if has_markup else f"${text}$") or _parse(text)
     if not parsed:
@@ -99,11 +100,11 @@ def _parse(text: str) -> list[Basic | MatrixBase | str]:
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that its time limits are off
-    return parse(_without_currency(text), parsing_timeout=None)
+    return parse(_plain(text), parsing_timeout=None)
 
 
-def _without_currency(text: str) -> str:
-    text = _CURRENCY.sub("", text)
+def _plain(text: str) -> str:
+    text = _CURRENCY.sub("", _MARKDOWN.sub("", text))
     return text.replace("$", "") if text.count("$") == 1 else text  # a single dollar encloses no formula
 
 
@@ -145,6 +146,7 @@ _NO_SIGN = re.compile(
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
+_POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:\{([-+]?\d+)\}|([-+]?\d+))")
 
 
 def numeric(
@@ -174,7 +176,7 @@ def numeric(
 def last_number(text: str) -> Fraction | None:
     """Return the last number in the text as an exact fraction; None if there is none, or if it is absurdly large."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
-    text = _NO_SIGN.sub(" ", text)
+    text = _NO_SIGN.sub(" ", _POWER_OF_TEN.sub(r"e\1\2", text))
     text = _LATEX_FRACTION.sub(r" \1\2/\3\4 ", text)
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
