@@ -203,11 +203,11 @@ def test_a_role_whose_share_is_not_a_number_is_shown():
 
 
 LIVE_RUN = """
-import logging, tempfile
+import logging
 from pathlib import Path
 from roll.tracking.console import Console
 from roll.tracking.logs import configure_logging
-configure_logging(Path(tempfile.mkdtemp()), "driver", console=True)
+configure_logging(Path("logs"), "driver", console=True)
 view = Console("quickstart", 3)
 for step in range(1, 4):
     view.step({"reward/mean": step / 10, "val/addition/accuracy": step / 5}, step)
@@ -216,6 +216,12 @@ for step in range(1, 4):
 view.event("published version 3")
 view.close({"status": "success", "steps": 3, "seconds": 1.0})
 """
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    monkeypatch.chdir(tmp_path)
 
 
 def in_terminal(code, **environment):
