@@ -121,6 +121,7 @@ TRAINERS = Kind(
             options="roll.trainers.options:MegatronOptions",
             layout="roll.trainers.megatron.facts:layout_problems",
             packs=True,
+            replays_routing=True,
         ),
     },
     Trainer,

@@ -120,7 +120,9 @@ class Fsdp2TrainStrategy(TrainStrategy):
         if self.context is None:
             self.forward = forward_pass(setup, self.model, head, self.device)
         else:
-            self.forward = ContextForward(self.context, setup.kind, self.model, head, self.device)
+            self.forward = ContextForward(
+                self.context, setup.kind, self.model, head, self.device, replays=setup.replays_routing
+            )
         self._reshard()
         if not setup.forward_only:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args, fused=True)
