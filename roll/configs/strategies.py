@@ -285,6 +285,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "deepspeed_train": {
         "gradient_checkpointing": bool,
+        "compile": bool,
         "zero_optimization": dict[str, Any],
         "zero_optimization.stage": _Stage,
         "zero_optimization.reduce_bucket_size": _SizeOrAuto,

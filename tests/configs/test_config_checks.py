@@ -881,6 +881,10 @@ def engine_named(name: str, **changes: Any) -> dict[str, Any]:
             f"{OUTSIDE} (actor_logp) chooses experts by itself",
         ),
         ({"actor_train.strategy_args.strategy_config": {"compile": True}}, "actor_train compiles its layers"),
+        (
+            {"actor_train.strategy_args": {"strategy_name": "deepspeed_train", "strategy_config": {"compile": True}}},
+            "actor_train compiles its layers",
+        ),
         (engine_named("vllm"), "on GPUs only"),
         (
             ON_GPUS | engine_named("vllm") | {"actor_infer.generating_args.stop_strings": ["x"]},
@@ -906,7 +910,9 @@ def test_experts_are_replayed_only_where_an_engine_tells_them_and_a_trainer_take
     for trainer in ("fsdp2_train", "deepspeed_train", "megatron_train"):
         check_config(config_from_tree(merged(tree, EXPERTS | {"actor_train.strategy_args.strategy_name": trainer})))
     split = {"strategy_args.strategy_config": {"context_parallel_size": 2}, "device_mapping": [0, 1]}
-    check_config(config_from_tree(merged(tree, EXPERTS | {f"actor_train.{key}": value for key, value in split.items()})))
+    check_config(
+        config_from_tree(merged(tree, EXPERTS | {f"actor_train.{key}": value for key, value in split.items()}))
+    )
     problem = problems_of(merged(tree, EXPERTS | changes))["actor_train.router_replay"]
     assert words in problem.message and "set it to false, or" in problem.remedy
 

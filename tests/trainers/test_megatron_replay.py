@@ -25,12 +25,10 @@ SPLIT = {"context_parallel_size": 2}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank, packed": (1, {}, PACKED),
     "recomputed in two stages": (2, {"pipeline_model_parallel_size": 2, "recompute_method": "uniform", **FULL}, {}),
-    "recomputed in part, three stages of two chunks": (
+    "recomputed in part": (
         2, {"pipeline_model_parallel_size": 2, "recompute_method": "block", **FULL}, PACKED,
     ),
-    "experts and positions split by tensor": (
-        2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}, PACKED,
-    ),
+    "experts and positions split by tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, PACKED),
     "positions split": (2, SPLIT, {}),
     "positions split, packed": (2, SPLIT | {"expert_model_parallel_size": 2}, PACKED),
     "positions split twice": (4, SPLIT | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, PACKED),
