@@ -131,6 +131,16 @@ class Routing:
     """bool ``[tokens]``: False where nothing was recorded (padding, a sample's last token). The model's own experts
     are used there."""
 
+    def at(self, places: Tensor) -> Routing:
+        """Return the routing of the tokens at ``places``, int64 ``[tokens]``."""
+        return Routing(self.experts[places], self.known[places])
+
+    def spread(self, places: Tensor, count: int) -> Routing:
+        """Return the routing of ``count`` tokens: these at ``places``, and nothing recorded of the others."""
+        experts, known = self.experts.new_zeros(count, *self.experts.shape[1:]), self.known.new_zeros(count)
+        experts[places], known[places] = self.experts, self.known
+        return Routing(experts, known)
+
 
 class RouterReplay:
     """Replaces a model's choice of experts by a recorded one, in forward passes and in recomputation."""

@@ -34,6 +34,7 @@ from roll.configs.errors import count
 from roll.configs.roles import ModelArguments, WorkerConfig
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import Options
+from roll.trainers.options import takes_transformer_engine
 
 VLLM_MEMORY_SHARE = 0.92
 """vLLM 0.32's default of `gpu_memory_utilization`."""
@@ -308,6 +309,11 @@ class Trainer:
     infer_tokens: int
     """Tokens of the largest micro-batch for log-probabilities."""
 
+    @property
+    def has_packed_kernel(self) -> bool:
+        """True if attention over packed rows is one call of a kernel. It needs Ampere or newer, as bfloat16 does."""
+        return self.on_gpu and self.dtype == "bfloat16"
+
 
 def trainer_memory(trainer: Trainer) -> RoleMemory:
     """Estimate the memory of the rank that needs most."""
@@ -405,7 +411,7 @@ def _activations(trainer: Trainer) -> Part:
     shape, element, tokens, role = trainer.shape, trainer.element, trainer.train_tokens, trainer.config
     attention, adapted = role.model_args.attn_implementation, len(trainer.adapted)
     one = memory_parts.layer_bytes(shape, element, eager_width=trainer.longest if attention == "eager" else 0)
-    if role.use_sequence_packing is not False and attention == "sdpa" and not (trainer.on_gpu and element == 2):
+    if role.use_sequence_packing is not False and attention == "sdpa" and not trainer.has_packed_kernel:
         one += element * shape.queries  # joined results of the samples, besides the parts that attention keeps
     if trainer.has_adapters:
         one += memory_parts.adapter_bytes(shape, adapted, role.model_args.lora_rank, element)
@@ -521,11 +527,13 @@ def _megatron_activations(trainer: Trainer, tensor: int, layers: int, in_flight:
     split += 2 * shape.experts_per_token * shape.hidden * element
     one = 6 * shape.hidden * element / norm_shares
     packing = trainer.config.use_sequence_packing
-    # `auto` packs with PyTorch's layers; on GPUs those are not the usual ones.
-    if packing is True or (packing and (not trainer.on_gpu or options.get("transformer_impl", "auto") == "local")):
+    device = "cuda" if trainer.on_gpu else "cpu"
+    # `auto` packs with PyTorch's layers only.
+    if packing is True or (packing and not takes_transformer_engine(options.get("transformer_impl", "auto"), device)):
         one += 4 * element * shape.head_size  # cosines and sines of the tokens' positions, which rows do not share
-        joined = not (trainer.on_gpu and element == 2)
-        split += element * shape.queries if joined else 0  # results of the samples, besides those attention keeps
+        split += (
+            0 if trainer.has_packed_kernel else element * shape.queries
+        )  # results of the samples, besides those attention keeps
     one += split / tensor
     within = memory_parts.backward_bytes(shape, element) * tokens / tensor
     if options.get("recompute_granularity", None) == "full":

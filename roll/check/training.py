@@ -72,9 +72,6 @@ def experts_can_be_replayed(config: PipelineConfig) -> Iterator[ConfigProblem]:
             able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.replays_routing]
             message = f"true, but {section.strategy_args.strategy_name} ({role}) chooses experts by itself"
             yield ConfigProblem(path, message, f"{remedy}, or use {' or '.join(able)}")
-        if section is not None and derived.context_ranks(section) > 1:
-            message = f"true, but the ranks of {role} split rows (`context_parallel_size`), unlike recorded experts"
-            yield ConfigProblem(path, message, f"{remedy}, or `context_parallel_size` to 1")
         if section is not None and derived.compiles_layers(section):
             message = f"true, but {role} compiles its layers (`compile`), in which no choice of experts is replaced"
             yield ConfigProblem(path, message, f"{remedy}, or `compile` to false")

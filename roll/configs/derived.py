@@ -221,7 +221,8 @@ def context_ranks(role: WorkerConfig) -> int:
 
 def compiles_layers(role: WorkerConfig) -> bool:
     """Return True if the role's trainer compiles the layers of its model."""
-    return role.strategy_args.strategy_name == "fsdp2_train" and bool(Options.of(role).get("compile", False))
+    compiling = role.strategy_args.strategy_name in ("fsdp2_train", "deepspeed_train")
+    return compiling and bool(Options.of(role).get("compile", False))
 
 
 def data_parallel_ranks(role: WorkerConfig) -> int:

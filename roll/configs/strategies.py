@@ -121,6 +121,7 @@ TRAINERS = Kind(
             options="roll.trainers.options:MegatronOptions",
             layout="roll.trainers.megatron.facts:layout_problems",
             packs=True,
+            replays_routing=True,
         ),
     },
     Trainer,
@@ -284,6 +285,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "deepspeed_train": {
         "gradient_checkpointing": bool,
+        "compile": bool,
         "zero_optimization": dict[str, Any],
         "zero_optimization.stage": _Stage,
         "zero_optimization.reduce_bucket_size": _SizeOrAuto,

@@ -320,6 +320,7 @@ def _check_strategies(
                 path,
                 kind="value" if role == "critic" else "policy",
                 forward_only=role in FORWARD_ROLES,
+                device=config.cluster.device,
             )
     for role, owner in derived.roles_and_reward_models(config).items():
         name, own = owner.strategy_args.strategy_name, owner.strategy_args.strategy_cls

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -76,6 +77,10 @@ class ContextGroup:
         counts = torch.bincount(owners, minlength=self.size).tolist()
         begin = sum(counts[: self.rank])
         mine = slice(begin, begin + counts[self.rank])
+        routing = whole.routing
+        if routing is not None:
+            places = torch.arange(rows * width, device=device).view(rows, width)[:, first : first + own]
+            routing = routing.at(places.flatten())
         # All ranks compute equally many results; those that fill up are not gathered.
         filler = max(counts) - counts[self.rank]
         return ContextSlice(
@@ -86,6 +91,7 @@ class ContextGroup:
             fields=micro_batch.fields,
             packing=packing,
             rows=micro_batch.rows,
+            routing=routing,
             position_ids=positions[:, first : first + own].expand(rows, own),
             counts=counts,
         )
@@ -117,9 +123,9 @@ class ContextSlice(MicroBatch):
 class ContextForward(HfForward):
     """Forward pass with rows split over a context group. Every rank returns the results of whole rows."""
 
-    def __init__(self, context: ContextGroup, *arguments: Any) -> None:
+    def __init__(self, context: ContextGroup, *arguments: Any, **settings: Any) -> None:
         self.context = context
-        super().__init__(*arguments)
+        super().__init__(*arguments, **settings)
 
     def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
         own = self.context.slice_of(micro_batch)
@@ -135,6 +141,11 @@ class ContextForward(HfForward):
     def values(self, micro_batch: MicroBatch) -> Tensor:
         own = self.context.slice_of(micro_batch)
         return self._whole(micro_batch, own, super().values(own))
+
+    def routing_counts(self) -> np.ndarray:
+        counts = torch.from_numpy(super().routing_counts())
+        dist.all_reduce(counts, group=self.context.group)
+        return counts.numpy()
 
     def _whole(self, micro_batch: MicroBatch, own: ContextSlice, values: Tensor) -> Tensor:
         return micro_batch.by_sample(self.context.gathered(values, own.counts))

@@ -22,7 +22,8 @@ from roll.algorithms.metrics import PartMetrics
 from roll.check.rules import obstacle_to_moving
 from roll.configs.strategies import Options
 from roll.trainers.base import TrainerSetup
-from roll.trainers.model import HfForward, load_weights
+from roll.trainers.compiling import compile_layers
+from roll.trainers.model import HfForward, decoder_layers, load_weights
 from roll.trainers.options import engine_config, parse_deepspeed_options
 from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
 from roll.trainers.step import TrainingStep
@@ -56,6 +57,8 @@ class DeepSpeedTrainStrategy(TrainStrategy):
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
         self.model, head = self.load_model(self.options.gradient_checkpointing)
+        if self.options.compile:
+            compile_layers(decoder_layers(self.model), self.device)
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         rounds = self.trains and self.bfloat16
         # DeepSpeed casts weights to bfloat16 before it makes the float32 masters; these references keep the originals.

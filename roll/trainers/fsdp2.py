@@ -8,7 +8,6 @@ reproducible.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from roll.algorithms.metrics import PartMetrics
 from roll.configs.plugins import made
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
+from roll.trainers.compiling import compile_layers
 from roll.trainers.context_parallel import ContextForward, ContextGroup, install_context_parallel
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.model import ModelExport, decoder_layers, forward_pass, load_weights, stored_dtype
@@ -46,10 +46,6 @@ LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-4
 GROWTH_INTERVAL = 200
 """Consecutive updates without an overflow after which the scale is doubled. A skipped update wastes a batch of
 rollouts, so larger scales are tried rarely."""
-VARIANTS = 32
-"""Largest number of compiled variants of the same code (gradients or none, one row or several, kinds of layers,
-adapters or none). Beyond it torch computes without compiling. Its own limit, 8, is too small, but torch has to be new
-enough to take another."""
 
 
 @dataclass
@@ -120,7 +116,9 @@ class Fsdp2TrainStrategy(TrainStrategy):
         if self.context is None:
             self.forward = forward_pass(setup, self.model, head, self.device)
         else:
-            self.forward = ContextForward(self.context, setup.kind, self.model, head, self.device)
+            self.forward = ContextForward(
+                self.context, setup.kind, self.model, head, self.device, replays=setup.replays_routing
+            )
         self._reshard()
         if not setup.forward_only:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args, fused=True)
@@ -379,33 +377,3 @@ def _fill(tensor: Tensor, name: str, state: SavedState) -> None:
     local, offsets = _box(tensor)
     if local.numel():
         local.copy_(state.read(name, offsets, local.shape))
-
-
-def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Have each layer compiled in place at its first call. Raises ``RuntimeError`` if nothing can be compiled here.
-
-    Layers of the same kind share their compiled code. Sizes are variables in it, except for sizes of 1. Call this
-    before sharding, whose hooks are not compiled.
-    """
-    _require_compiler(device)
-    limit = {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
-    for layer in layers:
-        layer.compile(dynamic=True, **limit)
-
-
-def _require_compiler(device: torch.device) -> None:
-    """Compile and run a small function, so that a missing compiler is found before training starts."""
-    from torch._inductor import config
-
-    def doubled(values: Tensor) -> Tensor:
-        return values * 2
-
-    try:
-        # A result from torch's cache would need no compiler.
-        with config.patch(force_disable_caches=True):
-            torch.compile(doubled)(torch.ones(2, device=device))
-    except Exception as error:
-        raise RuntimeError(
-            f"strategy_config.compile: torch cannot compile for {device.type} here ({error}). It needs a C++ compiler "
-            "(g++), and on GPUs Triton as well. Install them, or set `compile` to false"
-        ) from error

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -176,6 +177,10 @@ class HfForward:
     def means(self, micro_batch: MicroBatch) -> Tensor:
         """Raise ``RuntimeError``: text models have no denoising steps."""
         raise RuntimeError("only the steps of pictures have means")
+
+    def routing_counts(self) -> np.ndarray:
+        """Return `RouterReplay.take_counts` over the ranks that share a micro-batch; zeros without router replay."""
+        return np.zeros(2) if self.replay is None else self.replay.take_counts()
 
     def move(self, device: torch.device) -> None:
         """Do nothing. Only image models have auxiliary models to move (`PictureForward.move`)."""

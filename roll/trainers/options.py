@@ -52,7 +52,7 @@ class Fsdp2Options:
 
 
 def fsdp2_layout_problems(
-    role: WorkerConfig, model_path: str, path: str, *, kind: str, forward_only: bool
+    role: WorkerConfig, model_path: str, path: str, *, kind: str, forward_only: bool, device: str
 ) -> list[ConfigProblem]:
     """Return the reasons why a role's model cannot be split over its context groups. Loads no weights.
 
@@ -186,6 +186,12 @@ class MegatronOptions:
         return self.virtual_pipeline_model_parallel_size or 1
 
 
+def takes_transformer_engine(transformer_impl: str, device: str) -> bool:
+    """Return True if `megatron_train` with this option uses the layers of Transformer Engine on such a device."""
+    on_gpu = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    return transformer_impl == "transformer_engine" or (transformer_impl == "auto" and on_gpu)
+
+
 PASSED_ON = frozenset(
     {
         "aio", "comms_logger", "communication_data_type", "data_types", "disable_allgather",
@@ -212,7 +218,6 @@ _REPLACEMENTS: dict[str, tuple[str, ...]] = {
         "managed_gradient_accumulation", "gradient_allreduce_op",
     ),
     "`gradient_checkpointing: true` in `strategy_config`": ("activation_checkpointing",),
-    "nothing: DeepSpeed compiles only if the training loop calls it; `fsdp2_train` has a key `compile`": ("compile",),
     "`device_mapping`": ("elasticity",),
     "a run of its own: it ends the process that trains": ("autotuning",),
     "nothing: the run makes the batches": ("curriculum_learning", "data_efficiency", "dataloader_drop_last"),
@@ -247,6 +252,8 @@ class DeepSpeedOptions:
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Compile each decoder layer (`torch.compile`)."""
     process_group_timeout_seconds: Seconds = 600.0
     """Longest wait in a collective before it fails."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -300,6 +307,7 @@ def check_deepspeed_options(strategy_config: dict[str, Any], path: str) -> list[
     problems += _key_problems(
         strategy_config, path, RESERVED, usable | RESERVED.keys(), lambda key: choose_among(key, sorted(usable))
     )
+    compiles = f"{path}.compile"
     zero, path = strategy_config.get("zero_optimization", {}), f"{path}.zero_optimization"
     if not isinstance(zero, dict):
         remedy = "write `zero_optimization: {stage: 2}`"
@@ -307,6 +315,11 @@ def check_deepspeed_options(strategy_config: dict[str, Any], path: str) -> list[
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         problems.append(ConfigProblem(f"{path}.stage", f"{shown(stage)} is no stage", "write 0, 1, 2 or 3"))
+    if stage == 3 and strategy_config.get("compile") is True:
+        message = (
+            "true, but at ZeRO stage 3 weights are gathered within the layers, and ranks wait for each other there"
+        )
+        problems.append(ConfigProblem(compiles, message, "set it to false, or `zero_optimization.stage` to 2 or less"))
     known = zero_option_names()
 
     def hint(key: str) -> str:

@@ -249,12 +249,15 @@ class MicroBatch:
         """Return the micro-batch with input padded on the right to a multiple of ``multiple`` positions.
 
         In a packed row, each sample is first padded to a multiple of ``sample_multiple``; the positions that are then
-        missing are one more sample. Recorded experts are left out: there are none for the added positions.
+        missing are one more sample. Nothing is recorded of the experts of added positions.
         """
-        ids = self.input_ids
+        ids, routing = self.input_ids, self.routing
         if self.packing is None:
             padded = functional.pad(ids, (0, -ids.shape[1] % multiple))
-            return replace(self, input_ids=padded, routing=None)
+            if routing is not None:
+                places = torch.arange(padded.numel(), device=ids.device).view(padded.shape)[:, : ids.shape[1]]
+                routing = routing.spread(places.flatten(), padded.numel())
+            return replace(self, input_ids=padded, routing=routing)
         lengths = self.packing.boundaries.diff().cpu().numpy()
         padding = -lengths % sample_multiple
         missing = -int((lengths + padding).sum()) % multiple
@@ -263,7 +266,8 @@ class MicroBatch:
         row = ids.new_zeros(1, ids.shape[1] + int(padding.sum()) + missing)
         row[:, places] = ids
         packing = Packing.of([*(lengths + padding), missing], ids.device)
-        return replace(self, input_ids=row, positions=places[self.positions], packing=packing, routing=None)
+        routing = None if routing is None else routing.spread(places, row.numel())
+        return replace(self, input_ids=row, positions=places[self.positions], packing=packing, routing=routing)
 
 
 def build_micro_batch(

@@ -439,10 +439,14 @@ class TrainStrategy(ForwardStrategy):
     def _routing_metrics(self) -> dict[str, float]:
         """Return with router replay the share of tokens that the model would have sent to other experts, the mean over
         layers, in the passes since the last call. Collective."""
-        if not self.setup.replays_routing or not isinstance(self.forward, HfForward) or self.forward.replay is None:
+        if not self.setup.replays_routing:
             return {}
-        differing, replayed = self._shared(self.forward.replay.take_counts())
+        differing, replayed = self._routing_counts()
         return {"routing_mismatch": float(differing / replayed) if replayed else 0.0}
+
+    def _routing_counts(self) -> np.ndarray:
+        """Return `RouterReplay.take_counts` over all ranks. Collective."""
+        return self._shared(self.forward.routing_counts()) if isinstance(self.forward, HfForward) else np.zeros(2)
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

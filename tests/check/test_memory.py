@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -445,11 +447,15 @@ def test_packing_adds_to_attention_where_no_kernel_knows_samples():
     joined = 8192 * 28 * 28 * 128
     assert kept("bfloat16", True) == kept("bfloat16", False)
     assert kept("float32", True) == pytest.approx(kept("float32", False) + 4 * joined)
+    # The kernel does not run on GPUs older than Ampere, which are used with float16.
+    assert kept("float16", True) == pytest.approx(kept("float16", False) + 2 * joined)
     assert kept("bfloat16", True, "cpu") == pytest.approx(kept("bfloat16", False, "cpu") + 2 * joined)
 
 
-def test_packing_adds_to_what_a_layer_of_megatron_keeps():
+@pytest.mark.parametrize("installed", [False, True])
+def test_packing_adds_to_what_a_layer_of_megatron_keeps(monkeypatch, installed):
     """As counted with autograd's hooks, in a model of four layers on a CPU."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if installed else None)
 
     def kept(dtype, packs):
         options = {"tensor_model_parallel_size": 2}
@@ -460,6 +466,8 @@ def test_packing_adds_to_what_a_layer_of_megatron_keeps():
     layers, positions, joined = 8192 * 28, 4 * 128, 28 * 128 / 2
     assert kept("bfloat16", True) == pytest.approx(kept("bfloat16", False) + 2 * layers * positions)
     assert kept("float32", True) == pytest.approx(kept("float32", False) + 4 * layers * (positions + joined))
+    # With Transformer Engine's layers `auto` computes padded rows.
+    assert kept("bfloat16", "auto") == kept("bfloat16", not installed)
 
 
 def test_a_reward_model_has_weights_and_one_batch_on_each_of_its_devices():

@@ -859,6 +859,8 @@ def test_adapters_travel_alone_only_where_an_engine_adds_them_to_its_base(tree, 
 
 
 EXPERTS = {"pretrain": "Qwen/Qwen3-30B-A3B", "actor_train.router_replay": True}
+OUTSIDE = "roll.trainers.fsdp2:Fsdp2TrainStrategy"
+"""A trainer by its import path, of which nothing more is known."""
 ON_GPUS = {"cluster.device": "cuda", "cluster.address": "head:6379"}
 
 
@@ -871,21 +873,18 @@ def engine_named(name: str, **changes: Any) -> dict[str, Any]:
     [
         ({"pretrain": "Qwen/Qwen3-8B"}, "the model has no experts"),
         (
-            {"actor_train.strategy_args": {"strategy_name": "megatron_train"}},
-            "megatron_train (actor_train) chooses experts by itself",
+            {"actor_train.strategy_args": {"strategy_name": OUTSIDE}},
+            f"{OUTSIDE} (actor_train) chooses experts by itself",
         ),
         (
-            {"actor_logp": {"device_mapping": [2], "strategy_args": {"strategy_name": "megatron_train"}}},
-            "megatron_train (actor_logp) chooses experts by itself",
-        ),
-        (
-            {
-                "actor_train.device_mapping": [0, 1],
-                "actor_train.strategy_args.strategy_config": {"context_parallel_size": 2},
-            },
-            "the ranks of actor_train split rows",
+            {"actor_logp": {"device_mapping": [2], "strategy_args": {"strategy_name": OUTSIDE}}},
+            f"{OUTSIDE} (actor_logp) chooses experts by itself",
         ),
         ({"actor_train.strategy_args.strategy_config": {"compile": True}}, "actor_train compiles its layers"),
+        (
+            {"actor_train.strategy_args": {"strategy_name": "deepspeed_train", "strategy_config": {"compile": True}}},
+            "actor_train compiles its layers",
+        ),
         (engine_named("vllm"), "on GPUs only"),
         (
             ON_GPUS | engine_named("vllm") | {"actor_infer.generating_args.stop_strings": ["x"]},
@@ -908,8 +907,12 @@ def engine_named(name: str, **changes: Any) -> dict[str, Any]:
 def test_experts_are_replayed_only_where_an_engine_tells_them_and_a_trainer_takes_them(tree, changes, words):
     for engine in ({}, ON_GPUS | engine_named("vllm"), ON_GPUS | engine_named("sglang")):
         check_config(config_from_tree(merged(tree, EXPERTS | engine)))
-    for trainer in ("fsdp2_train", "deepspeed_train"):
+    for trainer in ("fsdp2_train", "deepspeed_train", "megatron_train"):
         check_config(config_from_tree(merged(tree, EXPERTS | {"actor_train.strategy_args.strategy_name": trainer})))
+    split = {"strategy_args.strategy_config": {"context_parallel_size": 2}, "device_mapping": [0, 1]}
+    check_config(
+        config_from_tree(merged(tree, EXPERTS | {f"actor_train.{key}": value for key, value in split.items()}))
+    )
     problem = problems_of(merged(tree, EXPERTS | changes))["actor_train.router_replay"]
     assert words in problem.message and "set it to false, or" in problem.remedy
 

@@ -232,6 +232,23 @@ def test_removed_padding_of_verl_becomes_packed_rows(strategy):
     assert done.tree()["actor_train"]["use_sequence_packing"] is True
 
 
+def test_experts_of_the_engine_are_replayed_as_in_verl_and_slime():
+    mode, beside = (
+        "actor_rollout_ref.actor.router_replay.mode",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    )
+    older = "actor_rollout_ref.actor.megatron.router_replay_mode"
+    for given, replays in (({mode: "R3", beside: True}, True), ({older: "R3"}, True), ({mode: "disabled"}, False)):
+        done = verl.translate({tuple(path.split(".")): value for path, value in given.items()})
+        assert done.tree()["actor_train"]["router_replay"] is replays and not done.lost
+    done = verl.translate({tuple(mode.split(".")): "R2"})
+    assert "router_replay" not in done.tree()["actor_train"] and [mode in line for line in done.lost] == [True]
+    done = slime.translate({("use-rollout-routing-replay",): True})
+    assert done.tree()["actor_train"]["router_replay"] is True and not done.lost
+    done = slime.translate({("use-routing-replay",): True})
+    assert "router_replay" not in done.tree()["actor_train"] and len(done.lost) == 1
+
+
 def test_the_teacher_of_verl_becomes_a_role():
     given = {
         "distillation.enabled": True,

@@ -13,6 +13,7 @@ from roll.check.rules import options_are_usable
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.configs.strategies import OPTIONS, Options
+from roll.trainers.options import check_deepspeed_options
 
 ENGINES = ("vllm", "sglang", "hf_infer")
 SWITCHES = {
@@ -134,3 +135,14 @@ def test_nothing_else_in_the_configuration_reads_the_options():
         and node.value == "strategy_config"
     }
     assert readers == {"configs/strategies.py"}
+
+
+def test_deepspeed_compiles_no_layers_within_which_weights_are_gathered():
+    for stage in range(4):
+        options = {"compile": True, "zero_optimization": {"stage": stage}}
+        found = {problem.path: problem.message for problem in check_deepspeed_options(options, "c")}
+        assert [path for path in found if path == "c.compile"] == ["c.compile"] * (stage == 3)
+        assert stage < 3 or "gathered within the layers" in found["c.compile"]
+    assert not check_deepspeed_options({"compile": False, "zero_optimization": {"stage": 3}}, "c")
+    (problem,) = check_deepspeed_options({"compile": {"deepcompile": True}}, "c")
+    assert problem.path == "c.compile"

@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.configs.roles import ModelArguments
 from roll.trainers.base import build_trainer
-from roll.trainers.fsdp2 import VARIANTS
+from roll.trainers.compiling import VARIANTS
 from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from tests.tiers import need
-from tests.trainers.ranks import Job, run_here, run_job
+from tests.trainers.nursery import on_ranks
+from tests.trainers.ranks import Job, _train, run_here, run_job
 from tests.trainers.test_packed_training import full_batch
 from tests.trainers.test_router_replay import write_moe
 from tests.trainers.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
@@ -63,7 +64,7 @@ def train(trainer: TrainStrategy, _: object) -> dict[str, Any]:
     for step, lengths in enumerate(LENGTHS):
         batch = make_batch(step, lengths)
         results[f"{step}/logprobs"] = trainer.log_probs(batch, 0.7)
-        if trainer.adapters is not None:
+        if getattr(trainer, "adapters", None) is not None:  # those of DeepSpeed have none
             results[f"{step}/base"] = trainer.base_log_probs(batch, 0.7)
         metrics = trainer.train_step(batch, OBJECTIVE, 0.9)
         results |= {f"{step}/{name}": np.array(value) for name, value in metrics.items()}
@@ -74,16 +75,28 @@ def train(trainer: TrainStrategy, _: object) -> dict[str, Any]:
     return results | {"graphs": graphs}
 
 
-def compared(work: Any, path: str, argument: Any = None, ranks: int = 1, **setup: Any) -> list[int]:
+def trace(rank: int, port: int, job: Job) -> Any:
+    """A rank that generates no code, with the number of graphs from its own start."""
+    torch.compiler.set_default_backend("eager")
+    counters.clear()
+    return _train(rank, port, job)
+
+
+def compared(
+    work: Any, path: str, argument: Any = None, ranks: int = 1, strategy: str = "fsdp2_train", **setup: Any
+) -> list[int]:
     """Require the same results with compiled layers; return the numbers of compiled graphs."""
     options = OPTIONS | setup.pop("strategy_config", {})
     setup = {"max_tokens": 25, "training_args": GENTLE, **setup}
     found = []
     for compiled in (False, True):
         changes = setup | {"strategy_config": options | {"compile": compiled}}
-        job = Job(work, "fsdp2_train", path, argument, changes, ranks)
+        job = Job(work, strategy, path, argument, changes, ranks)
         counters.clear()
-        found.append((run_here if ranks == 1 else run_job)(job)[0])
+        if strategy == "deepspeed_train":
+            found.append(on_ranks(trace, job, ranks=ranks, engine="deepspeed")[0])
+        else:
+            found.append((run_here if ranks == 1 else run_job)(job)[0])
     expected, results = found
     none, graphs = expected.pop("graphs"), results.pop("graphs")
     assert not any(none) and results.keys() == expected.keys()
@@ -95,6 +108,14 @@ def compared(work: Any, path: str, argument: Any = None, ranks: int = 1, **setup
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_layers_train_like_others_and_are_not_compiled_for_each_length(tmp_path, case, traced_only):
     graphs = compared(train, write_model(tmp_path), **CASES[case])
+    assert 0 < graphs[WARM_UP - 1] == graphs[-1] < VARIANTS
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeed_trains_compiled_layers_like_others(tmp_path, stage):
+    need("deepspeed")
+    options = {"zero_optimization": {"stage": stage}, "gradient_checkpointing": stage == 2}
+    graphs = compared(train, write_model(tmp_path), ranks=2, strategy="deepspeed_train", strategy_config=options)
     assert 0 < graphs[WARM_UP - 1] == graphs[-1] < VARIANTS
 
 

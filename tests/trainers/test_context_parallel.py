@@ -110,5 +110,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(model_path, size, de
         model_args=ModelArguments(attn_implementation=attention),
         strategy_args=StrategyArguments(strategy_config={"context_parallel_size": size}),
     )
-    problems = fsdp2_layout_problems(role, model_path, "actor_train", kind="policy", forward_only=False)
+    place = {"path": "actor_train", "kind": "policy", "forward_only": False, "device": "cpu"}
+    problems = fsdp2_layout_problems(role, model_path, **place)
     assert [message in str(problem.message) for problem in problems] == ([True] if message else [])

@@ -186,19 +186,23 @@ def test_positions_in_packed_rows_are_those_that_megatron_core_rotates(ranks_of_
 
 
 @pytest.mark.parametrize(
-    ("installed", "options", "dtype", "packs", "refused"),
+    ("installed", "impl", "dtype", "packs", "device", "refused"),
     [
-        ({"transformer_engine"}, {}, "float32", True, True),
-        ({"transformer_engine"}, {}, "float32", False, False),
-        ({"transformer_engine"}, {}, "bfloat16", True, False),
-        ({"transformer_engine"}, {"transformer_impl": "local"}, "float32", True, False),
-        (set(), {}, "float32", True, False),
+        ({"transformer_engine"}, "auto", "float32", True, "cuda", True),
+        ({"transformer_engine"}, "transformer_engine", "float32", True, "cpu", True),
+        ({"transformer_engine"}, "auto", "float32", True, "cpu", False),
+        ({"transformer_engine"}, "auto", "float32", False, "cuda", False),
+        ({"transformer_engine"}, "auto", "bfloat16", True, "cuda", False),
+        ({"transformer_engine"}, "local", "float32", True, "cuda", False),
+        (set(), "auto", "float32", True, "cuda", False),
     ],
 )
-def test_transformer_engine_takes_packed_rows_in_its_precision(monkeypatch, installed, options, dtype, packs, refused):
+def test_transformer_engine_takes_packed_rows_in_its_precision(
+    monkeypatch, installed, impl, dtype, packs, device, refused
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in installed else None)
     role = WorkerConfig(model_args=ModelArguments(dtype=dtype), use_sequence_packing=packs)
-    found = _packing_problems(MegatronOptions(**options), role, "p")
+    found = _packing_problems(MegatronOptions(transformer_impl=impl), role, "p", device)
     assert [(each.path, "in bfloat16" in each.message) for each in found] == [("p.transformer_impl", True)] * refused
 
 
@@ -210,7 +214,7 @@ def test_a_layout_with_packed_rows_in_another_precision_is_refused(models):
             strategy_args=StrategyArguments(strategy_config={"transformer_impl": "transformer_engine"}),
             use_sequence_packing=packs,
         )
-        found = layout_problems(role, str(models / "qwen3"), "p", kind="policy", forward_only=False)
+        found = layout_problems(role, str(models / "qwen3"), "p", kind="policy", forward_only=False, device="cpu")
         assert [each.path for each in found] == ["p.transformer_impl"] * packs
 
 

@@ -86,6 +86,7 @@ def facts_of(tmp_path: Path, model: str, **changes):
         ("qwen3_moe", {"expert_tensor_parallel_size": 5}, 5, r"the width of an expert \(12\)"),
         ("qwen3_moe", {"expert_model_parallel_size": 4}, 2, r"the number of ranks \(2\)"),
         ("qwen3_moe", TENSOR, 2, "need sequence_parallel: true"),
+        ("qwen3_moe", TENSOR | {"sequence_parallel": True, "expert_tensor_parallel_size": 1}, 2, r"size \(1\) must be"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_explained(tmp_path, model, options, ranks, reason):
@@ -106,7 +107,7 @@ def test_experts_need_sequence_parallelism_in_training_only(tmp_path):
     role.strategy_args.strategy_config = TENSOR
 
     def problems(forward_only):
-        return layout_problems(role, str(tmp_path), "p", kind="policy", forward_only=forward_only)
+        return layout_problems(role, str(tmp_path), "p", kind="policy", forward_only=forward_only, device="cpu")
 
     (problem,) = problems(forward_only=False)
     assert problem.path == "p" and "need sequence_parallel: true" in problem.message

@@ -18,14 +18,16 @@ from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.step import build_micro_batch, predicted_tokens
 from tests.engines.hf_helpers import make_request
 from tests.tiers import need
-from tests.trainers.ranks import Job, run_job
+from tests.trainers.ranks import Job, run_here, run_job
+from tests.trainers.test_context_parallel import GENTLE
+from tests.trainers.tiny_models import weights_of
 from tests.trainers.trainers import trainer_setup
 
 PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12], [5, 6, 7], [13])
 OBJECTIVE = PolicyObjective(16, "vanilla")
 
 
-def write_moe(path, *, top_k, router_seed=0):
+def write_moe(path, *, top_k, router_seed=0, **sizes):
     """A mixture in which the weight of a single expert is always 1, so that only the choice of it matters."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -34,6 +36,7 @@ def write_moe(path, *, top_k, router_seed=0):
         num_experts_per_tok=top_k, norm_topk_prob=True, mlp_only_layers=[1], initializer_range=0.3, eos_token_id=1,
         bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
+    config.update(sizes)
     model = Qwen3MoeForCausalLM(config)
     generator = torch.Generator().manual_seed(router_seed)
     with torch.no_grad():
@@ -219,3 +222,36 @@ def test_ranks_share_a_batch_with_its_experts(models, batches, strategy, leave_p
     for found, of_rank in run_job(Job(of_ranks, strategy, models[2, 1], batches[2], setup)):
         assert found == pytest.approx(share)
         np.testing.assert_allclose(of_rank, logprobs, atol=1e-4)
+
+
+def train_often(trainer, batch):
+    """All that must not depend on how rows are split, by name: also with odd widths and fewer rows than ranks."""
+    results = {"logprobs": trainer.log_probs(batch, 0.7), "own": trainer.log_probs(batch.unrouted(), 0.7)}
+    for step, rows in enumerate(([0, 1, 2, 3], [1, 3, 2], [3], [2, 0, 1])):
+        metrics = trainer.train_step(batch.select(rows), OBJECTIVE, 0.9)
+        results |= {f"{step}/{name}": np.array(value) for name, value in metrics.items()}
+    results["trained"] = trainer.log_probs(batch, 1.0)
+    return results | {f"weight/{name}": weight for name, weight in weights_of(trainer).items()}
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    ("layout", "options", "ranks"),
+    [
+        (LAYOUTS["small padded micro-batches"], {}, 2),
+        (LAYOUTS["packed"], {}, 2),
+        (LAYOUTS["packed"], {"gradient_checkpointing": True}, 4),
+    ],
+)
+def test_ranks_that_split_rows_replay_the_experts_of_their_own_positions(tmp_path, batches, layout, options, ranks):
+    """The recording is that of a model with other routers, and none of the batch's lengths is even."""
+    path = write_moe(tmp_path, top_k=2, router_seed=1, num_attention_heads=4, num_key_value_heads=2)
+    setup = {"replays_routing": True, "training_args": GENTLE, **layout}
+    (whole,) = run_here(Job(train_often, "fsdp2_train", path, batches[2], setup, ranks=1))
+    difference = np.abs(whole["logprobs"] - whole["own"])[batches[2].tokens["response_mask"]]
+    assert np.median(difference) > 1e-2 and whole["0/routing_mismatch"] > 0.5, "the recording has no effect"
+    split = setup | {"strategy_config": options | {"context_parallel_size": 2, "process_group_timeout_seconds": 60}}
+    for found in run_job(Job(train_often, "fsdp2_train", path, batches[2], split, ranks=ranks)):
+        assert found.keys() == whole.keys()
+        for name, value in whole.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)

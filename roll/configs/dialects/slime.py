@@ -165,7 +165,7 @@ _TABLE = {
     "recompute-num-layers": to(f"{_OPTIONS}.recompute_num_layers"),
     "enable-mtp-training mtp-num-layers mtp-loss-scaling-factor": lost("heads for several tokens are not trained"),
     "use-routing-replay": lost("passes of the trainer choose their experts anew"),
-    "use-rollout-routing-replay": lost("`fsdp2_train` has it: `actor_train.router_replay: true`"),
+    "use-rollout-routing-replay": to("actor_train.router_replay"),
     # rewards and rollouts
     "rm-type": later("write `rewards.<name>.verifier`"),
     "custom-rm-path": later("write `rewards.<name>.verifier: module:function`"),

@@ -138,6 +138,9 @@ _TABLE = {
     f"{_AR}.actor.use_torch_compile": none(
         "losses are not compiled; `strategy_config: {compile: true}` compiles the layers"
     ),
+    f"{_AR}.actor.router_replay.mode {_AR}.actor.**.router_replay_mode": to(
+        "actor_train.router_replay", {"R3": True, "disabled": False}, "R2 has no counterpart here", closed=True
+    ),
     f"{_AR}.actor.checkpoint.**": none("a checkpoint has the whole state"),
     # generation
     f"{_AR}.rollout.name": to("actor_infer.strategy_args.strategy_name", {"hf": "hf_infer"}),
@@ -155,6 +158,7 @@ _TABLE = {
     f"{_AR}.rollout.free_cache_engine": none("an engine sleeps where it shares its devices"),
     f"{_AR}.rollout.load_format": none("an engine starts with the weights of the model itself"),
     f"{_AR}.rollout.layered_summon": none("weights travel in buckets"),
+    f"{_AR}.rollout.enable_rollout_routing_replay": none("engines record experts if `router_replay` is true"),
     f"{_AR}.rollout.calculate_log_probs": none(_ALWAYS),
     f"{_AR}.rollout.prompt_length": none("`data.max_prompt_length` says it"),
     f"{_AR}.rollout.response_length": none("`data.max_response_length` says it"),

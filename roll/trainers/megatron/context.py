@@ -24,9 +24,12 @@ def own_input(micro_batch: MicroBatch, group: dist.ProcessGroup) -> Tensor:
     """Return the token ids at the positions that this rank computes, int64 ``[rows, width / ranks]``.
 
     The width, and the length of each sample of a packed row, must be a multiple of twice the number of ranks."""
-    if group.size() == 1:
-        return micro_batch.input_ids
-    return micro_batch.input_ids[:, shared_positions(micro_batch, group.size())[group.rank()]]
+    return micro_batch.input_ids[:, own_positions(micro_batch, group)]
+
+
+def own_positions(micro_batch: MicroBatch, group: dist.ProcessGroup) -> Tensor | slice:
+    """Return the positions that this rank computes: all, or int64 ``[width / ranks]``."""
+    return slice(None) if group.size() == 1 else shared_positions(micro_batch, group.size())[group.rank()]
 
 
 def shared_positions(micro_batch: MicroBatch, ranks: int) -> Tensor:

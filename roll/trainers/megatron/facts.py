@@ -15,7 +15,7 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.plugins import made
 from roll.configs.roles import WorkerConfig
 from roll.trainers.base import ModelKind
-from roll.trainers.options import MegatronOptions
+from roll.trainers.options import MegatronOptions, takes_transformer_engine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,7 +84,7 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
 
 
 def layout_problems(
-    role: WorkerConfig, model_path: str, path: str, *, kind: ModelKind, forward_only: bool
+    role: WorkerConfig, model_path: str, path: str, *, kind: ModelKind, forward_only: bool, device: str
 ) -> list[ConfigProblem]:
     """Return the problems of a role's model and of its parallel layout on the role's devices. Loads no weights.
 
@@ -95,7 +95,7 @@ def layout_problems(
     try:
         options = made("megatron_train", MegatronOptions, role.strategy_args.strategy_config, path)
         found = _context_problems(options, role.model_args.dtype, path)
-        found += _packing_problems(options, role, path)
+        found += _packing_problems(options, role, path, device)
         facts = read_facts(model_path, role.model_args.trust_remote_code, kind)
         check_layout(facts, options, ranks, forward_only=forward_only)
     except ConfigError:
@@ -125,12 +125,10 @@ def _context_problems(options: MegatronOptions, dtype: str, path: str) -> list[C
     return []
 
 
-def _packing_problems(options: MegatronOptions, role: WorkerConfig, path: str) -> list[ConfigProblem]:
+def _packing_problems(options: MegatronOptions, role: WorkerConfig, path: str, device: str) -> list[ConfigProblem]:
     """Return the problem of packed rows in a precision in which Transformer Engine's attention does not take them."""
     dtype, chosen = role.model_args.dtype, options.transformer_impl
-    if role.use_sequence_packing is not True or dtype == "bfloat16" or chosen == "local":
-        return []
-    if chosen == "auto" and importlib.util.find_spec("transformer_engine") is None:
+    if role.use_sequence_packing is not True or dtype == "bfloat16" or not takes_transformer_engine(chosen, device):
         return []
     message = f"{chosen!r}: Transformer Engine takes packed rows in bfloat16, and `model_args.dtype` is {dtype}"
     remedy = "write `transformer_impl: local`, `model_args.dtype: bfloat16` or `use_sequence_packing: false`"
@@ -164,6 +162,12 @@ def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *
         ]
         if tensor > 1 and not options.sequence_parallel and not forward_only:
             others.append("experts with tensor_model_parallel_size above 1 need sequence_parallel: true")
+        if groups == 1 and width != tensor and not forward_only:
+            # megatron-core adds up gradients of experts as those of other layers then, over too few ranks.
+            others.append(
+                f"expert_tensor_parallel_size ({width}) must be tensor_model_parallel_size ({tensor}) unless "
+                "expert_model_parallel_size is above 1"
+            )
     elif groups > 1 or options.expert_tensor_parallel_size is not None or options.moe_grouped_gemm:
         others.append("the model has no experts, so expert options have no effect")
     problems = [

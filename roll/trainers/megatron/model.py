@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from roll.trainers.megatron.facts import ModelFacts
-from roll.trainers.options import MegatronOptions
+from roll.trainers.options import MegatronOptions, takes_transformer_engine
 from roll.trainers.packing import attend_within_samples
 from roll.trainers.step import Packing
 
@@ -186,9 +186,7 @@ def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> b
     installed = importlib.util.find_spec("transformer_engine") is not None
     if options.transformer_impl == "transformer_engine" and not installed:
         raise ValueError("transformer_impl is 'transformer_engine', which is not installed; use 'auto' or 'local'")
-    chosen = options.transformer_impl == "transformer_engine" or (
-        options.transformer_impl == "auto" and installed and device.type == "cuda"
-    )
+    chosen = takes_transformer_engine(options.transformer_impl, device.type)
     if options.moe_grouped_gemm and not chosen:
         raise ValueError("moe_grouped_gemm needs the layers of Transformer Engine (transformer_impl)")
     if options.context_parallel_size > 1 and not chosen:

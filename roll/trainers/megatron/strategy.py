@@ -50,6 +50,7 @@ from roll.trainers.megatron.model import (
     transformer_config,
     uses_transformer_engine,
 )
+from roll.trainers.megatron.routing import ExpertReplay
 from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
 from roll.trainers.options import MegatronOptions
 from roll.trainers.state import (
@@ -255,6 +256,12 @@ class MegatronTrainStrategy(TrainStrategy):
         dtype = getattr(torch, setup.model_args.dtype)
         config = transformer_config(self.facts, self.options, dtype, self.device)
         self.chunks = build_chunks(self.facts, config, self.device)
+        self.replay: ExpertReplay | None = None
+        if setup.replays_routing:
+            if not self.facts.experts:
+                raise ValueError(f"router_replay: {setup.model_path} has no experts that a router chooses")
+            splits = self.options.sequence_parallel
+            self.replay = ExpertReplay(self.chunks, self.device, splits_positions=splits)
         self.weights = ModelWeights(self.chunks, self.facts)
         self.weights.fill(CheckpointFiles(checkpoint_folder(setup.model_path)))
         if setup.forward_only:
@@ -393,6 +400,9 @@ class MegatronTrainStrategy(TrainStrategy):
         is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
         return super()._shared(values if is_first else np.zeros_like(values))
 
+    def _routing_counts(self) -> np.ndarray:
+        return super()._shared(np.zeros(2) if self.replay is None else self.replay.take_counts())
+
     def _divide_gradients(self, divisor: float) -> None:
         for chunk in self.wrapped:
             chunk.scale_gradients(1 / divisor)
@@ -403,6 +413,8 @@ class MegatronTrainStrategy(TrainStrategy):
         micro_batches = [each.widened(multiple, sample_multiple) for each in parts]
         chunks = self.chunks if self.setup.forward_only else self.wrapped
         several = len(chunks) > 1
+        if self.replay is not None:
+            self.replay.begin(learns=not forward_only)
         iterators = [iter(micro_batches) for _ in chunks]
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward, result),
@@ -422,7 +434,8 @@ class MegatronTrainStrategy(TrainStrategy):
         ids = own_input(micro_batch, parallel_state.get_context_parallel_group())
         packed = packed_arguments(micro_batch.packing, self.options)
         # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
-        output = chunk(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
+        with nullcontext() if self.replay is None else self.replay.forward(micro_batch):
+            output = chunk(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
         return output, partial(result, micro_batch)
 
     def _logprobs_and_entropy(
