@@ -423,7 +423,7 @@ def test_a_session_whose_process_died_begins_anew_elsewhere():
     assert run(pool_of(), use) == "go 2 1"
 
 
-@pytest.mark.parametrize("how", ["hold", "stop"])
+@pytest.mark.parametrize("how", ["hold", pytest.param("stop", marks=pytest.mark.tier("soak"))])
 def test_a_process_that_does_not_answer_is_killed_and_replaced(how):
     async def use(pool: EnvPool) -> tuple[int, str]:
         pid = await process_id(pool)

@@ -76,10 +76,10 @@ def test_a_check_that_hangs_ends_with_all_its_processes(tmp_path, monkeypatch):
     )
     program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {deaf!r}]).pid, flush=True); "
     output = tmp_path / "output"
-    ended = run_in_process([sys.executable, "-c", program + "import time; time.sleep(99)"], output, 0.7)
-    assert ended.code is None and 0.7 <= ended.seconds < 10
+    ended = run_in_process([sys.executable, "-c", program + "import time; time.sleep(99)"], output, 2.0)
+    assert ended.code is None and 2.0 <= ended.seconds < 60
     (child,) = (int(word) for word in output.read_text().split() if word.isdigit())
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < give_up, "a process of the check lives on"
         time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_processes_with_a_group_of_their_own_end_with_the_check(tmp_path):
     output = tmp_path / "output"
     run_in_process([sys.executable, "-c", program + "; p.stdout.readline(); print(p.pid)"], output, 20)
     pid = int(output.read_text())
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < give_up, "a process of the check lives on"
         time.sleep(0.02)

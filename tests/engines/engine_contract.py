@@ -237,6 +237,18 @@ def test_caches_of_old_weights_are_never_shared_with_new_requests(published):
     published.assert_close(late.logprobs, full_scores(second, prompt, late))
 
 
+def test_a_version_that_comes_again_with_other_weights_shares_no_cache_with_the_one_before(published):
+    """As after the death of a trainer. The prompt fills a block of vLLM's cache, which has 128 tokens."""
+    prompt = tuple(np.random.default_rng(1).integers(2, 90, 140).tolist())
+    for seed in (5, 6):
+        model = published.make_model(seed)
+        published.run(published.load, model, published.version)
+        asked = request(f"again {seed}", 8, prompt=prompt, seed=seed, ignore_eos=True)
+        completion = published.run(published.strategy.generate, asked)
+        assert set(completion.versions) == {published.version}
+        published.assert_close(completion.logprobs, full_scores(model, prompt, completion))
+
+
 @pytest.mark.parametrize("mode", ["keep", "resume"])
 def test_a_paused_engine_computes_nothing_and_starts_nothing(published, mode):
     strategy = published.strategy

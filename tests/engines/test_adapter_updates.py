@@ -9,6 +9,7 @@ import asyncio
 import json
 import tempfile
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -234,7 +235,12 @@ def test_vllm_in_bfloat16(base_path, tmp_path, monkeypatch):
 
 
 @vllm_only
-def test_a_model_that_vllm_has_no_adapters_for_is_refused_with_the_key_to_write(tmp_path):
+@pytest.mark.parametrize("start", ["one that fails", pytest.param("vLLM's own", marks=pytest.mark.tier("soak"))])
+def test_a_model_that_vllm_has_no_adapters_for_is_refused_with_the_key_to_write(tmp_path, monkeypatch, start):
+    """vLLM itself says, after half a minute, only that one of its processes ended."""
+    if start == "one that fails":
+        failing = Mock(side_effect=RuntimeError("Engine core initialization failed"))
+        monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", failing)
     sizes = dict(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=MAX_LENGTH, rotary_dim=16)
     GPTJForCausalLM(GPTJConfig(**sizes)).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)

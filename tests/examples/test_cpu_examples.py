@@ -16,6 +16,7 @@ import pytest
 
 from roll.cli.main import main
 from roll.tracking.trackers import read_metrics
+from tests.warm_workers import search_path
 
 pytestmark = pytest.mark.tier("all")
 
@@ -114,7 +115,7 @@ def start(arguments, folder):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "start_pipeline.py"), *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": search_path(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,

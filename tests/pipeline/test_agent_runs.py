@@ -118,8 +118,9 @@ def test_an_agent_that_ends_its_process_costs_its_group_and_nothing_else(task, r
     """With real processes, at an address of the cluster's node."""
     envs = {"copy": agent("copy_agents:deadly")}
     config = agent_config(
-        task, envs, async_generation_ratio=1, train_env_manager__group_size=4, env_workers__num_workers=2
-    )
+        task, envs, async_generation_ratio=1, train_env_manager__group_size=4, env_workers__num_workers=2,
+        max_group_retries=0,
+    )  # fmt: skip
     run = run_pipeline(task, ray_cluster, config)
     ledger = run.summary["ledger"]
     assert ledger["consumed"] == 3 * 8 and ledger["dropped/failed"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from fake_cluster import IN_THIS_PROCESS
 from runs import run_pipeline
 from tiny import changed, tiny_config
 
@@ -126,11 +127,11 @@ def test_environments_that_raise_hang_lie_or_die_cost_their_group_and_nothing_el
 
 @pytest.mark.timeout(120)
 @tier("all")
-def test_spare_episodes_keep_groups_whole(task, ray_cluster):
+def test_spare_episodes_keep_groups_whole(task):
     """Every third episode fails; with as many spare ones as a group has, no group is lost."""
     envs = {"copy": {"env_type": "copy_games:FirstFails", "max_steps": 4, "max_tokens_per_step": 1}}
     config = agentic_config(task, envs, max_steps=2, train_env_manager__group_size_redundancy=8)
-    run = run_pipeline(task, ray_cluster, config)
+    run = run_pipeline(task, IN_THIS_PROCESS, config)
     ledger = run.summary["ledger"]
     assert ledger["issued"] == ledger["consumed"] == 16
     assert run.metrics[-1]["env_workers/failures/copy/raised"] > 0
@@ -138,7 +139,7 @@ def test_spare_episodes_keep_groups_whole(task, ray_cluster):
 
 @pytest.mark.timeout(120)
 @tier("all")
-def test_a_run_whose_environments_never_work_ends_with_the_cause(task, ray_cluster):
+def test_a_run_whose_environments_never_work_ends_with_the_cause(task):
     envs = {
         "copy": {
             "env_type": "copy_games:Copy",
@@ -148,13 +149,13 @@ def test_a_run_whose_environments_never_work_ends_with_the_cause(task, ray_clust
         }
     }
     config = agentic_config(task, envs, max_group_retries=0, max_consecutive_refunds=3)
-    run = run_pipeline(task, ray_cluster, config, expect=1)
+    run = run_pipeline(task, IN_THIS_PROCESS, config, expect=1)
     assert "the copier is on fire" in json.dumps(run.summary)
 
 
 @pytest.mark.timeout(120)
 @tier("all")
-def test_a_first_observation_that_is_too_long_is_said_with_the_key_to_raise(task, ray_cluster):
+def test_a_first_observation_that_is_too_long_is_said_with_the_key_to_raise(task):
     config = agentic_config(task, prompt_length=1, max_consecutive_refunds=3)
-    run = run_pipeline(task, ray_cluster, config, expect=1)
+    run = run_pipeline(task, IN_THIS_PROCESS, config, expect=1)
     assert "prompt_length" in run.summary["error"] and "copy" in run.summary["error"]

@@ -176,7 +176,7 @@ def test_two_replicas_killed_one_while_it_generates_one_while_it_takes_weights(t
     assert measured and max(measured) < 1e-5, "tokens put together from two engines have the log-probabilities they had"
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("soak")
 def test_processes_killed_by_their_ids_are_replaced_or_named_and_nothing_is_left(task, command, tmp_path):
     """First a reward worker, by itself; then an engine; in the end the trainer, without which there is no run."""
     died = tmp_path / "died"

@@ -161,7 +161,7 @@ def test_so_they_are_on_two_ranks_in_processes_of_their_own(task, ray_cluster, t
         "actor_logp__device_mapping": logp,
         "actor_logp__use_sequence_packing": True,
     }
-    assert_same_steps(task, ray_cluster, {**DECOUPLED, **SEVERAL, "async_generation_ratio": 1, **devices})
+    assert_same_steps(task, ray_cluster, {**DECOUPLED, **SEVERAL, **devices})
 
 
 @pytest.mark.tier("all")

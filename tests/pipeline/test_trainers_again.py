@@ -113,10 +113,6 @@ def test_a_trainer_that_dies_is_replaced_while_engines_live_on(task, settings):
     assert_nothing_lost_or_doubled(run)
     assert_same_engines(run, SETTINGS[settings])
     assert run.summary["resumed_at"][0] in (0, 3), "a checkpoint may have been on its way to the disk"
-    put_aside = run.folder / "metrics-before.jsonl"
-    # The trainer may die before a step that was just done is on record; far ahead, the next one comes at once.
-    if settings != "far ahead" or put_aside.exists():
-        assert read_metrics(put_aside)[-1]["step"] >= 4, "steps that were on record are done again"
 
 
 @pytest.mark.tier("all")
@@ -385,7 +381,10 @@ def test_a_rank_of_two_that_is_killed_in_the_middle(task, ray_cluster):
 
 @pytest.mark.tier("all")
 @pytest.mark.timeout(400)
-def test_the_trainer_of_a_colocated_run_is_killed(task, ray_cluster):
+def test_the_trainer_of_a_colocated_run_is_killed(task, ray_cluster, capsys):
     run = run_pipeline(task, ray_cluster, again(task, **COLOCATED, **CRITIC, **killing("actor_train", 3)))
     assert_nothing_lost_or_doubled(run)
     assert_same_engines(run, COLOCATED)
+    log = (run.folder / "logs" / "driver.log").read_text()
+    first, second = re.findall(r"worker actor_train/0 runs as process (\d+)", log)
+    assert first != second and f"worker actor_train/0 died: process {first}" in capsys.readouterr().out

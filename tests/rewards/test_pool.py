@@ -183,7 +183,7 @@ def test_an_async_response_that_never_ends_or_raises_fails_alone(make_pool, judg
     assert pool.counts.restarts == 0
 
 
-@pytest.mark.parametrize("response", ["block", "die"])
+@pytest.mark.parametrize("response", [pytest.param("block", marks=pytest.mark.tier("soak")), "die"])
 def test_an_async_response_that_takes_its_process_down_fails_alone(make_pool, judged, response):
     pool = make_pool(USER + "async_answer", timeout_seconds=1.0, max_retries=0)
 

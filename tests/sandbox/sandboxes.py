@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import roll
-from roll.sandbox.sandbox import Level, Limits, Protections, Sandbox, SandboxResult
+from roll.sandbox.sandbox import Level, Limits, Protections, Sandbox, SandboxResult, SandboxUnavailable
 
 REPOSITORY = Path(roll.__file__).resolve().parent.parent
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -34,9 +34,11 @@ class Kind:
 
     def run(self, code: str, stdin: str = "", **limits) -> SandboxResult:
         if self.unprivileged:
+            refused = refused_to_nobody(self.level)
+            if refused:
+                pytest.skip(f"not on this machine: {refused}")
             return self._run_as_nobody(code, stdin, limits)
-        interpreter = SYSTEM_PYTHON if self.level == "own_user" else None
-        return Sandbox(interpreter=interpreter, levels=[self.level]).run(code, stdin=stdin, limits=Limits(**limits))
+        return sandbox_of(self.level).run(code, stdin=stdin, limits=Limits(**limits))
 
     def _run_as_nobody(self, code: str, stdin: str, limits: dict) -> SandboxResult:
         task = json.dumps({"level": self.level, "code": code, "stdin": stdin, "limits": limits})
@@ -47,9 +49,25 @@ class Kind:
             user=NOBODY, group=NOBODY, extra_groups=[],
         )  # fmt: skip
         if done.returncode != 0:
-            pytest.skip(f"not on this machine: {done.stderr.strip().splitlines()[-1]}")
+            raise SandboxUnavailable(done.stderr.strip().splitlines()[-1])
         fields = json.loads(done.stdout)
         return SandboxResult(**fields | {"protections": Protections(**fields["protections"])})
+
+
+@functools.cache
+def sandbox_of(level: Level) -> Sandbox:
+    """The sandbox of a level, which tries once whether this machine has it."""
+    return Sandbox(interpreter=SYSTEM_PYTHON if level == "own_user" else None, levels=[level])
+
+
+@functools.cache
+def refused_to_nobody(level: Level) -> str:
+    """Why a user without rights cannot have a level on this machine; ``""`` where they can."""
+    try:
+        Kind(level, unprivileged=True)._run_as_nobody("", "", {})
+    except SandboxUnavailable as error:
+        return str(error)
+    return ""
 
 
 def secrets_of_this_process() -> dict[str, str]:

@@ -36,8 +36,11 @@ WARM_UP = 2
 OPTIONS = {"process_group_timeout_seconds": 300}
 CASES: dict[str, dict[str, Any]] = {
     "padded": {"strategy_config": {"offload": "cpu"}},
-    "packed, checkpointing": {"packed": True, "strategy_config": {"gradient_checkpointing": True}},
-    "adapters": {"model_args": ModelArguments(lora_target="q_proj,v_proj")},
+    "packed, checkpointing, adapters": {
+        "packed": True,
+        "strategy_config": {"gradient_checkpointing": True},
+        "model_args": ModelArguments(lora_target="q_proj,v_proj"),
+    },
 }
 
 pytestmark = pytest.mark.tier("all")

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from roll.agentic.library.agent import AgentEnv
 from roll.data.chat import ChatTurns
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.hf.strategy import HFInferStrategy
+from roll.runtime.placement import free_port
 from roll.tracking.trackers import read_metrics
 from tests.docs.pages import ROOT, page
 
@@ -304,9 +304,7 @@ LOOK_UP = {
 @contextmanager
 def server(command: list[str], environment: dict[str, str]) -> Iterator[str]:
     """The address of a server of OpenAI's API, once it answers."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     base_url = f"http://127.0.0.1:{port}/v1"
     with subprocess.Popen(
         [sys.executable, "-m", *command, "--port", str(port)],
