@@ -34,7 +34,6 @@ from roll.configs.errors import count
 from roll.configs.roles import ModelArguments, WorkerConfig
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import Options
-from roll.trainers.options import takes_transformer_engine
 
 VLLM_MEMORY_SHARE = 0.92
 """vLLM 0.32's default of `gpu_memory_utilization`."""
@@ -527,13 +526,12 @@ def _megatron_activations(trainer: Trainer, tensor: int, layers: int, in_flight:
     split += 2 * shape.experts_per_token * shape.hidden * element
     one = 6 * shape.hidden * element / norm_shares
     packing = trainer.config.use_sequence_packing
-    device = "cuda" if trainer.on_gpu else "cpu"
+    layers_of, device = options.get("transformer_impl", "auto"), "cuda" if trainer.on_gpu else "cpu"
     # `auto` packs with PyTorch's layers only.
-    if packing is True or (packing and not takes_transformer_engine(options.get("transformer_impl", "auto"), device)):
+    if packing is True or (packing and not derived.takes_transformer_engine(layers_of, device)):
         one += 4 * element * shape.head_size  # cosines and sines of the tokens' positions, which rows do not share
-        split += (
-            0 if trainer.has_packed_kernel else element * shape.queries
-        )  # results of the samples, besides those attention keeps
+        if not trainer.has_packed_kernel:
+            split += element * shape.queries  # results of the samples, besides those attention keeps
     one += split / tensor
     within = memory_parts.backward_bytes(shape, element) * tokens / tensor
     if options.get("recompute_granularity", None) == "full":

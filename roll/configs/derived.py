@@ -11,6 +11,7 @@ and for critic, reference and teacher unless they have shares of their own; thes
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Iterator
@@ -223,6 +224,12 @@ def compiles_layers(role: WorkerConfig) -> bool:
     """Return True if the role's trainer compiles the layers of its model."""
     compiling = role.strategy_args.strategy_name in ("fsdp2_train", "deepspeed_train")
     return compiling and bool(Options.of(role).get("compile", False))
+
+
+def takes_transformer_engine(transformer_impl: str, device: str) -> bool:
+    """Return True if `megatron_train` with this option uses the layers of Transformer Engine on such a device."""
+    on_gpu = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    return transformer_impl == "transformer_engine" or (transformer_impl == "auto" and on_gpu)
 
 
 def data_parallel_ranks(role: WorkerConfig) -> int:

@@ -186,12 +186,6 @@ class MegatronOptions:
         return self.virtual_pipeline_model_parallel_size or 1
 
 
-def takes_transformer_engine(transformer_impl: str, device: str) -> bool:
-    """Return True if `megatron_train` with this option uses the layers of Transformer Engine on such a device."""
-    on_gpu = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-    return transformer_impl == "transformer_engine" or (transformer_impl == "auto" and on_gpu)
-
-
 PASSED_ON = frozenset(
     {
         "aio", "comms_logger", "communication_data_type", "data_types", "disable_allgather",

@@ -10,12 +10,13 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from roll.configs.derived import takes_transformer_engine
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.plugins import made
 from roll.configs.roles import WorkerConfig
 from roll.trainers.base import ModelKind
-from roll.trainers.options import MegatronOptions, takes_transformer_engine
+from roll.trainers.options import MegatronOptions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

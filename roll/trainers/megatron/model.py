@@ -40,8 +40,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from roll.configs.derived import takes_transformer_engine
 from roll.trainers.megatron.facts import ModelFacts
-from roll.trainers.options import MegatronOptions, takes_transformer_engine
+from roll.trainers.options import MegatronOptions
 from roll.trainers.packing import attend_within_samples
 from roll.trainers.step import Packing
 
