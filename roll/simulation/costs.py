@@ -239,20 +239,26 @@ def linked(config: PipelineConfig, hardware: Hardware) -> int:
 
 
 def exchange_seconds(config: PipelineConfig, inputs: Inputs, hardware: Hardware, role: WorkerConfig) -> float:
-    """Return the seconds in which a rank exchanges one token with the experts of all layers, there and back.
+    """Return the seconds in which a rank exchanges one token in all layers of a forward pass, there and back.
 
-    0 without expert parallelism.
+    With expert parallelism in Megatron, tokens travel to their experts. With rows that are split in FSDP2, queries,
+    keys and values travel to the ranks of their heads (Ulysses, arXiv 2309.14509), and the results back. The keys and
+    values that travel with split rows in Megatron are not counted: its attention computes meanwhile.
     """
     shape, options = shape_of(config, role), Options.of(role)
-    if options.strategy != "megatron_train" or not shape.experts:
+    if options.strategy == "fsdp2_train":
+        width, ranks = 1, derived.context_ranks(role)
+        elements = 2 * (shape.queries + shape.keys)
+    elif options.strategy == "megatron_train" and shape.experts:
+        width = options.get("expert_tensor_parallel_size", options.get("tensor_model_parallel_size", 1))
+        ranks = options.get("expert_model_parallel_size", 1) * width
+        elements = 2 * shape.experts_per_token * shape.hidden
+    else:
         return 0.0
-    tensor = options.get("tensor_model_parallel_size", 1)
-    width = options.get("expert_tensor_parallel_size", tensor)
-    ranks = options.get("expert_model_parallel_size", 1) * width
     if ranks <= width:
         return 0.0
     near = min(ranks, linked(config, hardware))
-    sent = 2 * shape.layers * shape.experts_per_token * shape.hidden * ELEMENT_BYTES[role.model_args.dtype]
+    sent = shape.layers * elements * ELEMENT_BYTES[role.model_args.dtype]
     shares = ((near - width) / hardware.link, (ranks - near) / hardware.network)
     return sent * max(shares) / ranks / inputs.trainer.link_efficiency
 

@@ -99,7 +99,9 @@ class TrainerInputs:
         0.95, "n ranks do the work of n to this power; 0.82 was published for a mixture of experts on 8 to 32 GPUs."
     )
     link_efficiency: Nucleus = option(
-        0.6, "Share of the peak bandwidth of NVLink and network at which ranks exchange the tokens of their experts."
+        0.6,
+        "Share of the peak bandwidth of NVLink and network at which ranks exchange the tokens of their experts, or of "
+        "rows that they split.",
     )
     step_seconds: NotNegative = option(2.0, "Fixed time of a training step.")
     part_seconds: NotNegative = option(0.0, "Fixed time of each part of a batch but the last, if the trainer streams.")

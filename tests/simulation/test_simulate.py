@@ -187,6 +187,26 @@ def test_tokens_travel_to_their_experts_and_back_over_the_links_of_the_device(tm
     assert exchanged("H100", 8, expert_tensor_parallel_size=2) == pytest.approx(sent * 8 / 16 / (0.5 * 50e9))
 
 
+def test_ranks_that_split_rows_exchange_them_in_every_layer(tmp_path):
+    def seconds(ranks, role="train"):
+        config = gpus(
+            tmp_path,
+            pretrain="Qwen/Qwen2.5-7B",
+            cluster={"device": "cuda", "num_devices_per_node": 8},
+            actor_train={"device_mapping": "0-15", "model_args": {"dtype": "bfloat16"},
+                         "strategy_args": {"strategy_name": "fsdp2_train",
+                                           "strategy_config": {"context_parallel_size": ranks}}},
+            actor_infer__device_mapping="16-17",
+        )  # fmt: skip
+        costs = costs_of(config, read_inputs(None, ["device=H100", "trainer.link_efficiency=0.5"]))
+        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens(1600, 1.6e6, 1.6e9, 1e3))
+
+    # Of 100,000 tokens a rank: 28 layers, queries and results of 3,584 elements, keys and values of 512, of 2 bytes.
+    sent = 1e5 * 28 * 2 * (3584 + 512) * 2
+    assert seconds(4, "forward") - seconds(1, "forward") == pytest.approx(sent * 3 / 4 / (0.5 * 450e9))
+    assert seconds(4) - seconds(1) == pytest.approx(2 * sent * 3 / 4 / (0.5 * 450e9))
+
+
 def test_a_replica_on_several_nodes_waits_for_their_network(tmp_path):
     def step(node, *inputs):
         config = gpus(
