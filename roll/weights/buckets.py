@@ -166,7 +166,10 @@ def pack_buckets(
             bucket = WeightBucket([], allocate(index, max(bucket_bytes, size)))
         if offset:
             bucket.data[filled:offset] = 0
-        _view(bucket.data[offset : offset + size], dtype, tuple(tensor.shape)).copy_(tensor.detach())
+        source = tensor.detach()
+        if source.device.type != "cpu":
+            source = source.to(dtype)  # a copy to the host that casts as well passes through memory that is not locked
+        _view(bucket.data[offset : offset + size], dtype, tuple(tensor.shape)).copy_(source)
         bucket.tensors.append((name, _NAMES[dtype], tuple(tensor.shape), offset))
         filled = offset + size
     if bucket is not None:
@@ -331,8 +334,8 @@ class BucketLocation:
     offset: int
     """Offset of the data's first byte in the file."""
     region: tuple[int, int] | None = None
-    """Start and length of the part of the file that holds this bucket in each update; None if later updates use other
-    files. It begins with a page."""
+    """Start and length of the part of the file that holds the whole bucket, also in later updates; None if these use
+    other files or sizes. It begins with a page."""
 
 
 @dataclass

@@ -44,9 +44,13 @@ class MappedMemory:
             self._forget(status.st_ino)
             memory = self._files[status.st_ino] = whole
         locked = self._locked.setdefault(status.st_ino, {})
-        if location.region is not None and location.region[0] not in locked:
+        if location.region is not None:
             start, length = location.region
-            locked[start] = lock_pages(memory[start : start + length])
+            earlier = locked.get(start)
+            if earlier is None or len(earlier) < length:
+                if earlier is not None:
+                    unlock_pages(earlier)
+                locked[start] = lock_pages(memory[start : start + length])
         return memory[location.offset : location.offset + size]
 
     def _forget(self, inode: int) -> None:

@@ -48,7 +48,7 @@ from roll.weights.buckets import (
     map_file,
     views,
 )
-from roll.weights.mapped import MappedMemory, lock_pages
+from roll.weights.mapped import MappedMemory, lock_pages, unlock_pages
 
 logger = logging.getLogger(__name__)
 
@@ -266,8 +266,8 @@ class MemoryHandle:
     version: int
     offset: int
     length: int
-    region: int
-    """Number of bytes from ``offset`` on that belong to this bucket in each update."""
+    reused: bool
+    """True if these bytes are written again in later updates, and worth page-locking."""
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     lasting: bool
 
@@ -283,6 +283,8 @@ class Segment:
         self._region = np.empty(0, dtype=np.uint8)
         self.size = self._used = 0
         self._extents: list[tuple[int, np.ndarray]] = []
+        self._locked: dict[int, np.ndarray] = {}
+        """Bucket -> the part of its memory that is page-locked."""
         self._stamp = self._reserve(16)[1].view(np.int64)
         self._stamp[:] = (_MAGIC, _NOTHING)
 
@@ -292,16 +294,26 @@ class Segment:
         Raises ``RuntimeError`` if this bucket was smaller in an earlier update, or if an earlier bucket is missing.
         """
         if index == len(self._extents):
-            offset, memory = self._reserve(size)
-            self._extents.append((offset, lock_pages(memory)))
+            self._extents.append(self._reserve(size))
         if index not in range(len(self._extents)) or len(self._extents[index][1]) < size:
             raise RuntimeError(f"bucket {index} of {size} bytes does not fit the memory of earlier weight updates")
         return self._extents[index][1]
 
-    def region(self, index: int) -> tuple[int, int]:
-        """Return the offset of bucket ``index`` in the file, and the size of its memory."""
-        offset, memory = self._extents[index]
-        return offset, len(memory)
+    def offset(self, index: int) -> int:
+        """Return the offset of bucket ``index`` in the file."""
+        return self._extents[index][0]
+
+    def lock(self, index: int, size: int) -> None:
+        """Page-lock the first ``size`` bytes of bucket ``index`` for later updates.
+
+        Its other bytes stay as they are: most buckets are not full, and locked pages take memory though nothing was
+        written there.
+        """
+        earlier = self._locked.get(index)
+        if earlier is None or len(earlier) < size:
+            if earlier is not None:
+                unlock_pages(earlier)
+            self._locked[index] = lock_pages(self._extents[index][1][:size])
 
     def stamp(self, version: int) -> None:
         """Write the version stamp."""
@@ -339,7 +351,9 @@ class SharedMemorySender(WeightSender):
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
         """Write the version stamp, and return the handles of the buckets."""
-        segment = self._segments[buffer]
+        segment, reused = self._segments[buffer], buffer >= 0  # a delta (negative) is of another size in each update
+        for index, bucket in enumerate(buckets if reused else ()):
+            segment.lock(index, len(bucket.data))
         segment.stamp(version)
         inode = os.fstat(segment.fd).st_ino
         return [
@@ -347,9 +361,9 @@ class SharedMemorySender(WeightSender):
                 path=f"/proc/{os.getpid()}/fd/{segment.fd}",
                 inode=inode,
                 version=version,
-                offset=segment.region(index)[0],
+                offset=segment.offset(index),
                 length=len(bucket.data),
-                region=segment.region(index)[1],
+                reused=reused,
                 tensors=bucket.tensors,
                 lasting=self._lasting,
             )
@@ -365,7 +379,8 @@ class SharedMemoryReceiver(WeightReceiver):
 
     def receive(self, handles: Sequence[MemoryHandle], version: int) -> Iterator[WeightBucket]:
         for handle in handles:
-            location = BucketLocation(handle.path, handle.offset, (handle.offset, handle.region))
+            region = (handle.offset, handle.length) if handle.reused else None
+            location = BucketLocation(handle.path, handle.offset, region)
             try:
                 stamp = self._memory.read(BucketLocation(handle.path, 0), 16, handle.inode)
                 data = self._memory.read(location, handle.length, handle.inode)

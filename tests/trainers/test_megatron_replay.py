@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from roll.data.records import ROUTED, SampleBatch
 from roll.trainers.trainer import TrainStrategy
@@ -22,9 +24,11 @@ LEFT_OUT = (0, 1, 5, 7)
 PACKED = {"packed": True, "max_tokens": 30}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 SPLIT = {"context_parallel_size": 2}
+VIRTUAL = {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2}
+LAYERS = 6
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank, packed": (1, {}, PACKED),
-    "recomputed in two stages": (2, {"pipeline_model_parallel_size": 2, "recompute_method": "uniform", **FULL}, {}),
+    "recomputed in three stages of two groups": (3, VIRTUAL | {"recompute_method": "uniform", **FULL}, {}),
     "recomputed in part": (
         2, {"pipeline_model_parallel_size": 2, "recompute_method": "block", **FULL}, PACKED,
     ),
@@ -38,15 +42,21 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
+    """A model with a layer for each of three stages of two groups, beside one without experts."""
     folder: Path = tmp_path_factory.mktemp("models")
     write_models(folder)
+    torch.manual_seed(0)
+    sizes = SIZES | EXPERTS | {"num_hidden_layers": LAYERS}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=8, pad_token_id=20, mlp_only_layers=[1])).save_pretrained(
+        folder / "qwen3_moe"
+    )
     return str(folder / "qwen3_moe")
 
 
 def recorded(seed: int, left_out: int = 0) -> SampleBatch:
     """A batch with experts drawn at random, so most of them are not those that the model would choose."""
     batch = make_batch(seed, LENGTHS[left_out:])
-    draws = np.random.default_rng(seed).random((int(batch.lengths.sum()), SIZES["num_hidden_layers"], 4))
+    draws = np.random.default_rng(seed).random((int(batch.lengths.sum()), LAYERS, 4))
     batch.tokens[ROUTED] = draws.argsort(axis=-1)[..., : EXPERTS["num_experts_per_tok"]].astype(np.uint8)
     return batch
 

@@ -3,6 +3,7 @@
 import logging
 import mmap
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,7 +11,16 @@ import torch
 
 from roll.engines.vllm.strategy import located
 from roll.weights import mapped
-from roll.weights.buckets import BucketLocation, MemoryFile, WeightMismatch, split_bucket, tensor_checksum, views
+from roll.weights.buckets import (
+    BucketLocation,
+    MemoryFile,
+    WeightMismatch,
+    pack_buckets,
+    split_bucket,
+    tensor_checksum,
+    views,
+)
+from roll.weights.delta import DeltaReceiver
 from roll.weights.mapped import MappedMemory, lock_pages
 from roll.weights.publisher import BucketPublisher, PushPublisher, host_memory
 from roll.weights.transports import SharedMemoryReceiver, TransportSpec
@@ -152,12 +162,55 @@ def test_copies_on_the_host_are_locked(cuda):
     assert cuda.locked == {memory.data_ptr(): 1000}
 
 
-def test_stale_memory_is_refused_before_it_is_locked(cuda, tmp_path):
-    trainer = publisher(tmp_path)
-    publication = publish(trainer, 0)
-    trainer.gather(2, 0, weights(2).items(), torch.float32, 4096)
-    with pytest.raises(WeightMismatch, match="no finished version"):
-        list(SharedMemoryReceiver().receive(publication.handles, 0))
+def test_only_what_buckets_hold_is_locked_at_either_end(cuda, tmp_path):
+    """Buckets are rarely full, and locked pages take memory whether they are written or not."""
+    trainer, receiver, sizes = publisher(tmp_path), SharedMemoryReceiver(), set()
+    for version, count in enumerate((900, 900, 500, 500, 1500, 1500)):
+        tensors = {"a": torch.full((count,), float(version)), "b": torch.ones(7)}
+        trainer.gather(version, version % 2, tensors.items(), torch.float32, 2**20)
+        publication = trainer.send(version)
+        (bucket,) = receiver.receive(publication.handles, version)
+        assert {name: tensor_checksum(tensor) for name, tensor in views(bucket)} == publication.checksums
+        sizes.add(len(bucket.data))
+        assert set(cuda.locked.values()) <= sizes
+    assert list(cuda.locked.values()) == [max(sizes)] * 4 and cuda.unlocked == 4 and not cuda.errors_taken
+
+
+def test_deltas_are_not_locked(cuda, tmp_path):
+    """The host alone reads them, and the memory that is kept for them is half a model."""
+    spec = TransportSpec("shared_memory", buffers=2, directory=tmp_path, content="delta")
+    trainer, receiver = BucketPublisher(spec, rank=0), DeltaReceiver(SharedMemoryReceiver())
+    for version in range(4):
+        tensors = {"a": torch.arange(900.0)}
+        tensors["a"][version] = -1.0
+        trainer.gather(version, version % 2, tensors.items(), torch.float32, 4096)
+        publication = trainer.send(version)
+        (bucket,) = receiver.receive(publication)
+        assert torch.equal(dict(views(bucket))["a"], tensors["a"])
+    assert publication.delta.since is not None
+    # Two buffers of the trainer, and the first of them, which was fetched whole.
+    assert list(cuda.locked.values()) == [3600] * 3
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU, and notes the types of what is copied from it."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+    copied: ClassVar[list[torch.dtype]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            cls.copied.append(args[1].dtype)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_weights_of_a_device_are_cast_there():
+    """torch would copy them to other memory of the host as they are, and cast them there."""
+    tensors = {name: torch.arange(4.0).as_subclass(OnDevice) for name in ("cast", "kept")}
+    (bucket,) = pack_buckets(tensors.items(), 4096, float_dtype=torch.bfloat16, uncast=["kept"])
+    assert OnDevice.copied == [torch.bfloat16, torch.float32]
+    assert [tensor.tolist() for _, tensor in views(bucket)] == [[0, 1, 2, 3]] * 2
 
 
 def test_copies_on_a_device_are_hashed_in_locked_memory_of_the_host(cuda, monkeypatch):

@@ -187,10 +187,10 @@ def test_memory_of_a_process_that_is_gone_or_another_one_is_refused_with_the_rem
     with pytest.raises(WeightMismatch, match="cannot open.*weight_update.transport: object_store"):
         received("shared_memory", replace(publication, handles=[replace(handle, path=f"/proc/{gone.pid}/fd/3")]))
     other = os.memfd_create("other")
-    end = handle.offset + handle.region
+    end = handle.offset + handle.length
     os.ftruncate(other, end)
     try:
-        for wrong in (replace(handle, path=f"/proc/{os.getpid()}/fd/{other}"), replace(handle, length=end)):
+        for wrong in (replace(handle, path=f"/proc/{os.getpid()}/fd/{other}"), replace(handle, length=end + 1)):
             with pytest.raises(WeightMismatch, match="of version 0: .*(is another file by now|ends before byte)"):
                 received("shared_memory", replace(publication, handles=[wrong]))
     finally:
@@ -237,7 +237,7 @@ def test_buckets_lie_apart_and_stay_where_they_are_as_a_half_grows():
         extent[:] = index
     for index, extent in enumerate(extents):
         assert (extent == index).all()
-        assert os.pread(segment.fd, sizes[index], segment.region(index)[0]) == bytes([index]) * sizes[index]
+        assert os.pread(segment.fd, sizes[index], segment.offset(index)) == bytes([index]) * sizes[index]
         assert np.shares_memory(segment.extent(index, sizes[index]), extent)
     with pytest.raises(RuntimeError, match="bucket 0 of 2 bytes does not fit"):
         segment.extent(0, 2)

@@ -57,9 +57,7 @@ class ExpertReplay:
         """Return and reset this rank's counts, as `roll.algorithms.routing.RouterReplay.take_counts` does."""
         counts = self._counts.cpu().numpy().copy()
         self._counts.zero_()
-        # These ranks have routed the same tokens as the first one.
-        repeats = not self._splits_positions and parallel_state.get_tensor_model_parallel_rank() > 0
-        return np.zeros_like(counts) if repeats else counts
+        return counts
 
     def routing_for(self, choice: ReplayedChoice) -> Routing | None:
         """Return the recorded experts of the tokens that a router chooses for now; None: it chooses by itself."""
