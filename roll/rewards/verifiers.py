@@ -64,8 +64,11 @@ MAX_BITS = 20_000.0
 """Size of the largest number that an answer may evaluate to, in bits."""
 
 _MARKUP = ("$", "\\boxed", "\\(", "\\[")
-_CURRENCY = re.compile(r"[€£¥]|\b(?:USD|EUR|GBP|JPY|CNY)\b ?|\bUS(?=\\?\$)|(?<!\\)\\\$|\{,\}")
-_MARKDOWN = re.compile(r"(?<![\w)])\*\*(?=\S)|(?<=\S)\*\*(?![\w(])|`|</?answer>")
+_CURRENCY = re.compile(
+    r"[€£¥]|\b(?:USD|EUR|GBP|JPY|CNY)\b ?|\bUS(?=\\?\$ ?\.?\d)|(?<!\\)\\\$|(?<=\d)\{,\}(?=\d{3}(?!\d))"
+)
+_BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))++)(?<=\S)\*\*(?![\w(])")
+_MARKDOWN = re.compile(r"`|</?answer>")
 
 
 def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, strict: bool = True) -> float:
@@ -104,7 +107,7 @@ def _parse(text: str) -> list[Basic | MatrixBase | str]:
 
 
 def _plain(text: str) -> str:
-    text = _CURRENCY.sub("", _MARKDOWN.sub("", text))
+    text = _CURRENCY.sub("", _BOLD.sub(r"\1", _MARKDOWN.sub("", text)))
     return text.replace("$", "") if text.count("$") == 1 else text  # a single dollar encloses no formula
 
 
@@ -142,11 +145,11 @@ _NUMBER = re.compile(rf"({_SIGN})(?:[ \t]{{1,2}}|{_CURRENCY_SIGN})?({_DECIMAL})(
 _NO_SIGN = re.compile(
     r"(?<=[\d%]) *[-+]"  # `5 - 3`, `5 -3`, `5%-3%`
     r"|(?:(?<=[)}\]])|(?<=\b[A-Za-z])|(?<=\d[A-Za-z])) +[-+] "  # `f(2) - 3`, `x - 3`, `2x - 3`, but not `(a) -3`
-    r"|(?<=\n)(?<![$\[]\n) *[-+] +(?=[\d$])"  # an item of a list
+    r"|(?<=\n)(?<![$\[=]\n) *[-+] +(?=[\d$])"  # an item of a list
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
-_POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:\{([-+]?\d+)\}|([-+]?\d+))")
+_POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:\{([-+]?\d+)\}|([-+]?\d+))(?!\.?\d)")
 
 
 def numeric(
