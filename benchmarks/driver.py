@@ -315,7 +315,7 @@ class EngineHandle(Handle):
 
     async def stats(self) -> dict[str, Any]:
         """Return little."""
-        return {"generated_tokens": 0, "busy_seconds": 0.0, "busy_spans": []}
+        return {"generated_tokens": 0, "busy_seconds": 0.0, "busy_spans": [], "cpu_seconds": 0.0, "process_id": 0}
 
 
 class TrainerHandle(Handle):

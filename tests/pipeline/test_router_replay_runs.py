@@ -93,10 +93,13 @@ def test_experts_reach_every_pass_of_the_policy(task, name):
 def test_a_run_that_is_resumed_has_the_experts_of_the_groups_in_its_journal(task):
     config = tiny_config(task, **REPLAYED, **OPPOSITE, max_steps=4, save_steps=2, async_generation_ratio=1,
                          consumption="fifo")  # fmt: skip
-    run = run_pipeline(task, IN_THIS_PROCESS, config)
-    file = checkpoint_folder(run.folder / "checkpoints", 4) / "model.safetensors"
-    undisturbed = load_file(file)
-    go_on_from(2, run, task, IN_THIS_PROCESS, config)
+    for _ in range(4):  # on a busy machine a group may be sampled by another version when it is made again
+        run = run_pipeline(task, IN_THIS_PROCESS, config)
+        file = checkpoint_folder(run.folder / "checkpoints", 4) / "model.safetensors"
+        undisturbed, lags = load_file(file), column(run, "lag/mean")
+        go_on_from(2, run, task, IN_THIS_PROCESS, config)
+        if column(run, "lag/mean") == lags:
+            break
     again = load_file(file)
     assert all((again[name] == weight).all() for name, weight in undisturbed.items())
     assert min(column(run, "actor/routing_mismatch")) > 0.5
