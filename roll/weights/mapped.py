@@ -46,17 +46,22 @@ class MappedMemory:
         locked = self._locked.setdefault(status.st_ino, {})
         if location.region is not None:
             start, length = location.region
-            earlier = locked.get(start)
-            if earlier is None or len(earlier) < length:
-                if earlier is not None:
-                    unlock_pages(earlier)
-                locked[start] = lock_pages(memory[start : start + length])
+            lock_grown(locked, start, memory[start : start + length])
         return memory[location.offset : location.offset + size]
 
     def _forget(self, inode: int) -> None:
         self._files.pop(inode, None)
         for part in self._locked.pop(inode, {}).values():
             unlock_pages(part)
+
+
+def lock_grown(locked: dict[int, np.ndarray], key: int, memory: np.ndarray) -> None:
+    """Page-lock memory that is noted in ``locked`` under ``key``, unless at least as much of it is locked already."""
+    earlier = locked.get(key)
+    if earlier is None or len(earlier) < len(memory):
+        if earlier is not None:
+            unlock_pages(earlier)
+        locked[key] = lock_pages(memory)
 
 
 def lock_pages(memory: np.ndarray) -> np.ndarray:

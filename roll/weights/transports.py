@@ -48,7 +48,7 @@ from roll.weights.buckets import (
     map_file,
     views,
 )
-from roll.weights.mapped import MappedMemory, lock_pages, unlock_pages
+from roll.weights.mapped import MappedMemory, lock_grown
 
 logger = logging.getLogger(__name__)
 
@@ -309,11 +309,7 @@ class Segment:
         Its other bytes stay as they are: most buckets are not full, and locked pages take memory though nothing was
         written there.
         """
-        earlier = self._locked.get(index)
-        if earlier is None or len(earlier) < size:
-            if earlier is not None:
-                unlock_pages(earlier)
-            self._locked[index] = lock_pages(self._extents[index][1][:size])
+        lock_grown(self._locked, index, self._extents[index][1][:size])
 
     def stamp(self, version: int) -> None:
         """Write the version stamp."""
