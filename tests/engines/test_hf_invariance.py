@@ -68,6 +68,15 @@ def test_neighbours_order_and_time_of_arrival_change_no_bit(model_path):
     assert_invariant(model_path, mixed_requests(seed=1), range(4))
 
 
+def test_neighbours_change_no_bit_of_a_mixture_of_experts(moe_path):
+    assert_invariant(moe_path, mixed_requests(seed=3, count=12, longest=20), range(2))
+
+
+@pytest.mark.tier("all")
+def test_neighbours_change_no_bit_of_a_mixture_of_experts_with_two_threads(moe_path, two_threads):
+    assert_invariant(moe_path, mixed_requests(seed=4, count=12, longest=20), range(2))
+
+
 def test_neighbours_change_no_bit_with_two_threads(qwen_path, two_threads):
     assert_invariant(qwen_path, mixed_requests(seed=2, count=10, longest=20), range(1))
 

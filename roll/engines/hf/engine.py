@@ -28,13 +28,10 @@ from roll.algorithms.logprobs import token_logprobs
 from roll.algorithms.routing import RoutingRecorder, RoutingShape
 from roll.data.pictures import PictureProcessor, digest, picture_tokens
 from roll.engines.base import EngineLoad, FinishReason, GenerateRequest, StopStringMatcher, TokenChunk, no_tokens
-from roll.engines.hf.model import LENGTH_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
+from roll.engines.hf.model import LENGTH_MULTIPLE, ROW_MULTIPLE, SlotCache, counter_uniforms, round_up, sample
 from roll.engines.hf.weights import ModelEngine
 from roll.engines.options import HFInferConfig
 
-_ROW_MULTIPLE = 8
-"""Rows are padded to a multiple of this, and to at least this many per thread. A CPU's matrix products give a row the
-same bits if each thread gets at least 4 rows; this is twice that, to be safe."""
 _ADMISSION_INTERVAL = 4
 """While requests run, new ones are admitted only at every fourth step, so that their prompts share a prefill pass."""
 
@@ -78,8 +75,8 @@ class HFEngine(ModelEngine):
         self._processor = PictureProcessor(model.name_or_path)
         self._placeholders = picture_tokens(model.config)
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
-        self._min_rows = _ROW_MULTIPLE * threads
-        max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
+        self._min_rows = ROW_MULTIPLE * threads
+        max_rows = max(round_up(options.max_running_requests, ROW_MULTIPLE), self._min_rows)
         self._cache = SlotCache(max_rows, max_length)
         self._table = RequestTable(max_length)
         self._recorder: RoutingRecorder | None = None
@@ -246,7 +243,7 @@ class HFEngine(ModelEngine):
                 self._table.add_routing(rows, experts)
 
     def _padded_rows(self) -> int:
-        return round_up(max(self.running, self._min_rows), _ROW_MULTIPLE)
+        return round_up(max(self.running, self._min_rows), ROW_MULTIPLE)
 
     def _decode(self) -> None:
         """Run one forward pass over the last token of every row, sample, and update the table."""
@@ -478,7 +475,7 @@ class RequestTable:
 
     def _add_rows(self) -> None:
         """Double the number of rows, for amortised constant cost."""
-        rows = max(2 * len(self._parameters), _ROW_MULTIPLE)
+        rows = max(2 * len(self._parameters), ROW_MULTIPLE)
         longest = int(self._parameters["length"].max(initial=0))
         self._parameters = _enlarged(self._parameters, rows)
         self._stop_ids = _enlarged(self._stop_ids, rows)

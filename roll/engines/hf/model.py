@@ -7,7 +7,8 @@ longest sequence.
 Decoding attention (one query token per row) uses grouped key-value heads without copying them; everything else is left
 to transformers' SDPA function. Guarantee: a row's output has the same bits for any other rows, any padded length (a
 multiple of 16) and any number of threads. For this, decoding attention runs on one thread: the CPU kernel's results
-depend on the alignment of a scratch buffer, which differs between threads.
+depend on the alignment of a scratch buffer, which differs between threads. In a mixture of experts, each expert gets a
+padded number of rows.
 
 Sampling uses one random number per token, a hash of (seed, token index), so a request is sampled identically whatever
 else is in the batch, and on whichever replica it is continued. The recorded log-probability is that of the distribution
@@ -17,6 +18,7 @@ actually sampled from, after temperature, top-k and top-p. A token of probabilit
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -34,8 +37,8 @@ from roll.engines.base import ModelSpec
 from roll.runtime.process import keep_blocks_of
 from roll.weights.adapters import adapter_config, matrix_names
 
-SLOT_SDPA = "roll_slot_sdpa"
-"""Name under which `slot_sdpa_forward` is registered with transformers."""
+SLOT_SDPA, PADDED_EXPERTS = "roll_slot_sdpa", "roll_padded_experts"
+"""Names under which `slot_sdpa_forward` and `padded_experts_forward` are registered with transformers."""
 
 
 def slot_sdpa_forward(
@@ -76,6 +79,32 @@ def slot_sdpa_forward(
     return output.reshape(rows, 1, heads, head_dim), None
 
 
+ROW_MULTIPLE = 8
+"""Rows are padded to a multiple of this, and to at least this many per thread. A CPU's matrix products give a row the
+same bits if each thread gets at least 4 rows; this is twice that, to be safe."""
+
+
+def padded_experts_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute the experts of a layer with a padded number of rows for each, as an experts function for transformers.
+
+    ``hidden_states`` and the result are ``[tokens, hidden size]``, experts and their weights ``[tokens, experts of a
+    token]``. The padding is of tokens that are zero.
+    """
+    tokens, of_token = top_k_index.shape
+    multiple = math.lcm(ROW_MULTIPLE * torch.get_num_threads(), of_token)
+    counts = torch.bincount(top_k_index.reshape(-1), minlength=module.num_experts)
+    missing = torch.repeat_interleave(torch.arange(module.num_experts), -counts % multiple).reshape(-1, of_token)
+    padded: torch.Tensor = grouped_mm_experts_forward(
+        module,
+        torch.cat([hidden_states, hidden_states.new_zeros(len(missing), hidden_states.shape[1])]),
+        torch.cat([top_k_index, missing.to(top_k_index.dtype)]),
+        torch.cat([top_k_weights, top_k_weights.new_zeros(missing.shape)]),
+    )
+    return padded[:tokens]
+
+
 _ADAPTER = "policy"
 """Name of the only adapter in peft."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,16 +122,18 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
             f"hf_infer cannot use {spec.attn_implementation!r}: its rows have different lengths",
             "`sdpa` (or `eager`)",
         )
-    implementation = spec.attn_implementation
+    implementation, experts = spec.attn_implementation, None
     if implementation == "sdpa" and torch.device(spec.device).type == "cpu":
         AttentionInterface.register(SLOT_SDPA, slot_sdpa_forward)
         AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
-        implementation = SLOT_SDPA
+        ExpertsInterface.register(PADDED_EXPERTS, padded_experts_forward)
+        implementation, experts = SLOT_SDPA, PADDED_EXPERTS
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
     model = policy_class(config).from_pretrained(
         spec.model_path,
         dtype=_DTYPES[spec.dtype],
         attn_implementation=implementation,
+        experts_implementation=experts,
         trust_remote_code=spec.trust_remote_code,
         use_safetensors=True,
     )
