@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from roll.tracking.status import (
     WorkerStatus,
     look_at,
 )
-from roll.tracking.waits import GROUP, Wait
+from roll.tracking.waits import GROUP
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +52,15 @@ async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
     """
     interval = min(5.0, limit / 4)
     attention = Attention(2 * interval, asyncio.get_running_loop().time)
-    quiet, moved_at = 0.0, keeper.now().moved_at
+    quiet, before = 0.0, keeper.moved_at()
     while True:
         await asyncio.sleep(interval)
-        status, seconds = keeper.now(), attention.look()
-        quiet = quiet + seconds if status.moved_at == moved_at else 0.0
-        moved_at = status.moved_at
+        moved_at, seconds = keeper.moved_at(), attention.look()
+        quiet = quiet + seconds if moved_at == before else 0.0
+        before = moved_at
         if quiet > limit:
-            raise RunStalled(f"nothing has moved for {limit:g} s (stall_timeout_seconds)\n{explain_stall(status)}")
+            why = explain_stall(keeper.now())
+            raise RunStalled(f"nothing has moved for {limit:g} s (stall_timeout_seconds)\n{why}")
 
 
 class StatusKeeper:
@@ -114,31 +114,35 @@ class StatusKeeper:
             await asyncio.wait(tasks)
             file.ending()
 
+    def moved_at(self) -> float:
+        """Return the time at which the run was first seen in its present state."""
+        if self._supervised is not None:
+            counts: tuple[object, ...] = self._supervised()
+        else:
+            counts = () if self._context is None else _counts(self._context)
+        if counts != self._counts:
+            self._counts, self._moved_at = counts, self._clock()
+        return self._moved_at
+
     def now(self) -> RunStatus:
         """Return the current status of the run."""
-        context, at = self._context, self._clock()
-        step, counts = 0, () if context is None else _counts(context)
-        if self._supervised is not None:
-            step, *others = self._supervised()
-            counts = step, *others
-        if counts != self._counts:
-            self._counts, self._moved_at = counts, at
-        waits, groups_by_wait = _waits(self._recorder.waits.waits())
+        context, moved_at, at = self._context, self.moved_at(), self._clock()
+        board = self._recorder.waits
         status = RunStatus(
             driver=self._driver,
             phase="starting" if context is None and self._supervised is None else "running",
             written=at,
             loop_beat=at,
-            moved_at=self._moved_at,
+            moved_at=moved_at,
             stall_timeout_seconds=self._config.stall_timeout_seconds,
             max_steps=self._config.max_steps,
             workers=tuple(self._workers()),
-            holdings=tuple(self._recorder.waits.holdings()),
-            waits=waits,
-            groups_by_wait=groups_by_wait,
+            holdings=tuple(board.holdings()),
+            waits=tuple(board.waits(groups=LISTED_GROUPS)),
+            groups_by_wait=board.groups_by_wait(),
         )
         if self._supervised is not None:
-            return replace(status, step=step)
+            return replace(status, step=self._supervised()[0])
         if context is None:
             return status
         scheduler = context.scheduler
@@ -203,20 +207,6 @@ def _counts(context: RunContext) -> tuple[object, ...]:
     side = tuple(sorted(context.side.metrics().items()))
     engines = context.pool.completed, context.pool.tokens_seen, context.pool.restarts
     return states, counts, engines, side, context.checkpoints.progress()
-
-
-def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
-    """Return each actor's waits without duplicates, and the number of groups by what they wait for.
-
-    Of the groups, only those that have waited longest are included.
-    """
-    groups: dict[tuple[str, str, str], Wait] = {}
-    others: dict[tuple[str, str, str], Wait] = {}
-    for wait in waits:
-        of_kind = groups if wait.who.startswith(GROUP) else others
-        of_kind.setdefault((wait.who, wait.on, wait.what), wait)
-    listed = itertools.islice(groups.values(), LISTED_GROUPS)
-    return (*others.values(), *listed), dict(Counter(wait.on for wait in groups.values()))
 
 
 def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:

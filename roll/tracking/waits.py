@@ -9,10 +9,12 @@ other's resources (the requests of a group). `acting` sets the actor for a block
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 
 START = "start"  # the code that starts the roles and publishes the first version
 TRAIN = "stage/train"
@@ -45,24 +47,56 @@ class Wait:
 
 
 class WaitBoard:
-    """All current waits and holdings of a process. Use it in one event loop only."""
+    """All current waits and holdings of a process. Use it in one event loop only.
+
+    Tens of thousands of requests may wait at once, so what is read every second is counted as they come and go.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._waits: dict[int, Wait] = {}
+        self._of_groups: dict[int, Wait] = {}
         self._holdings: dict[int, Wait] = {}
+        self._alike: Counter[tuple[str, str, str]] = Counter()
+        """(Group, on, what) -> its current waits."""
+        self._groups_by_wait: Counter[str] = Counter()
 
-    def waits(self) -> list[Wait]:
-        """Return the current waits, oldest first."""
-        return list(self._waits.values())
+    def waits(self, groups: int | None = None) -> list[Wait]:
+        """Return the current waits without duplicates, oldest first, those of groups last.
+
+        ``groups``: maximum number of waits of groups; None: all.
+        """
+        return [*_distinct(self._waits.values()), *islice(_distinct(self._of_groups.values()), groups)]
+
+    def groups_by_wait(self) -> dict[str, int]:
+        """Return the number of groups by what they wait for."""
+        return dict(self._groups_by_wait)
 
     def holdings(self) -> list[Wait]:
         """Return the current holdings, oldest first."""
         return list(self._holdings.values())
 
-    def wait(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def wait(self, who: str, on: str, what: str) -> Iterator[None]:
         """List a wait of an actor during a block."""
-        return self._listed(self._waits, who, on, what)
+        if not who.startswith(GROUP):
+            with self._listed(self._waits, who, on, what):
+                yield
+            return
+        alike = who, on, what
+        self._alike[alike] += 1
+        if self._alike[alike] == 1:
+            self._groups_by_wait[on] += 1
+        try:
+            with self._listed(self._of_groups, who, on, what):
+                yield
+        finally:
+            self._alike[alike] -= 1
+            if not self._alike[alike]:
+                del self._alike[alike]
+                self._groups_by_wait[on] -= 1
+                if not self._groups_by_wait[on]:
+                    del self._groups_by_wait[on]
 
     def hold(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
         """List a holding of an actor during a block."""
@@ -76,6 +110,15 @@ class WaitBoard:
             yield
         finally:
             del entries[id(entry)]
+
+
+def _distinct(waits: Iterable[Wait]) -> Iterator[Wait]:
+    seen: set[tuple[str, str, str]] = set()
+    for wait in waits:
+        edge = wait.who, wait.on, wait.what
+        if edge not in seen:
+            seen.add(edge)
+            yield wait
 
 
 _ACTING: ContextVar[tuple[str, WaitBoard] | None] = ContextVar("acting", default=None)

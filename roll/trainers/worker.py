@@ -389,6 +389,11 @@ class Writing:
         self._synced += synced
 
 
+async def _stored(batch: SampleBatch) -> Any:
+    """Copy a batch into the object store, in a thread since a large one takes long, and return the reference."""
+    return await asyncio.to_thread(ray.put, batch)
+
+
 class TrainerGroup:
     """All ranks of one trainer or forward-only role, called as one object from the driver."""
 
@@ -422,17 +427,17 @@ class TrainerGroup:
     async def forward(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
         """Return the result of one of `TrainWorker`'s methods without gradients."""
         # Arrays from the object store are read-only; the caller gets a writable copy.
-        return np.array((await self._call(method, ray.put(batch), *args))[0])
+        return np.array((await self._call(method, await _stored(batch), *args))[0])
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """Run one training step and return the metrics of rank 0 (equal on all ranks)."""
-        return (await self._call("train", ray.put(batch), objective, plan))[0]
+        return (await self._call("train", await _stored(batch), objective, plan))[0]
 
     async def train_part(
         self, batch: SampleBatch, objective: Objective, plan: TrainPlan, *, completes: bool
     ) -> tuple[dict[str, float], np.ndarray | None]:
         """Train on a part of a batch; the last part ``completes`` the step. See `TrainStrategy.train_part`."""
-        return (await self._call("train_part", ray.put(batch), objective, plan.temperature, completes))[0]
+        return (await self._call("train_part", await _stored(batch), objective, plan.temperature, completes))[0]
 
     async def usage(self) -> list[Usage]:
         """Return what each rank has computed since the last call, and its memory."""

@@ -55,3 +55,27 @@ def test_without_an_actor_nothing_is_listed():
         assert board.waits() == board.holdings() == []
     with acting("engine", board), unobserved(), waiting("worker/a", "collect"):
         assert board.waits() == []
+
+
+def test_waits_of_groups_are_listed_once_and_counted_while_any_of_them_lasts():
+    now = [1.0]
+    board = WaitBoard(lambda: now[0])
+    waits = []
+    for group, on in (("group/1", "b"), ("group/2", "b"), ("group/1", "a"), ("group/1", "b"), ("stage/train", "b")):
+        with acting(group, board):
+            waits.append(waiting(on, "the response"))
+    for wait in waits:
+        wait.__enter__()
+        now[0] += 1
+    listed = [("stage/train", "b", 5.0), ("group/1", "b", 1.0), ("group/2", "b", 2.0), ("group/1", "a", 3.0)]
+    assert [(wait.who, wait.on, wait.since) for wait in board.waits()] == listed
+    assert [(wait.who, wait.on, wait.since) for wait in board.waits(groups=2)] == listed[:3]
+    assert board.groups_by_wait() == {"b": 2, "a": 1}
+    waits[0].__exit__(None, None, None)
+    assert [(wait.who, wait.on, wait.since) for wait in board.waits()][-1] == ("group/1", "b", 4.0)
+    assert board.groups_by_wait() == {"b": 2, "a": 1}
+    waits[3].__exit__(None, None, None)
+    assert board.groups_by_wait() == {"b": 1, "a": 1}
+    for place in (1, 2, 4):
+        waits[place].__exit__(None, None, None)
+    assert board.waits() == [] and board.groups_by_wait() == {}
