@@ -7,8 +7,8 @@ part it divides by the totals of the batch and updates. The result is the optimi
 rounding: all sums are over tokens, and a group's advantages depend on that group only, which is checked for every batch
 before its update.
 
-A part is at least a sixteenth of the batch, and has at least one sample for each rank of every role that processes it.
-A role that is busy takes all parts that have come in the meantime as one.
+A part is at least 1/32 of the batch, and has at least one sample for each rank of every role that processes it. A role
+that is busy takes all parts that have come in the meantime as one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from roll.data.records import SampleBatch
 if TYPE_CHECKING:
     from roll.pipeline.algorithm import TrainingBatch
 
-PARTS_PER_BATCH = 16
+PARTS_PER_BATCH = 32
 """Maximum number of parts per batch."""
 WORKING_ON_PARTS: list[str] = [*COMPARED_ROLES, "critic", "actor_logp"]
 """Roles that can process a batch in parts even if the trainer does not stream."""
