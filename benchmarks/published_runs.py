@@ -3,6 +3,8 @@
 Of each family (a system's runs of one model on one kind of device) one row calibrates: the speeds of engine and trainer
 are fitted to its synchronous and its asynchronous step. The other rows are predicted with these speeds, and every row
 is predicted blind as well, with an interval. Lengths are the published means; where a source has none, the default.
+Where a source tells how the time went on, a step is one of the first hundred: lengths drift during training, and in
+each run differently.
 
 Large systems are simulated as an eighth or a fourth of themselves: as many prompts, replicas and trainer ranks less.
 What that changes is put back: the trainer's imperfect scaling, the driver's work, the states of a rank. Schedules of
@@ -69,8 +71,9 @@ class Case:
 
     @property
     def seconds(self) -> float:
-        """The published time of a step."""
-        return float(self.row[("async" if self.asynchronous else "sync") + "_step_seconds"])
+        """The published time of a step, on average; of the first hundred steps where that is told."""
+        told = self.row.get(f"{self._name}_cumulative_seconds")
+        return float(told["100"] / 100 if told else self.row[f"{self._name}_step_seconds"])
 
     @property
     def family(self) -> str:
@@ -96,6 +99,8 @@ class Case:
         devices = max(train, generate) if not self.asynchronous else train + generate
         first = train if self.asynchronous else 0
         ratio = row.get("staleness_threshold", row.get("steps_off", 1)) if self.asynchronous else 0
+        megatron = of_model > context or "Megatron" in settings.get("train", "")
+        optimizer_batch = settings.get("ppo_mini_batch_prompts", row["batch"]) // part * row["group"]
         longest = row["lengths"].get("response_max") or row["lengths"]["total_max"] - PROMPT
         tree = {
             "pretrain": MODELS.get(row["model"], row["model"]),
@@ -116,15 +121,19 @@ class Case:
                 "model_args": {"dtype": "bfloat16"},
                 # Ranks that share sequences count as tensor-parallel ones; micro-batches are packed to the longest.
                 "strategy_args": {
-                    "strategy_name": "megatron_train" if of_model > 1 else "fsdp2_train",
+                    "strategy_name": "megatron_train" if megatron else "fsdp2_train",
                     "strategy_config": {
                         "tensor_model_parallel_size": tensor * context,
                         "pipeline_model_parallel_size": stages,
                         "expert_model_parallel_size": experts,
                         "expert_tensor_parallel_size": 1,
                     }
-                    if of_model > 1
-                    else {},
+                    if megatron
+                    else {"context_parallel_size": context},
+                },
+                "training_args": {
+                    "per_device_train_batch_size": 1,
+                    "gradient_accumulation_steps": optimizer_batch * tensor * context * stages // train,
                 },
                 "use_dynamic_batching_in_train": True,
                 "max_tokens_per_microbatch_in_train": longest + (row["lengths"].get("prompt_max") or PROMPT),
@@ -170,7 +179,8 @@ class Case:
         if settings.get("train", "").startswith("Megatron"):  # such as Megatron TP2 CP2 EP8
             told = {word[:2]: int(word[2:]) for word in settings["train"].split()[1:]}
             return told.get("TP", 1), told.get("CP", 1), told.get("EP", 1), told.get("PP", 1)
-        tensor, context, experts, stages = settings.get(f"train_{self._name}[TP,CP,EP,PP]", (1, 1, 1, 1))
+        split = (1, settings.get("train_sequence_parallel", 1), 1, 1)
+        tensor, context, experts, stages = settings.get(f"train_{self._name}[TP,CP,EP,PP]", split)
         return tensor, context, experts, stages
 
     @property

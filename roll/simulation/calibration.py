@@ -283,7 +283,7 @@ def _trainer_measured(
     tokens, of_step = fmean(trained) * config.ppo_epochs, 0
     if not config.actor_train.use_dynamic_batching_in_train:
         samples = derived.samples_per_step(config)
-        of_step = micro_batches(config.actor_train, Tokens(samples, fmean(trained))) * config.ppo_epochs
+        of_step = micro_batches(config.actor_train, Tokens([fmean(trained) / samples] * samples)) * config.ppo_epochs
     if of_step >= FEWEST_MICRO_BATCHES and (fixed := _fixed_seconds(trained, each_pass)):
         inputs = with_value(inputs, "trainer.micro_batch_seconds", fixed / of_step, "fitted")
     token = max(1e-12, fmean(each_pass) - inputs.trainer.micro_batch_seconds * of_step) / tokens * ranks

@@ -6,9 +6,10 @@
   read.
 - Training: 6 FLOPs per weight and token, and 12 per layer, query element and pair of tokens, halved by the causal mask
   (Kaplan et al. 2020, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"). n ranks are as fast as n
-  to the power of `trainer.exponent` single ones. A step takes at least as long as its longest sequence takes on the
-  ranks that hold one copy of the model; in a pipeline, on those of one stage. The stages of a pipeline wait for
-  (stages - 1) / micro-batches of the time in which they compute (Narayanan et al. 2021, section 2.2).
+  to the power of `trainer.exponent` single ones. An optimizer step takes at least as long as its longest sequence takes
+  on the ranks that hold one copy of the model; in a pipeline, on those of one stage. In each optimizer step the stages
+  of a pipeline wait for (stages - 1) / micro-batches of the time in which they compute (Narayanan et al. 2021, section
+  2.2).
 - Expert parallelism: in each layer a token's hidden state goes to each of its experts and comes back, in the backward
   pass again (Lepikhin et al. 2021, "GShard"). Nothing is computed meanwhile. Exchanges within a node and between nodes
   overlap. Published: 20 to 60 % of the time of a training step (arXiv 2603.07685).
@@ -18,9 +19,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from roll.check.hardware import Hardware
 from roll.check.memory import find_shape
@@ -69,24 +72,27 @@ class EngineCosts:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token counts of a set of samples, prompts included."""
+    """Lengths of a set of samples in tokens, prompts included."""
 
-    samples: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    """Sum of the squared lengths of the samples."""
-    longest: float = 0.0
-    """Length of the longest sample."""
+    __slots__ = ("lengths", "longest", "samples", "squares", "total")
 
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(
-            self.samples + other.samples,
-            self.total + other.total,
-            self.squares + other.squares,
-            max(self.longest, other.longest),
-        )
+    def __init__(self, lengths: Sequence[float] | np.ndarray = ()) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.float64)
+        self.samples = len(self.lengths)
+        self.total = float(self.lengths.sum())
+        self.squares = float(np.square(self.lengths).sum())
+        """Sum of the squared lengths."""
+        self.longest = float(self.lengths.max(initial=0.0))
+
+    @classmethod
+    def joined(cls, sets: Iterable[Tokens]) -> Tokens:
+        """Return the samples of all sets together."""
+        return cls(np.concatenate([np.empty(0), *(each.lengths for each in sets)]))
+
+    def split(self, parts: int) -> list[Tokens]:
+        """Return this many sets of equal size, each with samples of as many groups as possible."""
+        return [self] if parts == 1 else [Tokens(self.lengths[first::parts]) for first in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Costs:
     slowest_engine: EngineCosts
     """Of one of the replicas."""
     train: Callable[[Tokens], float]
-    """Tokens of a batch (or a part of one) -> seconds to train on them, without the fixed time of a step."""
+    """Tokens of a batch (or a part of one) -> seconds to train on them, without the fixed times of a step."""
     train_step: float
     """Fixed seconds per training step."""
     train_part: float
@@ -138,6 +144,7 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
     shape = shape_of(config, role)
     size = float(shape.parameters * ELEMENT_BYTES[infer.model_args.dtype])
     optimizer_steps = derived.optimizer_steps_per_step(config, config.actor_train)
+    optimizer_batch = derived.optimizer_batch_size(config, role)
     passes = _Passes(config, inputs, hardware, config.actor_train)
     update = inputs.weight_update
     moved = {
@@ -154,7 +161,11 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
         engine,
         engine.slower(inputs.engine.slowest),
         train=lambda tokens: (
-            config.ppo_epochs * (passes.trained(tokens) + given.micro_batch_seconds * micro_batches(role, tokens))
+            config.ppo_epochs
+            * sum(
+                passes.trained(each) + given.micro_batch_seconds * micro_batches(role, each)
+                for each in tokens.split(max(1, round(tokens.samples / optimizer_batch)))
+            )
         ),
         train_step=given.step_seconds + optimizer_steps * given.optimizer_seconds,
         train_part=given.part_seconds,

@@ -107,7 +107,7 @@ class Batch:
 
 
 async def _joined(parts: list[Batch]) -> Batch:
-    return replace(parts[-1], tokens=sum((each.tokens for each in parts), Tokens()))
+    return replace(parts[-1], tokens=Tokens.joined(each.tokens for each in parts))
 
 
 class Unchecked(AssertionError):
@@ -177,7 +177,7 @@ class _Run:
     """Role -> (start, end) of each span in which it computed."""
     ends: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """Per step: the time at which it ended, and the engines' cumulative counters at that time."""
-    so_far: Tokens = Tokens()
+    so_far: Tokens = field(default_factory=Tokens)
     """Tokens of the parts of the current batch that have reached the `advantage` stage."""
     dropped_tokens: float = 0.0
     _beside: asyncio.Task[None] | None = None
@@ -252,9 +252,7 @@ class _Run:
             now = self._loop.time()  # the responses of a group are judged when all have ended
             await asyncio.sleep(max(self._judges.end_of(now, each[0]) for each in work.latencies) - now)
         await self._drive(seconds / 2)
-        lengths = [work.prompt + tokens for tokens in work.responses]
-        total = Tokens(len(lengths), sum(lengths), sum(length * length for length in lengths), max(lengths))
-        return RolledOut(total, spans, work.kept)
+        return RolledOut(Tokens([work.prompt + tokens for tokens in work.responses]), spans, work.kept)
 
     async def _drive(self, seconds: float) -> None:
         """Keep the driver busy, which does one thing at a time."""
@@ -326,16 +324,14 @@ class _Run:
     async def _rollout_stage(self, part: tuple[int, list[FinishedGroup[GroupWork, RolledOut]], bool]) -> Batch:
         step, finished, complete = part
         self.scheduler.ledger.check()
-        tokens = Tokens()
         for group in finished:
-            tokens += group.result.tokens
             oldest = min(group.result.spans, default=step)
             if step - oldest > self.bound:
                 raise Unchecked(f"step {step} holds a token of version {oldest}, and the bound is {self.bound}")
             if self.measured[0] < step <= self.measured[1]:
                 _add(self.spans, ((step - version, number) for version, number in group.result.spans.items()))
         await self._drive(self.inputs.driver.part_seconds)
-        return Batch(step, tokens, complete)
+        return Batch(step, Tokens.joined(group.result.tokens for group in finished), complete)
 
     async def _compare(self, role: str, batch: Batch) -> Batch:
         with self._computing(role):
@@ -346,7 +342,7 @@ class _Run:
     async def _advantage(self, batch: Batch) -> Batch:
         if self.streams:
             return batch
-        self.so_far += batch.tokens
+        self.so_far = Tokens.joined((self.so_far, batch.tokens))
         tokens, self.so_far = self.so_far, Tokens() if batch.complete else self.so_far
         return replace(batch, tokens=tokens)
 

@@ -13,8 +13,8 @@ WEIGHTS, EMBEDDING, CACHED = 7_615_616_512, 152_064 * 3584, 2 * 28 * 512 * 2
 READ, COMPUTED = 0.6 * 3.35e12, 0.4 * 989e12
 """Bytes and operations a second that an H100 reaches by default."""
 LENGTH = 8192
-ONE = Tokens(1, LENGTH, LENGTH**2, LENGTH)
-BATCH = Tokens(64, 64 * LENGTH, 64 * LENGTH**2, LENGTH)
+ONE = Tokens([LENGTH])
+BATCH = Tokens([LENGTH] * 64)
 
 
 def costs(folder, *inputs, **changes):
@@ -50,6 +50,19 @@ def test_training_takes_three_forward_passes_and_the_longest_sequence_one_rank(t
     slower = costs(tmp_path, "trainer.mfu=0.1", "trainer.forward_mfu=0.2", "trainer.scale=2")
     assert slower.train(BATCH) == pytest.approx(8 * made.train(BATCH))
     assert slower.forward["actor_train"](BATCH) == pytest.approx(4 * made.forward["actor_train"](BATCH))
+
+
+def test_each_optimizer_step_waits_for_its_longest_sequence(tmp_path):
+    sizes = {"rollout_batch_size": 8, "num_return_sequences_in_group": 4, "actor_train__device_mapping": "0-3"}
+    sizes |= {"actor_infer__device_mapping": "4-5", "cluster": {"device": "cuda", "num_devices_per_node": 8}}
+    mini = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}  # 8 samples of 4 ranks
+    once, often = costs(tmp_path, **sizes), costs(tmp_path, **sizes, actor_train__training_args=mini)
+    assert (once.train_step, often.train_step) == (2 + 0.5, 2 + 4 * 0.5)
+    all_in_one, one_in_each = (Tokens([LENGTH if at % n == 0 else 64 for at in range(32)]) for n in (8, 9))
+    assert often.train(Tokens([LENGTH] * 32)) == pytest.approx(once.train(Tokens([LENGTH] * 32)))
+    assert once.train(all_in_one) == once.train(one_in_each) == pytest.approx(once.train(ONE), rel=0.2)
+    assert often.train(all_in_one) < 1.1 * once.train(all_in_one)
+    assert often.train(one_in_each) == pytest.approx(4 * once.train(ONE), rel=0.02)
 
 
 def test_an_update_moves_all_weights_and_shared_devices_move_states(tmp_path):

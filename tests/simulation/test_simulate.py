@@ -147,12 +147,13 @@ def test_stages_of_a_pipeline_wait_while_it_fills_and_drains(tmp_path):
         strategy = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
         config = gpus(
             tmp_path,
+            rollout_batch_size=16,
             cluster={"device": "cuda", "num_devices_per_node": 10},
             actor_train={"device_mapping": "0-7", "use_dynamic_batching_in_train": False,
                          "strategy_args": {"strategy_name": "megatron_train", "strategy_config": strategy}},
             actor_infer__device_mapping="8-9",
         )  # fmt: skip
-        return costs_of(config, Inputs()).train(Tokens(samples, 1000.0 * samples, 1e6 * samples, 1000.0))
+        return costs_of(config, Inputs()).train(Tokens([1000.0] * samples))
 
     micro_batches = 64 / 2  # of one sample, for each of 2 data-parallel ranks
     assert seconds(1, 4, 64) / seconds(4, 1, 64) == pytest.approx(1 + 3 / micro_batches)
@@ -172,7 +173,7 @@ def test_tokens_travel_to_their_experts_and_back_over_the_links_of_the_device(tm
             actor_infer={"device_mapping": "16-17", "num_gpus_per_engine": 2},
         )  # fmt: skip
         costs = costs_of(config, read_inputs(None, [f"device={device}", "trainer.link_efficiency=0.5"]))
-        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens(1600, 1.6e6, 1.6e9, 1e3))
+        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens([1e3] * 1600))
 
     def exchanged(*words, **sizes):
         return seconds(*words, **sizes) - seconds(words[0], 1, **sizes)
@@ -199,7 +200,7 @@ def test_ranks_that_split_rows_exchange_them_in_every_layer(tmp_path):
             actor_infer__device_mapping="16-17",
         )  # fmt: skip
         costs = costs_of(config, read_inputs(None, ["device=H100", "trainer.link_efficiency=0.5"]))
-        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens(1600, 1.6e6, 1.6e9, 1e3))
+        return (costs.train if role == "train" else costs.forward["actor_train"])(Tokens([1e3] * 1600))
 
     # Of 100,000 tokens a rank: 28 layers, queries and results of 3,584 elements, keys and values of 512, of 2 bytes.
     sent = 1e5 * 28 * 2 * (3584 + 512) * 2
