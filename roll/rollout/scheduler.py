@@ -142,9 +142,9 @@ class RolloutScheduler(Generic[Item, Result]):
 
     ``source`` gives one item per group, synchronously; the group that replaces a dropped one gets the next item.
     ``rollout`` is awaited once per attempt. If it raises, it is retried ``max_group_retries`` times; then the group is
-    dropped as ``failed``. ``group_filter`` returns True to keep a result; otherwise the group is dropped as
-    ``filtered``. A filter that raises ends the run. One task awaits `run` and another one awaits `next_groups` (or
-    `next_batch`). All calls must come from the same event loop.
+    dropped as ``failed``. ``group_filter`` returns True to keep a result; otherwise ``on_filtered`` gets the result and
+    the group is dropped as ``filtered``. If one of them raises, the run ends. One task awaits `run` and another one
+    awaits `next_groups` (or `next_batch`). All calls must come from the same event loop.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class RolloutScheduler(Generic[Item, Result]):
         rollout: Callable[[GroupRequest[Item]], Awaitable[Result]],
         *,
         group_filter: Callable[[Result], bool] | None = None,
+        on_filtered: Callable[[Result], None] = lambda result: None,
         observer: SchedulerObserver[Item, Result] | None = None,
     ) -> None:
         self.plan = plan
@@ -161,6 +162,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._source = source
         self._rollout = rollout
         self._group_filter = group_filter
+        self._on_filtered = on_filtered
         self._observer = observer
         self._admission = Admission(
             batch_size=plan.batch_size, max_steps=plan.max_steps, ratio=plan.ratio, max_staleness=plan.max_staleness
@@ -419,7 +421,8 @@ class RolloutScheduler(Generic[Item, Result]):
             self._fail(error)
             return
         if not kept:
-            self._drop(group, "filtered")
+            if self._observed(self._on_filtered, result):
+                self._drop(group, "filtered")
             return
         del self._in_flight[group.group_id]
         self.ledger.finish(group.group_id)
