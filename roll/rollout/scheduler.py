@@ -282,14 +282,15 @@ class RolloutScheduler(Generic[Item, Result]):
                 self._batch_waiter = None
         return part
 
-    def training_step_done(self, steps_done: int) -> None:
+    def training_step_done(self, steps_done: int, publishes: bool = False) -> None:
         """Record that ``steps_done`` training steps are complete; more groups may start.
 
-        Raises `ValueError` unless this is one more than before and the step's batch was handed out.
+        ``publishes``: the engines will get this version; at ratio 0 groups wait for it. Raises `ValueError` unless this
+        is one more step than before and its batch was handed out.
         """
         if steps_done > self._buffer.batches_taken:
             raise ValueError(f"step {steps_done} cannot be done: {self._buffer.batches_taken} batches were handed out")
-        self._admission.training_step_done(steps_done)
+        self._admission.training_step_done(steps_done, publishes)
         self._untrained.popleft()
         self._start_admissible()
 
