@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import make_dataclass, replace
+from dataclasses import asdict, make_dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,8 @@ from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from roll.check.devices import readable_mappings
 from roll.configs import derived, fields
 from roll.configs.devices import compact
-from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
+from roll.configs.dialects.rules import leaves
+from roll.configs.errors import MASK, ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
 from roll.configs.loader import validated
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
@@ -335,6 +336,15 @@ def options_are_usable(config: RunConfig) -> Iterator[ConfigProblem]:
             path = f"{name}.strategy_args.strategy_config.{option}"
             reason = f"is beyond {fields.LARGEST_NUMBER:g}" if fields.is_too_large(value) else "is not usable"
             yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {fields.describe(kind)}")
+
+
+def secrets_are_given(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Reject masked secrets, which a configuration has that was saved by a run."""
+    for parts, value in leaves(asdict(config)):
+        if value == MASK and is_secret(str(parts[-1])):
+            message = f"{MASK} stands for a secret that was left out when this configuration was saved"
+            remedy = "write the value, or `${oc.env:NAME}` for that of an environment variable"
+            yield ConfigProblem(".".join(map(str, parts)), message, remedy)
 
 
 def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:

@@ -755,7 +755,7 @@ class TrainingBatch:
                     details[f"{detail.format(domain=domain)}/{name}"].append(value)
         for domain in sorted(scores_of) if scored else ():
             self.metrics[f"reward/{domain}/mean"] = float(np.mean(np.concatenate(scores_of[domain])))
-        for name in sorted(details):
+        for name in sorted(details.keys() - self.metrics.keys()):  # `reward/mean` stays the mean of the scores
             self.metrics[name] = float(np.mean(details[name]))
 
 
