@@ -176,6 +176,10 @@ def _inert_keys_of_rollouts(config: PipelineConfig) -> Iterator[tuple[str, Any, 
         if env.env_manager_cls in _SHOWN_BY:
             keys, reason = ("history_length", "keep_first_observation"), _SHOWN_BY[env.env_manager_cls]
             yield f"custom_envs.{tag}.", env, keys, reason, "set `env_manager_cls: step`, or remove this key"
+    for name, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
+        if manager is not None and derived.only_agents(config, manager):
+            reason, remedy = "an agent's requests are no actions, valid or not", "remove this key"
+            yield f"{name}.", manager, ("format_penalty",), reason, remedy
     if config.val_env_manager is not None:
         reason, remedy = "validation plays each group once", "set the groups, or remove this key"
         yield "val_env_manager.", config.val_env_manager, ("max_traj_per_env",), reason, remedy
