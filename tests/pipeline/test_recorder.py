@@ -65,6 +65,15 @@ def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
     }  # fmt: skip
 
 
+def test_a_reward_with_a_slash_in_its_name_is_not_idle_while_it_works(tmp_path):
+    recorder = RunRecorder(RLVRConfig(track_with=[]), RunDirectory.create(str(tmp_path / "run"), "test"),
+                           started=time.monotonic(), decoder=Letters())  # fmt: skip
+    start = time.time()
+    recorder._draw({"rewards.openai/gsm8k": [(start, start + 1)]})
+    assert recorder.timeline.idle_share("rewards.openai/gsm8k", (start, start + 2)) == pytest.approx(0.5)
+    recorder.close("success")
+
+
 def test_a_plug_in_tracker_is_told_what_the_metrics_file_is_told_and_how_the_run_ended(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "tracking"))
     monkeypatch.setitem(TRACKERS.built_in, "diary", PlugIn("odd_plug_ins:Diary"))
