@@ -4,6 +4,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from roll.configs.plugins import PlugIn
 from roll.configs.run import TRACKERS, RLVRConfig
 from roll.pipeline.recorder import RunRecorder
