@@ -71,6 +71,7 @@ _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))++)(?<=\S)\*\*(?![\
 _MARKDOWN = re.compile(r"`|</?answer>")
 MAX_LINE = 1000
 """Length of the longest line, in characters, that is searched for LaTeX without dollars."""
+_END_OF_PROOF = re.compile(r"(?:\\(?:q?quad|blacksquare|square|Box|qed|checkmark)\b|[\s.])++$")
 _BARE_LATEX = re.compile(
     r"((?:.*?(?:[:=]|\b(?:is|are))\s+)??)"
     r"((?=[^\n]*\\[A-Za-z])"
@@ -120,7 +121,7 @@ def _parse(text: str) -> list[Basic | MatrixBase | str]:
 def _with_last_line_in_dollars(text: str) -> str:
     """Enclose bare LaTeX at the end of the text's last line in dollars, so that it is read as one formula."""
     before, newline, line = text.rstrip().rpartition("\n")
-    found = _BARE_LATEX.fullmatch(line.rstrip(". ")) if len(line) <= MAX_LINE else None
+    found = _BARE_LATEX.fullmatch(_END_OF_PROOF.sub("", line)) if len(line) <= MAX_LINE else None
     return text if found is None else f"{before}{newline}{found[1]}${found[2]}$"
 
 

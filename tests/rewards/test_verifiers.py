@@ -211,6 +211,8 @@ def test_answers_are_judged_by_their_value(response, truth, score):
         (r"x = \frac{1}{2} \quad \checkmark", "1/2", "2"),
         (r"\left(\frac12, 3\right)", "(1/2, 3)", "3"),
         (r"x \leq 2", r"x \leq 2", "2"),
+        (r"x = 5 \qquad \blacksquare", "5", "x"),
+        (r"\mathbf{42}", "42", "43"),
     ],
 )
 def test_the_last_line_may_be_a_formula_without_dollars(response, truth, other):
