@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from roll.check.config import loaded, read_config
+from roll.configs.dialects import roll as rolls_dialect
+from roll.configs.dialects.rules import leaves
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among
 from roll.configs.given import is_given, with_tokens
 from roll.configs.loader import read_mapping
@@ -54,17 +56,14 @@ def with_given(
     ``here``: see `loaded`. Raises `ConfigError`.
     """
     tree, written = _tree(config), _checked(overrides)
-    is_agentic = tree.get("pipeline") == "agentic" or any(each.startswith("pipeline=") for each in written)
-    if env is not None and not is_agentic:
+    if env is not None and not _may_be_agentic(tree, written):
         raise problem(
             "env", "only the pipeline `agentic` has environments", "write `pipeline: agentic`, or leave it out"
         )
     if reward is not None:
-        tree["rewards"] = _section(tree, "rewards")
-        _put(tree["rewards"], "reward", reward, "verifier", _OF_ANY_VERIFIER.__contains__)
+        _put(tree, "rewards", "reward", reward, "verifier", _OF_ANY_VERIFIER.__contains__)
     if env is not None:
-        tree["custom_envs"] = _section(tree, "custom_envs")
-        _put(tree["custom_envs"], "env", env, "env_type", lambda other: other != "env_config")
+        _put(tree, "custom_envs", "env", env, "env_type", lambda other: other != "env_config")
     if loss is not None:
         tree["actor_train"] = _replaced(_section(tree, "actor_train"), "pg_variant", loss)
     if advantage is not None:
@@ -88,6 +87,14 @@ def _tree(config: Any) -> dict[str, Any]:
     return read_mapping(Path(config))
 
 
+def _may_be_agentic(tree: Mapping[str, Any], overrides: Sequence[str]) -> bool:
+    """Return False if the configuration is of another pipeline. An override of `pipeline` is left to the loader."""
+    if any(each.startswith("pipeline=") for each in overrides):
+        return True
+    pipeline = rolls_dialect.pipeline_of(dict(leaves(tree))) if rolls_dialect.is_roll(tree) else tree.get("pipeline")
+    return pipeline == "agentic"
+
+
 def _checked(overrides: Sequence[str]) -> Sequence[str]:
     """Return the overrides. Raises `ConfigError` unless they are a list of strings."""
     if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides or ()):
@@ -104,9 +111,16 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a copy of a section, empty if it is not a mapping. Reading the tree later reports that with its path."""
+def _section(tree: Mapping[str, Any], key: str, path: str = "") -> dict[str, Any]:
+    """Return a copy of a section, empty if it is not a mapping. Reading the tree later reports that with its path.
+
+    ``path``: path of the tree itself. Raises `ConfigError` for a reference, since its other keys would be lost.
+    """
     section = tree.get(key)
+    if isinstance(section, str) and "${" in section:
+        message = f"is {section}, and an object given from Python would replace all that this refers to"
+        remedy = "write the section out, or put the object where the reference leads to"
+        raise problem(f"{path}{key}", message, remedy)
     return dict(section) if isinstance(section, Mapping) else {}
 
 
@@ -115,24 +129,24 @@ def _replaced(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     return {name: each for name, each in section.items() if name != f"{key}_args"} | {key: value}
 
 
-def _put(section: dict[str, Any], argument: str, given: Given, key: str, keeps: Callable[[str], bool]) -> None:
-    """Put the objects of an argument as ``key`` into the entries of a section. A single object goes into all entries.
+def _put(tree: dict[str, Any], name: str, argument: str, given: Given, key: str, keeps: Callable[[str], bool]) -> None:
+    """Put the objects of an argument as ``key`` into the entries of a section ``name``. A single object goes into all.
 
     ``keeps``: True for the other keys of an entry that do not belong to the replaced name. Raises `ConfigError` for
     objects whose names the section does not have, since they would never be used.
     """
+    section = tree[name] = _section(tree, name)
     objects = given if isinstance(given, Mapping) else dict.fromkeys(section or [DEFAULT_DOMAIN], given)
-    unused = [name for name in objects if section and name not in section]
+    unused = [entry for entry in objects if section and entry not in section]
     if unused:
         raise ConfigError(
             [
                 ConfigProblem(
-                    argument, f"the configuration has no `{name}`", choose_among(str(name), map(str, section))
+                    argument, f"the configuration has no `{entry}`", choose_among(str(entry), map(str, section))
                 )
-                for name in unused
+                for entry in unused
             ]
         )
-    for name, each in objects.items():
-        before = section.get(name)
-        kept = {other: before[other] for other in before if keeps(other)} if isinstance(before, Mapping) else {}
-        section[name] = {**kept, key: each}
+    for entry, each in objects.items():
+        before = _section(section, entry, f"{name}.")
+        section[entry] = {other: value for other, value in before.items() if keeps(other)} | {key: each}

@@ -90,14 +90,14 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     ),
 }
 """Rules of one pipeline."""
-_EVERY_MACHINE = (devices.gpus_are_visible, rules.trackers_are_here)
+_EVERY_MACHINE = (devices.gpus_are_visible, rules.trackers_are_here, rules.secrets_are_given)
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": (data.models_exist, data.prompts_exist, *_EVERY_MACHINE),
     "agentic": (data.models_exist, *_EVERY_MACHINE),
     "image": (pictures.pipelines_exist, data.prompts_exist, *_EVERY_MACHINE),
     "sft": (data.models_exist, data.prompts_exist, *_EVERY_MACHINE),
 }
-"""Rules about the machine on which the run starts; they may fail where a configuration is only written."""
+"""Rules about the machine on which the run starts; they may fail where a configuration is only written or read."""
 
 
 LACKING = ("rewards", "custom_envs", "actor_train.data_args", "validation.data_args")

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import make_dataclass, replace
+from dataclasses import asdict, make_dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,8 @@ from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from roll.check.devices import readable_mappings
 from roll.configs import derived, fields
 from roll.configs.devices import compact
-from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
+from roll.configs.dialects.rules import leaves
+from roll.configs.errors import MASK, ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
 from roll.configs.loader import validated
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
@@ -175,6 +176,10 @@ def _inert_keys_of_rollouts(config: PipelineConfig) -> Iterator[tuple[str, Any, 
         if env.env_manager_cls in _SHOWN_BY:
             keys, reason = ("history_length", "keep_first_observation"), _SHOWN_BY[env.env_manager_cls]
             yield f"custom_envs.{tag}.", env, keys, reason, "set `env_manager_cls: step`, or remove this key"
+    for name, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
+        if manager is not None and derived.only_agents(config, manager):
+            reason, remedy = "an agent's requests are no actions, valid or not", "remove this key"
+            yield f"{name}.", manager, ("format_penalty",), reason, remedy
     if config.val_env_manager is not None:
         reason, remedy = "validation plays each group once", "set the groups, or remove this key"
         yield "val_env_manager.", config.val_env_manager, ("max_traj_per_env",), reason, remedy
@@ -335,6 +340,15 @@ def options_are_usable(config: RunConfig) -> Iterator[ConfigProblem]:
             path = f"{name}.strategy_args.strategy_config.{option}"
             reason = f"is beyond {fields.LARGEST_NUMBER:g}" if fields.is_too_large(value) else "is not usable"
             yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {fields.describe(kind)}")
+
+
+def secrets_are_given(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Reject masked secrets, which a configuration has that was saved by a run."""
+    for parts, value in leaves(asdict(config)):
+        if value == MASK and is_secret(str(parts[-1])):
+            message = f"{MASK} stands for a secret that was left out when this configuration was saved"
+            remedy = "write the value, or `${oc.env:NAME}` for that of an environment variable"
+            yield ConfigProblem(".".join(map(str, parts)), message, remedy)
 
 
 def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:

@@ -341,6 +341,12 @@ def used_tags(config: AgenticConfig, manager: EnvManagerConfig) -> dict[str, int
     return dict(zip(tags, manager.num_groups_partition or [1] * len(tags), strict=True))
 
 
+def only_agents(config: AgenticConfig, manager: EnvManagerConfig) -> bool:
+    """Return True if agents play all the tags that a manager uses."""
+    envs = [config.custom_envs[tag] for tag in manager.tags or config.custom_envs if tag in config.custom_envs]
+    return bool(envs) and all(env.env_manager_cls == "agent" for env in envs)
+
+
 def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
     """Return the sampling settings of validation; None without validation."""
     if isinstance(config, AgenticConfig):

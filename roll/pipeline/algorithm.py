@@ -598,6 +598,9 @@ def _episode_problems(
     if needs.needs_greedy_baseline:
         message = f"{name} compares with a greedy response, which episodes do not have"
         yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
+    if needs.needs_states and derived.only_agents(config, config.train_env_manager):
+        message = f"{name} compares turns by the state that they act in, and agents tell no states"
+        yield ConfigProblem("adv_estimator", message, "use grpo, rloo or step_reinforce")
     if config.length_penalty is not None and config.length_penalty.kind == "overlong":
         message = "overlong counts up to the longest response, and an episode has no such number of sampled tokens"
         yield ConfigProblem("length_penalty.kind", message, "set `kind: relative`, or remove the section")
@@ -755,7 +758,7 @@ class TrainingBatch:
                     details[f"{detail.format(domain=domain)}/{name}"].append(value)
         for domain in sorted(scores_of) if scored else ():
             self.metrics[f"reward/{domain}/mean"] = float(np.mean(np.concatenate(scores_of[domain])))
-        for name in sorted(details):
+        for name in sorted(details.keys() - self.metrics.keys()):  # `reward/mean` stays the mean of the scores
             self.metrics[name] = float(np.mean(details[name]))
 
 

@@ -252,12 +252,6 @@ def build_scheduler(
     """Build the scheduler for the prompts or environment tasks of the rollout side. ``filtered`` is called with each
     group that the filter drops."""
 
-    def keeps(group: Group) -> bool:
-        kept = has_score_variance(group)
-        if not kept:
-            filtered(group)
-        return kept
-
     plan = SchedulePlan(
         batch_size=config.rollout_batch_size,
         max_steps=config.max_steps,
@@ -268,8 +262,10 @@ def build_scheduler(
         max_group_retries=config.max_group_retries,
         max_consecutive_refunds=config.max_consecutive_refunds,
     )
-    group_filter = keeps if config.group_filter == "zero_variance" else None
-    return RolloutScheduler(plan, side.source(), rollout, group_filter=group_filter, observer=journal)
+    group_filter = has_score_variance if config.group_filter == "zero_variance" else None
+    return RolloutScheduler(
+        plan, side.source(), rollout, group_filter=group_filter, on_filtered=filtered, observer=journal
+    )
 
 
 def parity_check_of(config: PipelineConfig, side: RolloutSide) -> ParityCheck:

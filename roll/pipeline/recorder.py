@@ -500,10 +500,12 @@ class RunRecorder:
         """
         for name, busy in spans.items():
             role, _, worker = name.rpartition("/")
+            if not worker.isdecimal():  # a reward may be called `openai/gsm8k`
+                role, worker = name, "all"
             known_until = self._drawn_until.get(name, 0.0)
             for start, end in busy:
                 if end > known_until:
-                    self.timeline.busy(role or name, start, end, worker if role else "all")
+                    self.timeline.busy(role, start, end, worker)
                     self._drawn_until[name] = end
 
     def supervised_step(self, metrics: dict[str, float], step: int, used: Sequence[Usage]) -> None:

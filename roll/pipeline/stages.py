@@ -186,7 +186,7 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     if publication_due(config, version):
         batch.canaries = await gather(run, version)
         batch.gathered = True
-    run.scheduler.training_step_done(version)
+    run.scheduler.training_step_done(version, publishes=batch.gathered)
     if run.checkpoints.due(version):
         with run.recorder.busy("actor_train"):
             await run.checkpoints.take(version, run.scheduler.progress(), batch.advantage_state)

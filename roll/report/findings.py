@@ -14,6 +14,8 @@ from roll.report.files import RunFiles
 
 LARGE_IDLE = 0.2
 SMALL = 0.05
+COMPARE_SCORES = ("grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline")
+"""Values of `adv_estimator` with which a group of equal scores has no advantage."""
 STEPS_OF_WARMING_UP = 1
 """Number of first steps that are left out of means if enough others remain, because they compile and fill caches."""
 
@@ -234,6 +236,8 @@ def _truncated(run: RunFiles) -> Iterator[Finding]:
 
 
 def _no_variance(run: RunFiles) -> Iterator[Finding]:
+    if run.config.get("adv_estimator", "grpo") not in COMPARE_SCORES or run.config.get("distillation"):
+        return
     share = mean_over_time(settled(run)[-20:], "reward/zero_variance_groups")
     if share is not None and share > 0.5:
         yield Finding(

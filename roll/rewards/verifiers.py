@@ -69,20 +69,32 @@ _CURRENCY = re.compile(
 )
 _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))++)(?<=\S)\*\*(?![\w(])")
 _MARKDOWN = re.compile(r"`|</?answer>")
+MAX_LINE = 1000
+"""Length of the longest line, in characters, that is searched for LaTeX without dollars."""
+_END_OF_PROOF = re.compile(r"(?:\\(?:q?quad|blacksquare|square|Box|qed|checkmark)\b|[\s.])++$")
+_BARE_LATEX = re.compile(
+    r"((?:.*?(?:[:=]|\b(?:is|are))\s+)??)"
+    r"((?=[^\n]*\\[A-Za-z])"
+    r"(?>\\(?:text|mathrm)\s?\{[^{}$]*\}|\\(?!begin|end|boxed)[A-Za-z]+|\\[^A-Za-z()\[\]]|[^\\$A-Za-z]|[A-Za-z](?![A-Za-z]))++)"
+)
 
 
 def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, strict: bool = True) -> float:
     """Return 1 if the answer found in the response is mathematically equal to the ground truth, else 0.
 
-    The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth may
-    be bare LaTeX. Currencies, bold type, code marks and answer tags are ignored in both. ``float_rounding`` counts
-    decimals; ``strict`` distinguishes variables, sets and tuples. Raises `ValueError` if the ground truth cannot be
-    parsed. Call it in the main thread of a process that has a time limit.
+    The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. Bare LaTeX also
+    counts if it is the last line, or ends that line after ``:``, ``=``, "is" or "are". The ground truth may be bare
+    LaTeX. Currencies, bold type, code marks and answer tags are ignored in both. ``float_rounding`` counts decimals;
+    ``strict`` distinguishes variables, sets and tuples. Raises `ValueError` if the ground truth cannot be parsed. Call
+    it in the main thread of a process that has a time limit.
     """
     from math_verify import verify
 
     truth = parse_ground_truth(str(ground_truth))
-    answer = _parse(response)
+    plain = _plain(response)
+    answer = _parse(_with_last_line_in_dollars(plain))
+    if all(isinstance(each, str) for each in answer):  # it was no formula
+        answer = _parse(plain)
     if any(_bits(each) > MAX_BITS for each in answer):
         return 0.0
     return float(verify(list(truth), answer, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
@@ -103,7 +115,14 @@ def _parse(text: str) -> list[Basic | MatrixBase | str]:
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that its time limits are off
-    return parse(_plain(text), parsing_timeout=None)
+    return parse(text, parsing_timeout=None)
+
+
+def _with_last_line_in_dollars(text: str) -> str:
+    """Enclose bare LaTeX at the end of the text's last line in dollars, so that it is read as one formula."""
+    before, newline, line = text.rstrip().rpartition("\n")
+    found = _BARE_LATEX.fullmatch(_END_OF_PROOF.sub("", line)) if len(line) <= MAX_LINE else None
+    return text if found is None else f"{before}{newline}{found[1]}${found[2]}$"
 
 
 def _plain(text: str) -> str:
@@ -145,11 +164,18 @@ _NUMBER = re.compile(rf"({_SIGN})(?:[ \t]{{1,2}}|{_CURRENCY_SIGN})?({_DECIMAL})(
 _NO_SIGN = re.compile(
     r"(?<=[\d%]) *[-+]"  # `5 - 3`, `5 -3`, `5%-3%`
     r"|(?:(?<=[)}\]])|(?<=\b[A-Za-z])|(?<=\d[A-Za-z])) +[-+] "  # `f(2) - 3`, `x - 3`, `2x - 3`, but not `(a) -3`
-    r"|(?<=\n)(?<![$\[=]\n) *[-+] +(?=[\d$])"  # an item of a list
+    r"|(?<=\n)(?<![$\[(=]\n) *[-+] +(?=[\d$])"  # an item of a list
 )
+_FORMULA_BEGINS = re.compile(r"\\begin\{(?!itemize|enumerate)[a-z]+\*?\}")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
-_POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:\{([-+]?\d+)\}|([-+]?\d+))(?!\.?\d)")
+_TEN_TO = r"\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:\{([-+]?\d+)\}|([-+]?\d+))(?!\.?\d)"
+_POWER_OF_TEN = re.compile(rf"(?<=\d){_TEN_TO}")
+_PLAIN_DECIMAL = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
+_FRACTION_TIMES_POWER = re.compile(rf"({_PLAIN_DECIMAL})(\s?/\s?[-+]?{_DECIMAL}){_TEN_TO}")
+_LATEX_FRACTION_TIMES_POWER = re.compile(
+    rf"\\[dt]?frac\s*(?:\{{\s*([-+]?{_PLAIN_DECIMAL})\s*\}}|(\d))\s*(?:\{{([^{{}}]*)\}}|(\d)){_TEN_TO}"
+)
 
 
 def numeric(
@@ -179,6 +205,10 @@ def numeric(
 def last_number(text: str) -> Fraction | None:
     """Return the last number in the text as an exact fraction; None if there is none, or if it is absurdly large."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
+    text = _FORMULA_BEGINS.sub("[", text)
+    # `1/2 * 10^3` is 1e3/2, not 1/2e3
+    text = _FRACTION_TIMES_POWER.sub(r"\1e\3\4\2", text)
+    text = _LATEX_FRACTION_TIMES_POWER.sub(r"\\frac{\1\2e\5\6}{\3\4}", text)
     text = _NO_SIGN.sub(" ", _POWER_OF_TEN.sub(r"e\1\2", text))
     text = _LATEX_FRACTION.sub(r" \1\2/\3\4 ", text)
     numbers = list(_NUMBER.finditer(text))

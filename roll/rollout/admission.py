@@ -5,7 +5,8 @@ With B groups per step, ratio r, staleness bound R, s steps done and engine vers
     g < (s + 1) B + r B    and    v >= g // B - R
 
 The first condition limits how far generation runs ahead of training. The second one, together with the consumption rule
-of `buffer.py`, ensures that no token is more than R versions old when it is trained on. All arithmetic is exact.
+of `buffer.py`, ensures that no token is more than R versions old when it is trained on. At ratio 0 every group also
+waits for the newest version that is to be published, so that nothing depends on timing. All arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Admission:
         self._total = max_steps * batch_size
         self._ahead = exact_ratio(ratio) * batch_size
         self._pauses = 0
+        self._least_version = 0
         self.steps_done = 0
         self.version = 0
 
@@ -62,15 +64,21 @@ class Admission:
             return "paused"
         if number >= (self.steps_done + 1) * self._batch_size + self._ahead:
             return "budget"
-        if self.version < number // self._batch_size - self._max_staleness:
+        if self.version < max(self._least_version, number // self._batch_size - self._max_staleness):
             return "version"
         return None
 
-    def training_step_done(self, steps_done: int) -> None:
-        """Record that ``steps_done`` steps are complete. Raises `ValueError` unless it is one more than before."""
+    def training_step_done(self, steps_done: int, publishes: bool = False) -> None:
+        """Record that ``steps_done`` steps are complete. Raises `ValueError` unless it is one more than before.
+
+        ``publishes``: the engine will get this version. At ratio 0 no group starts with an older one, whatever the
+        bound allows.
+        """
         if steps_done != self.steps_done + 1:
             raise ValueError(f"training step {steps_done} was reported done after step {self.steps_done}")
         self.steps_done = steps_done
+        if publishes and not self._ahead:
+            self._least_version = steps_done
 
     def weights_published(self, version: int) -> None:
         """Record that every live replica holds ``version`` or newer.

@@ -142,9 +142,9 @@ class RolloutScheduler(Generic[Item, Result]):
 
     ``source`` gives one item per group, synchronously; the group that replaces a dropped one gets the next item.
     ``rollout`` is awaited once per attempt. If it raises, it is retried ``max_group_retries`` times; then the group is
-    dropped as ``failed``. ``group_filter`` returns True to keep a result; otherwise the group is dropped as
-    ``filtered``. A filter that raises ends the run. One task awaits `run` and another one awaits `next_groups` (or
-    `next_batch`). All calls must come from the same event loop.
+    dropped as ``failed``. ``group_filter`` returns True to keep a result; otherwise ``on_filtered`` gets the result and
+    the group is dropped as ``filtered``. If one of them raises, the run ends. One task awaits `run` and another one
+    awaits `next_groups` (or `next_batch`). All calls must come from the same event loop.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class RolloutScheduler(Generic[Item, Result]):
         rollout: Callable[[GroupRequest[Item]], Awaitable[Result]],
         *,
         group_filter: Callable[[Result], bool] | None = None,
+        on_filtered: Callable[[Result], None] = lambda result: None,
         observer: SchedulerObserver[Item, Result] | None = None,
     ) -> None:
         self.plan = plan
@@ -161,6 +162,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._source = source
         self._rollout = rollout
         self._group_filter = group_filter
+        self._on_filtered = on_filtered
         self._observer = observer
         self._admission = Admission(
             batch_size=plan.batch_size, max_steps=plan.max_steps, ratio=plan.ratio, max_staleness=plan.max_staleness
@@ -280,14 +282,15 @@ class RolloutScheduler(Generic[Item, Result]):
                 self._batch_waiter = None
         return part
 
-    def training_step_done(self, steps_done: int) -> None:
+    def training_step_done(self, steps_done: int, publishes: bool = False) -> None:
         """Record that ``steps_done`` training steps are complete; more groups may start.
 
-        Raises `ValueError` unless this is one more than before and the step's batch was handed out.
+        ``publishes``: the engines will get this version; at ratio 0 groups wait for it. Raises `ValueError` unless this
+        is one more step than before and its batch was handed out.
         """
         if steps_done > self._buffer.batches_taken:
             raise ValueError(f"step {steps_done} cannot be done: {self._buffer.batches_taken} batches were handed out")
-        self._admission.training_step_done(steps_done)
+        self._admission.training_step_done(steps_done, publishes)
         self._untrained.popleft()
         self._start_admissible()
 
@@ -419,7 +422,8 @@ class RolloutScheduler(Generic[Item, Result]):
             self._fail(error)
             return
         if not kept:
-            self._drop(group, "filtered")
+            if self._observed(self._on_filtered, result):
+                self._drop(group, "filtered")
             return
         del self._in_flight[group.group_id]
         self.ledger.finish(group.group_id)

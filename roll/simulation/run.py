@@ -361,7 +361,7 @@ class _Run:
             await self.pool.buffers.acquire(version)
             with self._computing("actor_train"):
                 await self.host.work(costs.gather, costs.train_threads)
-        self.scheduler.training_step_done(version)
+        self.scheduler.training_step_done(version, publishes=gathered)
         self.steps.advance(version)
         return replace(batch, gathered=gathered)
 

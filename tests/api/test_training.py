@@ -14,6 +14,7 @@ import time
 import types
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -164,6 +165,25 @@ def test_an_object_of_a_misspelt_name_is_refused(task):
     assert problem.path == "reward" and "did you mean `addition`?" in problem.remedy
     with pytest.raises(roll.ConfigError, match="the configuration has no `lakes`"):
         with_given({"pipeline": "agentic", "custom_envs": {"lake": {}}}, (), None, None, None, {"lakes": my_loss()})
+
+
+def test_an_environment_may_be_given_for_a_file_in_rolls_dialect():
+    """Such a file does not say its pipeline: its keys do."""
+    foreign = Path(__file__).parents[1] / "configs/foreign"
+    checked = roll.check(foreign / "roll_agentic_async.yaml", env=gymnasium.Env)
+    assert checked.ok and checked.config.custom_envs["default"].env_type.startswith(PREFIX)
+    (problem,) = roll.check(foreign / "roll_rlvr_async.yaml", env=gymnasium.Env).problems
+    assert problem.path == "env" and "only the pipeline `agentic`" in problem.message
+
+
+def test_an_object_does_not_replace_what_a_reference_leads_to(task):
+    tree = tiny_config(task)
+    tree["rewards"]["poems"] = "${rewards.addition}"
+    (problem,) = roll.check(tree, reward=starts_with_a_digit()).problems
+    assert problem.path == "rewards.poems" and "write the section out" in problem.remedy
+    for name, given in {"rewards": {"reward": my_loss()}, "actor_train": {"loss": my_loss()}}.items():
+        (problem,) = roll.check({**tiny_config(task), name: "${other}"}, **given).problems
+        assert problem.path == name and "${other}" in problem.message
 
 
 def test_a_wrong_key_does_not_make_a_missing_model_a_problem(task):

@@ -77,6 +77,15 @@ def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
             "custom_envs.lake.history_length",
             "says what the policy reads",
         ),
+        (
+            {
+                "custom_envs": {"a": {"env_type": "agent"}},
+                "val_env_manager": None,
+                "train_env_manager.format_penalty": -1,
+            },
+            "train_env_manager.format_penalty",
+            "no actions",
+        ),
         ({"custom_envs.lake.history_length": 3}, "custom_envs.lake.history_length", "no effect"),
         ({"custom_envs.lake.keep_first_observation": False}, "custom_envs.lake.keep_first_observation", "no effect"),
         ({"custom_envs.lake.max_tokens_per_step": 9999}, "custom_envs.lake.max_tokens_per_step", "room for"),

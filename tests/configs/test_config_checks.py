@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll.check.config import check_config, config_warnings
+from roll.check.config import check_config, check_elsewhere, config_warnings
 from roll.check.devices import sees_gpus
 from roll.check.plan import plan
 from roll.check.training import trainers_can_train
@@ -33,7 +33,7 @@ from roll.configs.derived import (
 )
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.fields import walk
-from roll.configs.loader import PIPELINES, config_from_tree, dump_config
+from roll.configs.loader import PIPELINES, config_from_tree, dump_config, parse_yaml
 from roll.configs.roles import UNREAD_KEYS
 from roll.engines.base import InferStrategy
 from roll.pipeline.roles import engine_spec, trainer_setup
@@ -75,6 +75,16 @@ def validating(**settings: Any) -> dict[str, Any]:
 @pytest.fixture
 def with_validation(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | validating()
+
+
+def test_a_saved_configuration_needs_its_secrets_again(tree):
+    """What it has in their place would be sent as a key."""
+    options = {"rewards.math.verifier": "some.module:judge", "rewards.math.verifier_args": {"api_key": "abc123"}}
+    saved = parse_yaml(dump_config(config_from_tree(merged(tree, options))), "saved")
+    config = config_from_tree(saved)
+    assert [problem.path for problem in check_elsewhere(config)] == ["rewards.math.verifier_args.api_key"]
+    assert "oc.env" in problems_of(saved)["rewards.math.verifier_args.api_key"].remedy
+    check_config(config_from_tree(saved, ["rewards.math.verifier_args.api_key=abc123"]))
 
 
 def test_a_valid_configuration_passes_without_warnings(tree):

@@ -103,6 +103,7 @@ def test_a_chat_template_must_be_there(folder):
         ({"episode_reward_weight": 0}, "episode_reward_weight", "nothing to learn"),
         ({"adv_estimator": "gigpo", "step_reward_weight": 0}, "episode_reward_weight", "nothing to learn"),
         ({"adv_estimator": "gigpo", "norm_mean_type": "tag"}, "norm_mean_type", "weight is 0"),
+        ({"adv_estimator": "gigpo", "custom_envs": {"a": {"env_type": "agent"}}}, "adv_estimator", "no states"),
         ({"adv_estimator": "step_reinforce", "reward_clip": 1.0}, "reward_clip", "weight is 0"),
         ({"norm_mean_type": "tag"}, "norm_mean_type", "takes it out again"),
         ({"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size", "compares"),

@@ -137,6 +137,15 @@ def test_metrics_count_episodes_and_not_their_parts():
     assert whole.metrics["response/length_mean"] == pytest.approx((6 + 3 + 3) / 3)
 
 
+def test_a_figure_of_a_verifier_never_replaces_one_of_the_run():
+    plain, named = batch(False), batch(False)
+    for filled, own in ((plain, {}), (named, {"mean": 77.0, "zero_variance_groups": 8.0, "steps": 3.0})):
+        for sample in filled.samples:
+            sample.metrics = own
+        filled.describe_rollouts("reward")
+    assert named.metrics == plain.metrics | {"reward/steps": 3.0}
+
+
 def test_normalisation_by_tag_takes_the_samples_of_a_tag():
     groups = []
     for group_id, tag in enumerate(("lake", "sokoban", "lake")):

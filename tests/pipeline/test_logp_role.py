@@ -21,14 +21,15 @@ from roll.check.plan import plan
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
-from roll.data.records import Group
+from roll.data.records import Group, SampleBatch
 from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.exact import exact_config
-from roll.pipeline.logp import LogProbRole
+from roll.pipeline.logp import LogProbRole, wanted_of
 from roll.pipeline.resume import changes as changes_between
 from roll.pipeline.stages import stage_chain
 from roll.pipeline.streaming import least_groups
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
+from roll.trainers.step import PROMPT_PICTURES
 from roll.weights.transports import TRANSPORTS
 from tests.pipeline.test_advantage_stage import PROMPT, sample
 from tests.tiers import quick
@@ -149,6 +150,15 @@ def assert_same_steps(task, address, changes):
     for weight, value in first.items():
         assert torch.allclose(value, second[weight], rtol=0, atol=1e-5 * float(value.abs().max())), weight
     return beside
+
+
+def test_it_is_given_the_pictures_of_prompts():
+    pictures = np.empty(1, dtype=object)
+    pictures[0] = (np.zeros(3, np.uint8),)
+    tokens = {"token_ids": np.ones(4, np.int32), "response_mask": np.ones(4, bool), "advantages": np.ones(4)}
+    wanted = wanted_of(SampleBatch(np.array([4]), tokens, {"scores": np.ones(1), PROMPT_PICTURES: pictures}))
+    assert set(wanted.tokens) == {"token_ids", "response_mask"} and set(wanted.per_sample) == {PROMPT_PICTURES}
+    assert wanted.select(np.array([0])).per_sample[PROMPT_PICTURES][0] is pictures[0]
 
 
 @pytest.mark.tier("all")

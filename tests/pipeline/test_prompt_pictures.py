@@ -141,3 +141,23 @@ def test_a_whole_run_agrees_with_its_engine_and_goes_on_from_its_checkpoint(task
     moved = dict(exported.from_pretrained(final).named_parameters())
     first = dict(exported.from_pretrained(task / "model").named_parameters())
     assert any("visual" in name and not torch.equal(weight, first[name]) for name, weight in moved.items())
+
+
+@tier("all")
+def test_a_role_beside_the_trainer_sees_the_pictures_too(task):
+    """Without them its log-probabilities would be of the placeholders, and the ratio of the first update not 1."""
+    changes = {
+        "max_steps": 2,
+        "ppo_epochs": 2,
+        "old_logprobs": "recompute",
+        "rewards": {"count": {"verifier": "picture_rewards:brightness"}},
+        "cluster__num_devices_per_node": 3,
+    }
+    alone, beside = (
+        run_pipeline(task, IN_THIS_PROCESS, config_of(task, **changes, **role)).metrics
+        for role in ({}, {"actor_logp": {"device_mapping": [2]}})
+    )
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl", "actor/ratio_max"):
+        assert [step[name] for step in beside] == pytest.approx([step[name] for step in alone], rel=1e-3, abs=1e-5), (
+            name
+        )

@@ -324,6 +324,24 @@ def test_every_nth_version_is_published_and_the_last_one(run, interval, sent):
         assert metrics.get("mismatch/canary_abs_mean", 0.0 if step not in sent else None) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("changes", "versions"),
+    [
+        ({"max_staleness": 3}, range(7)),
+        ({"max_staleness": 3, "weight_update__mode": "pull"}, range(7)),
+        ({"weight_update__interval_steps": 4, "eval_steps": 3}, [0, 0, 0, 3, 4, 4, 6]),
+        (
+            {"weight_update__interval_steps": 4, "eval_steps": 3, "validation__mode": "overlap"},
+            [0, 0, 0, 3, 4, 4, 6],
+        ),
+    ],
+)
+def test_at_ratio_zero_groups_wait_for_the_newest_version_whatever_the_bound_allows(run, changes, versions):
+    """No batch mixes versions, and which one it has does not depend on how long a publication takes."""
+    given = {"validation__data_args": {"file_name": "val.jsonl"}, **changes} if "eval_steps" in changes else changes
+    assert run(max_steps=7, **given).trainer.trained_on == [{version} for version in versions]
+
+
 def test_a_checkpoint_is_completed_when_the_record_of_its_step_is_on_the_disk(run):
     events = run(max_steps=4).events
     for step in (2, 4):

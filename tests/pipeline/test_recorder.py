@@ -4,6 +4,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from roll.configs.plugins import PlugIn
 from roll.configs.run import TRACKERS, RLVRConfig
 from roll.pipeline.recorder import RunRecorder
@@ -63,6 +65,15 @@ def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
     assert {name: [round((span.end - span.start) / 1e6, 3) for span in spans] for name, spans in lanes.items()} == {
         "actor_infer/1": [1.0, 1.0, 1.0], "rewards.sums/all": [0.5],
     }  # fmt: skip
+
+
+def test_a_reward_with_a_slash_in_its_name_is_not_idle_while_it_works(tmp_path):
+    recorder = RunRecorder(RLVRConfig(track_with=[]), RunDirectory.create(str(tmp_path / "run"), "test"),
+                           started=time.monotonic(), decoder=Letters())  # fmt: skip
+    start = time.time()
+    recorder._draw({"rewards.openai/gsm8k": [(start, start + 1)]})
+    assert recorder.timeline.idle_share("rewards.openai/gsm8k", (start, start + 2)) == pytest.approx(0.5)
+    recorder.close("success")
 
 
 def test_a_plug_in_tracker_is_told_what_the_metrics_file_is_told_and_how_the_run_ended(tmp_path, monkeypatch):

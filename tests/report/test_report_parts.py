@@ -134,6 +134,15 @@ def test_the_first_finding_is_what_costs_most(run, words):
     assert words in findings(run)[0].text
 
 
+def test_groups_of_equal_scores_teach_where_they_are_not_compared():
+    def texts(**config):
+        run = run_with(0.0, 0.0, config, **{"reward/zero_variance_groups": 0.9})
+        return [each.text for each in findings(run) if "teach nothing" in each.text]
+
+    assert texts() and texts(adv_estimator="rloo")
+    assert not texts(adv_estimator="gae") and not texts(adv_estimator="remax") and not texts(distillation={"coef": 1.0})
+
+
 def test_a_ratio_that_only_makes_tokens_older_is_named():
     def remedy(ratio, engine, trainer):
         return findings(run_with(engine, trainer, {**APART, "async_generation_ratio": ratio}))[0].remedy

@@ -55,6 +55,16 @@ def test_a_missing_ground_truth_is_an_error_and_not_a_wrong_answer(truth):
         ("The solutions are:\n- 2\n- 3", 3),
         ("$$\n- 3\n$$", -3),
         ("x =\n- 3", -3),
+        ("\\begin{align}\n- 7", -7),
+        ("\\begin{gather*}\n- 7\n\\end{gather*}", -7),
+        ("\\(\n- 7\n\\)", -7),
+        ("\\begin{itemize}\n- 7", 7),
+        *((half, 500) for half in ("1/2*10^3", r"1 / 2 \times 10^{3}", r"\frac{1}{2}\cdot 10^3", r"\dfrac12 × 10^3")),
+        (r"-\frac{3}{4} \times 10^{-2}", Fraction(-3, 400)),
+        ("1,000/2*10^3 = 500,000", 500_000),
+        ("3*10^3/2", 1500),
+        ("1/2e3", Fraction(1, 2000)),
+        ("6/3*10^2.5", Fraction(5, 2)),
         ("3*10^2.5", Fraction(5, 2)),
         ("3*10^2.", 300),
         ("2-3", 3),
@@ -184,6 +194,56 @@ def test_equal_mathematics_in_other_words_is_right(response, truth):
 )
 def test_answers_are_judged_by_their_value(response, truth, score):
     assert math_answer(response, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "other"),
+    [
+        (r"\dfrac{1}{2}", "1/2", "2"),
+        (r"The answer is \dfrac{1}{2}.", "1/2", "1"),
+        ("We use $3$ and $4$.\nx = \\tfrac{5}{2}", "5/2", "4"),
+        ("Hence\n**-\\tfrac12**", "-1/2", "1/2"),
+        (r"2\sqrt{2}", r"\sqrt{8}", "2"),
+        (r"Answer: \frac{\pi}{2}", r"\pi/2", "2"),
+        (r"\frac{1}{2}\pi", r"\pi/2", "1/2"),
+        (r"The roots are 1, \sqrt{2}", r"\{1, \sqrt{2}\}", r"\sqrt{2}"),
+        (r"\dfrac{1}{2}\text{ cm}", "1/2", "2"),
+        (r"x = \frac{1}{2} \quad \checkmark", "1/2", "2"),
+        (r"\left(\frac12, 3\right)", "(1/2, 3)", "3"),
+        (r"x \leq 2", r"x \leq 2", "2"),
+        (r"x = 5 \qquad \blacksquare", "5", "x"),
+        (r"\mathbf{42}", "42", "43"),
+    ],
+)
+def test_the_last_line_may_be_a_formula_without_dollars(response, truth, other):
+    assert math_answer(response, truth) == 1.0
+    assert math_answer(response, other) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("\\boxed{3}\n\\dfrac{1}{2}", "1/2"),
+        ("\\sqrt{2}\n3", r"\sqrt{2}"),
+        (r"-\dfrac{1}{2}", "1/2"),
+        (r"x = 1 + \dfrac{1}{2}", "1/2"),
+        (r"x \neq \frac{1}{2}", "1/2"),
+        (r"minus \dfrac{1}{2}", "1/2"),
+        (r"ab \sqrt{2}", r"\sqrt{2}"),
+        (r"not \sqrt{2}", r"\sqrt{2}"),
+        (r"\text{not } \frac{1}{2}", "1/2"),
+        (r"\frac{1}{2} \text{ or } 3", "3"),
+        (r"\frac{1}{2} \text{ or } 3", "1/2"),
+        (r"\dfrac{1}{2} or 3", "1/2"),
+        (r"1 = \dfrac{1}{2}", "1"),
+        (r"x = 3, y = \sqrt{2}", r"\sqrt{2}"),
+        (r"\pm\sqrt{2}", r"\sqrt{2}"),
+        (": " * 499 + r"\a word", "1/2"),
+        (r"= \text{a}" * 90 + " word", "1/2"),
+    ],
+)
+def test_a_part_of_a_formula_without_dollars_is_no_answer(response, truth):
+    assert math_answer(response, truth) == 0.0
 
 
 AMOUNTS = ["$1,200", r"\$1,200", "US$1,200", r"US\$1,200", "USD 1200", "€1200", "1,200 €", "1200"]

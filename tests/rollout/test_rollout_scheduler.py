@@ -319,6 +319,17 @@ def test_a_filter_that_raises_ends_the_run_and_names_the_group():
         assert error.__notes__ == ["raised by the group filter on group 0"]
 
 
+def test_what_is_told_of_filtered_groups_ends_the_run_with_its_own_error():
+    def full_disk(result):
+        raise OSError(28, "cannot write: No space left on device", "groups.jsonl")
+
+    told = RolloutScheduler(plan(), itertools.count(), echo, group_filter=lambda result: False, on_filtered=full_disk)
+    for error in run_virtual(both_sides(told)):
+        assert isinstance(error, OSError) and error.filename == "groups.jsonl"
+        assert not getattr(error, "__notes__", []), "no filter is blamed"
+    assert "filtered" not in told.ledger.dropped
+
+
 def test_a_source_that_ends_too_early_is_an_error():
     async def main():
         scheduler = scheduler_of(echo, source=iter(range(3)), ratio=1, max_staleness=1)

@@ -213,14 +213,20 @@ def _of_another_engine(given: Mapping[Path, Any], file: Mapping[Path, Any]) -> d
     return replaced
 
 
+def pipeline_of(given: Mapping[Path, Any]) -> str:
+    """Return the pipeline of a file in ROLL's dialect, from its values by path."""
+    top = {parts[0] for parts in given}
+    has_prompts = bool(given.get(("actor_train", "data_args", "file_name")))
+    return "agentic" if top & {*AGENTIC_KEYS} or not (has_prompts or top & {*RLVR_KEYS}) else "rlvr"
+
+
 def _pipeline(done: Translation) -> None:
     top = {parts[0] for parts in done.given}
     if "pipeline" in top:
         return
-    has_prompts = bool(done.get("actor_train.data_args.file_name"))
-    agentic = bool(top & {*AGENTIC_KEYS}) or not (has_prompts or top & {*RLVR_KEYS})
-    reason = "" if top & {*AGENTIC_KEYS} else "it names no prompts" if agentic else ""
-    done.put("pipeline", "agentic" if agentic else "rlvr", reason)
+    pipeline = pipeline_of(done.given)
+    reason = "it names no prompts" if pipeline == "agentic" and not top & {*AGENTIC_KEYS} else ""
+    done.put("pipeline", pipeline, reason)
 
 
 def _switched_off(done: Translation) -> None:
