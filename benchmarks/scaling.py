@@ -84,8 +84,7 @@ def floors(config: PipelineConfig, inputs: Inputs) -> dict[str, float]:
     """Return the seconds of a step that each part takes by itself."""
     costs, samples = costs_of(config, inputs), derived.samples_per_step(config)
     drawn = response_lengths(inputs.lengths, LONGEST, (4096, GROUP), np.random.default_rng(0)) + PROMPT / 2
-    squares = samples * float(np.square(drawn).mean())
-    tokens = Tokens(samples, samples * float(drawn.mean()), squares, float(drawn.max()))
+    tokens = Tokens(np.resize(drawn, samples))
     alone = costs.engine.step[1] + costs.engine.cached_token * (PROMPT + LONGEST / 2)
     return {
         "driver": samples * inputs.driver.sample_seconds,
