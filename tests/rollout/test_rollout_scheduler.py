@@ -102,6 +102,28 @@ def test_all_admissible_groups_start_in_one_iteration_in_issue_order(ratio, in_f
     run_virtual(main())
 
 
+def test_of_very_many_groups_some_start_in_each_turn_of_the_loop():
+    async def main():
+        started = []
+
+        async def rollout(request):
+            started.append(request.group_id)
+            await asyncio.sleep(1)
+
+        scheduler = scheduler_of(rollout, batch_size=600)
+        runner = asyncio.create_task(scheduler.run())
+        in_flight = []
+        for _ in range(5):
+            await asyncio.sleep(0)
+            in_flight.append(scheduler.ledger.in_flight)
+        assert in_flight == [256, 512, 600, 600, 600]
+        scheduler.pause_admission()
+        assert started == list(range(600))
+        runner.cancel()
+
+    run_virtual(main())
+
+
 def test_the_version_of_a_group_is_that_of_its_start_not_of_its_end():
     async def main():
         async def rollout(request):
