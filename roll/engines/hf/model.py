@@ -5,10 +5,10 @@ plain sequence of keys and values: no sliding windows, no state-space layers, no
 longest sequence.
 
 Decoding attention (one query token per row) uses grouped key-value heads without copying them; everything else is left
-to transformers' SDPA function. Guarantee: a row's output has the same bits for any other rows, any padded length (a
-multiple of 16) and any number of threads. For this, decoding attention runs on one thread: the CPU kernel's results
-depend on the alignment of a scratch buffer, which differs between threads. In a mixture of experts, each expert gets a
-padded number of rows.
+to transformers' SDPA function. Guarantee: a row's output has the same bits for any other rows and any padded length (a
+multiple of 16), with a given number of threads. For this, decoding attention runs on one thread: the CPU kernel's
+results depend on the alignment of a scratch buffer, which differs between threads. In a mixture of experts, each expert
+gets a padded number of rows.
 
 Sampling uses one random number per token, a hash of (seed, token index), so a request is sampled identically whatever
 else is in the batch, and on whichever replica it is continued. The recorded log-probability is that of the distribution
