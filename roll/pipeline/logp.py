@@ -22,6 +22,7 @@ import numpy as np
 
 from roll.data.records import ROUTED, SampleBatch
 from roll.tracking.waits import LOGP, TRAIN, waiting
+from roll.trainers.step import PROMPT_PICTURES
 from roll.weights.buffers import WeightBuffers
 from roll.weights.publisher import Publication
 
@@ -195,7 +196,8 @@ class LogProbRole:
 def wanted_of(data: SampleBatch) -> SampleBatch:
     """Return the fields that a forward pass needs, without copying them."""
     names = ("token_ids", "response_mask", ROUTED)
-    return SampleBatch(data.lengths, {name: data.tokens[name] for name in names if name in data.tokens})
+    seen = {PROMPT_PICTURES: data.per_sample[PROMPT_PICTURES]} if PROMPT_PICTURES in data.per_sample else {}
+    return SampleBatch(data.lengths, {name: data.tokens[name] for name in names if name in data.tokens}, seen)
 
 
 def token_places(data: SampleBatch, rows: np.ndarray) -> np.ndarray:

@@ -109,6 +109,13 @@ def test_what_cannot_be_given_pictures_is_refused(task, tmp_path):
     assert "packed rows" in refused(tmp_path, config_of(task, actor_train__use_sequence_packing=True))
 
 
+def test_a_role_that_computes_log_probabilities_beside_the_trainer_sees_the_pictures(task):
+    beside = {"cluster__num_devices_per_node": 3, "actor_logp": {"device_mapping": [2]}}
+    decoupled = {"old_logprobs": "recompute", "actor_train__pg_variant": "decoupled_ppo"}
+    run = run_pipeline(task, IN_THIS_PROCESS, config_of(task, max_steps=1, **beside, **decoupled))
+    assert run.metrics[0]["mismatch/abs_mean"] < 1e-5 and run.metrics[0]["actor/clip_fraction"] == 0
+
+
 @tier("all")
 @pytest.mark.parametrize("changes", [{}, {"actor_train__stream_groups": True}])
 def test_a_whole_run_agrees_with_its_engine_and_goes_on_from_its_checkpoint(task, changes):
