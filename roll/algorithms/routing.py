@@ -74,6 +74,20 @@ class RoutingShape:
             raise ValueError(f"experts of shape {rows.shape} are not those of {self}")
         return rows.reshape(-1, self.layers, self.top_k).astype(self.dtype)
 
+    def fault(self, experts: Any, tokens: int) -> str | None:
+        """Return why these cannot be the record of a sample of ``tokens`` tokens; None if they can."""
+        if not isinstance(experts, np.ndarray) or experts.dtype != self.dtype:
+            kind = experts.dtype if isinstance(experts, np.ndarray) else type(experts).__name__
+            return f"{kind}, not an array of {self.dtype}"
+        wanted = (tokens, *self.of_token)
+        if experts.shape != wanted:
+            return f"of shape {experts.shape}, not {wanted} (tokens, layers, experts per token)"
+        if experts.size and not 0 <= experts.min() <= experts.max() < self.experts:
+            return f"from {experts.min()} to {experts.max()}, and the model's go from 0 to {self.experts - 1}"
+        if tokens > 1 and self.top_k > 1 and not experts.any():
+            return "all 0: nothing was recorded"
+        return None
+
 
 def experts_by_layer(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Module]]:
     """Return layer -> (module with router and experts, its experts). Raises `UnroutableModel` if there are none."""

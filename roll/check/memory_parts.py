@@ -282,8 +282,11 @@ meta-llama/Llama-3.*."""
 _VARIANT = re.compile(r"-(instruct|base|it|chat|thinking|\d{4})$")
 _BIASED_FAMILIES = ("qwen2", "qwen2_moe")
 _NORMED_FAMILIES = ("qwen3", "qwen3_moe")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of `config.json` that hold the number of experts; they differ by model family."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
+_EXPERT_INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
+"""Keys of `config.json` that hold the number of experts, of those of a token, and their width. They differ by model
+family; the first one that is there counts."""
 
 
 def find_shape(model: str) -> ModelShape:
@@ -323,7 +326,10 @@ def is_dense(model: str) -> bool:
 
 def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
     family, heads, hidden = facts["model_type"], int(facts["num_attention_heads"]), int(facts["hidden_size"])
-    experts = int(next(filter(None, map(facts.get, _EXPERTS)), 0))
+    experts, per_token, width = (
+        int(next(filter(None, map(facts.get, keys)), 0))
+        for keys in (_EXPERTS, _EXPERTS_PER_TOKEN, _EXPERT_INTERMEDIATE)
+    )
     return ModelShape(
         vocabulary=int(facts["vocab_size"]),
         hidden=hidden,
@@ -336,8 +342,8 @@ def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
         qkv_bias=bool(facts.get("attention_bias", False)) or family in _BIASED_FAMILIES,
         qk_norm=family in _NORMED_FAMILIES,
         experts=experts,
-        experts_per_token=int(facts.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_intermediate=int(facts.get("moe_intermediate_size") or 0),
+        experts_per_token=per_token if experts else 0,
+        expert_intermediate=width if experts else 0,
         stored=str(facts.get("dtype") or facts.get("torch_dtype") or "float32"),
     )
 

@@ -1,7 +1,8 @@
 """A response that is continued on another engine if its engine dies.
 
 Each attempt requests the missing part: its prompt is the original prompt plus the tokens so far, and the random stream
-resumes at the next position. A continued response is thus sampled exactly like an uninterrupted one.
+resumes at the next position. So a continued response takes the random numbers of an uninterrupted one; its caches are
+computed anew, which may change the last bits of its log-probabilities.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from roll.algorithms.kl import AdaptiveKLController, KLController, token_kl
 from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments, shape_rewards
+from roll.algorithms.routing import RoutingShape
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, Problems
 from roll.configs.fields import changes
@@ -614,6 +615,30 @@ def _episode_problems(
             yield ConfigProblem(key, message, "set `episode_reward_weight` above 0, or remove the key")
 
 
+def replayed_routing(config: PipelineConfig) -> RoutingShape | None:
+    """Return the sizes of the policy's routing with router replay, otherwise None."""
+    if not derived.replays_routing(config):
+        return None
+    from transformers import AutoConfig
+
+    path, trusted = derived.model_path(config, config.actor_train), config.actor_train.model_args.trust_remote_code
+    return RoutingShape.of(AutoConfig.from_pretrained(path, trust_remote_code=trusted))
+
+
+def _check_experts(groups: Sequence[Group], routing: RoutingShape) -> None:
+    """Raise `ValueError` for the first sample without a valid record of experts."""
+    for group in groups:
+        for number, sample in enumerate(group.samples):
+            experts = sample.routed_experts
+            fault = "missing" if experts is None else routing.fault(experts, len(sample.token_ids))
+            if fault is not None:
+                where = f"group {group.group_id} ({group.prompt.prompt_id}), sample {number}"
+                raise ValueError(
+                    f"{where}: `routed_experts` are {fault}. "
+                    "With `actor_train.router_replay` they are those of the engine (docs/trainers.md, Router replay)"
+                )
+
+
 class StalenessViolation(AssertionError):
     """A token older than `max_staleness` versions reached a batch: a bug in the scheduler. Stops the run."""
 
@@ -642,11 +667,14 @@ class TrainingBatch:
     """State of the advantage estimation after this batch, for the checkpoint."""
 
     @classmethod
-    def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
+    def from_groups(cls, step: int, groups: list[Group], routing: RoutingShape | None = None) -> TrainingBatch:
         """Build the batch of training step ``step`` (from 0).
 
-        The lag of a token is ``step`` minus the version that sampled it.
+        The lag of a token is ``step`` minus the version that sampled it. ``routing``: that of the model, with router
+        replay. Raises `ValueError` naming a sample whose experts are not those of such a model.
         """
+        if routing is not None:
+            _check_experts(groups, routing)
         data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
         mask, versions = data.tokens["response_mask"], data.tokens["versions"]
         lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)

@@ -16,13 +16,14 @@ import numpy as np
 
 from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective, ValueObjective
+from roll.algorithms.routing import RoutingShape
 from roll.configs import derived
 from roll.configs.errors import count
 from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, PictureStep, SampleBatch
 from roll.engines.pool import InferencePool
-from roll.pipeline.algorithm import AdvantageSettings
+from roll.pipeline.algorithm import AdvantageSettings, replayed_routing
 from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.distillation import teacher_prompts
@@ -82,6 +83,8 @@ class RunContext:
     value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
+    routing: RoutingShape | None
+    """Sizes of the policy's routing with router replay, otherwise None."""
     needs_proximal: bool
     """True if the run needs log-probabilities from before the first update on a batch."""
     streams: bool
@@ -132,6 +135,7 @@ class RunContext:
         self.objective, self.value_objective = prepared.objective, prepared.value_objective
         # A copy, because its state is reset when trainers restart from a checkpoint.
         self.advantages, self.correction = deepcopy(prepared.advantages), prepared.correction
+        self.routing = replayed_routing(config)
         self.needs_proximal = self.correction is not None or "proximal_logprobs" in self.objective.token_fields
         self.streams = prepared.streams
         self.least_groups = least_groups(config, prepared.streams)

@@ -78,7 +78,8 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
     run.scheduler.ledger.check()
 
     def make() -> TrainingBatch:
-        batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
+        groups = [group.result for group in finished.groups]
+        batch = TrainingBatch.from_groups(finished.step, groups, run.routing)
         batch.complete, batch.metrics = finished.complete, finished.metrics
         batch.check_staleness(run.max_staleness)
         if not takes_parts(run):

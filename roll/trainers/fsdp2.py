@@ -91,6 +91,8 @@ class Fsdp2TrainStrategy(TrainStrategy):
         super().__init__(setup)
         self.options = made("fsdp2_train", Fsdp2Options, setup.strategy_config, "strategy_config")
         self.loss_scale = LossScale.of(setup.model_args.dtype)
+        self._batch_scale = self.loss_scale.value
+        """Factor of the losses of the present batch."""
         self.context: ContextGroup | None = None
         """This rank's context group; None if each rank has whole rows."""
 
@@ -317,11 +319,14 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
         parts = []
+        if step.is_first:
+            # The sums of a batch in parts would overflow float16 long before its mean does.
+            self._batch_scale = self.loss_scale.value / (step.magnitude if self.loss_scale.dynamic else 1.0)
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
             outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
             loss, metrics = step.loss(micro_batch, *outputs)
             # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
-            (loss * (self.setup.world_size * self.loss_scale.value)).backward()
+            (loss * (self.setup.world_size * self._batch_scale)).backward()
             parts.append(metrics)
         return parts
 
@@ -330,7 +335,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         if self.loss_scale.dynamic:
-            divide_gradients(self.model.parameters(), self.loss_scale.value)
+            divide_gradients(self.model.parameters(), self._batch_scale)
         grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
         updates = not nothing_to_learn and math.isfinite(grad_norm)
         self.loss_scale.update(math.isfinite(grad_norm))

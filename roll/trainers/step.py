@@ -10,6 +10,7 @@ tokens with the logits that predict them. Packing affects the model's input only
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -424,6 +425,9 @@ class TrainingStep:
     """False if earlier parts of the batch have been accumulated already."""
     is_last: bool = True
     """False if more parts of the batch follow."""
+    magnitude: float = 1.0
+    """How many times larger than a mean the loss may be: of a part, which is a sum, the divisor that would make it a
+    mean, rounded to a power of two."""
 
     @classmethod
     def of(cls, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:
@@ -446,12 +450,14 @@ class TrainingStep:
         lengths = np.bincount(owner[trained], minlength=len(batch)).tolist()
         shares = batch.per_sample["episode_shares"].tolist() if "episode_shares" in objective.sample_fields else None
         normalizers = objective.normalizers(lengths, shares)
-        is_empty = normalizers.tokens == 0
+        is_empty, magnitude = normalizers.tokens == 0, 1.0
         if is_part:
+            divisor = normalizers.tokens if objective.loss_agg_mode == "token-mean" else normalizers.sequences
+            magnitude = 2.0 ** round(math.log2(max(1.0, divisor)))
             normalizers = LossNormalizers.unknown(normalizers.max_response_length)
         one_pass = isinstance(objective, PolicyObjective) and objective.one_pass
         first_logprobs = np.zeros(len(wanted), np.float32) if one_pass else None
-        return cls(batch, objective, fields, wanted, normalizers, is_empty, first_logprobs)
+        return cls(batch, objective, fields, wanted, normalizers, is_empty, first_logprobs, magnitude=magnitude)
 
     @property
     def needs_entropy_gradient(self) -> bool:

@@ -178,3 +178,18 @@ def test_numbers_of_experts_decide_the_type_of_a_record():
     for wrong in (np.array([0, 16, 1, 2]), np.array([0, -1, 1, 2]), np.array([0, 1, 2])):
         with pytest.raises(ValueError, match="are not those of"):
             RoutingShape(2, 16, 2).record(wrong)
+
+
+def test_a_record_that_no_model_of_these_sizes_can_have_has_a_fault():
+    shape, good = RoutingShape(2, 16, 2), np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    assert shape.fault(good, 3) is None
+    faults = {
+        "list, not an array of uint8": good.tolist(),
+        "int64, not an array of uint8": good.astype(np.int64),
+        "of shape (3, 2, 2), not (4, 2, 2) (tokens, layers, experts per token)": good,
+        "from 5 to 16, and the model's go from 0 to 15": good + np.uint8(5),
+        "all 0: nothing was recorded": good * 0,
+    }
+    assert {fault: shape.fault(experts, 4 if "not (4" in fault else 3) for fault, experts in faults.items()} == {
+        fault: fault for fault in faults
+    }

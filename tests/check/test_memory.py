@@ -14,8 +14,11 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
+    Ernie4_5_MoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -30,7 +33,7 @@ from roll.check import memory_pictures
 from roll.check import memory_roles as engines
 from roll.check.config import check_elsewhere, config_warnings
 from roll.check.memory import estimate_memory, render
-from roll.check.memory_parts import COMMUNICATION, CONTEXT, GIB, KNOWN, ShapeUnknown, find_shape
+from roll.check.memory_parts import COMMUNICATION, CONTEXT, GIB, KNOWN, ShapeUnknown, find_shape, has_experts, is_dense
 from roll.check.memory_roles import BACKWARD_ENDS, PUBLICATION, Learned
 from roll.configs.loader import config_from_tree, load_config
 from roll.configs.roles import ModelArguments
@@ -62,6 +65,7 @@ FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=32)),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32)),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2)),
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
 }
 
@@ -118,6 +122,13 @@ def test_sizes_are_read_from_a_folder(family, tmp_path):
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.largest_matrix == max(parameter.numel() for parameter in model.parameters())
     assert shape.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+
+def test_experts_are_found_whatever_their_keys_are_called(tmp_path):
+    Ernie4_5_MoeConfig(**SMALL, moe_num_experts=8, moe_k=2, moe_intermediate_size=32).save_pretrained(tmp_path)
+    shape = find_shape(str(tmp_path))
+    assert (shape.experts, shape.experts_per_token, shape.expert_intermediate) == (8, 2, 32)
+    assert has_experts(str(tmp_path)) and not is_dense(str(tmp_path))
 
 
 def test_a_folder_wins_over_its_name(tmp_path):

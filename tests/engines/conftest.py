@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tests.engines import sglang_helpers, vllm_helpers
 from tests.engines.engines import EngineOnTrial
@@ -54,6 +62,18 @@ def llama_path(tmp_path_factory) -> str:
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(LlamaConfig(**_sizes(hidden_size=48, num_key_value_heads=4))).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def latent_path(tmp_path_factory) -> str:
+    """A model whose keys are of another size than its values."""
+    torch.manual_seed(2)
+    path = tmp_path_factory.mktemp("deepseek_v3")
+    latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+    experts = dict(moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1)
+    config = DeepseekV3Config(**_sizes(num_key_value_heads=4, first_k_dense_replace=1), **latent, **experts)
+    DeepseekV3ForCausalLM(config).save_pretrained(path)
     return str(path)
 
 

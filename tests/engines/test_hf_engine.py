@@ -74,6 +74,15 @@ def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(model_path
         np.testing.assert_allclose(completion.logprobs, scored(reference, prompt, completion, **sampling), atol=1e-4)
 
 
+def test_keys_and_values_may_have_different_sizes(latent_path):
+    prompts = random_prompts(4, seed=3)
+    completions = run_requests(latent_path, [make_request(str(i), p, 12, seed=i) for i, p in enumerate(prompts)])
+    reference = AutoModelForCausalLM.from_pretrained(latent_path, dtype=torch.float32).eval()
+    for i, prompt in enumerate(prompts):
+        expected = scored(reference, prompt, completions[str(i)])
+        np.testing.assert_allclose(completions[str(i)].logprobs, expected, atol=1e-4)
+
+
 def test_rows_with_different_sampling_run_side_by_side(model_path, reference):
     settings = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.7, "top_k": 9}]
     prompt = random_prompts(1, seed=2)[0]

@@ -72,6 +72,10 @@ def test_neighbours_change_no_bit_of_a_mixture_of_experts(moe_path):
     assert_invariant(moe_path, mixed_requests(seed=3, count=12, longest=20), range(2))
 
 
+def test_neighbours_change_no_bit_of_a_model_with_keys_and_values_of_different_sizes(latent_path):
+    assert_invariant(latent_path, mixed_requests(seed=5, count=8, longest=12), range(2))
+
+
 @pytest.mark.tier("all")
 def test_neighbours_change_no_bit_of_a_mixture_of_experts_with_two_threads(moe_path, two_threads):
     assert_invariant(moe_path, mixed_requests(seed=4, count=12, longest=20), range(2))

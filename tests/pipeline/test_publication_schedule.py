@@ -242,6 +242,7 @@ class Run:
             critic_steps=StepCounter(),
             critic=self.colocated.get("critic"),
             parity_check=OneSequence(),
+            routing=None,
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,
             checkpoints=checkpoints,

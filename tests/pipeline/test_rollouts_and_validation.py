@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from roll.algorithms.routing import RoutingShape
 from roll.data.records import Group, Prompt, Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
@@ -236,6 +237,18 @@ def test_a_token_at_the_bound_is_trained_on_and_one_beyond_it_stops_the_run_with
         batch(5, [5, 6]).check_staleness(2)
 
 
+@pytest.mark.parametrize("experts", [None, np.full((3, 1, 2), 8, np.uint8)])
+def test_a_sample_with_experts_that_the_model_does_not_have_is_named(experts):
+    good, wrong = sample([0]), sample([0])
+    good.routed_experts = np.full((len(good.token_ids), 1, 2), 7, np.uint8)
+    wrong.routed_experts = experts
+    finished = StepGroups(0, [FinishedGroup(7, None, Group(7, prompt(), [good, wrong]), 0)])
+    run = SimpleNamespace(scheduler=SimpleNamespace(ledger=Ledger()), routing=RoutingShape(1, 8, 2))
+    fault = "missing" if experts is None else "from 8 to 8, and the model's go from 0 to 7"
+    with pytest.raises(ValueError, match=rf"group 7 \(2\+2\), sample 1: `routed_experts` are {fault}"):
+        asyncio.run(rollout_stage(run, finished))
+
+
 def test_text_that_the_engine_decoded_is_not_decoded_again():
     class Decoding(Engine):
         async def generate(self, request, *, sticky_key=None, min_version=None):
@@ -286,6 +299,7 @@ def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
         max_staleness=0,
         scheduler=SimpleNamespace(ledger=Ledger()),
         side=SimpleNamespace(sample_metrics="reward", metrics=dict),
+        routing=None,
     )
     batch = asyncio.run(rollout_stage(run, finished))
     assert batch.metrics["response/tokens"] == 1.0

@@ -5,10 +5,10 @@ plain sequence of keys and values: no sliding windows, no state-space layers, no
 longest sequence.
 
 Decoding attention (one query token per row) uses grouped key-value heads without copying them; everything else is left
-to transformers' SDPA function. Guarantee: a row's output has the same bits for any other rows, any padded length (a
-multiple of 16) and any number of threads. For this, decoding attention runs on one thread: the CPU kernel's results
-depend on the alignment of a scratch buffer, which differs between threads. In a mixture of experts, each expert gets a
-padded number of rows.
+to transformers' SDPA function. Guarantee: a row's output has the same bits for any other rows and any padded length (a
+multiple of 16), with a given number of threads. For this, decoding attention runs on one thread: the CPU kernel's
+results depend on the alignment of a scratch buffer, which differs between threads. In a mixture of experts, each expert
+gets a padded number of rows.
 
 Sampling uses one random number per token, a hash of (seed, token index), so a request is sampled identically whatever
 else is in the batch, and on whichever replica it is continued. The recorded log-probability is that of the distribution
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -54,11 +54,32 @@ def slot_sdpa_forward(
     """Compute attention with an additive mask, as an attention function for transformers.
 
     ``query`` is ``[rows, heads, tokens, head_dim]``, ``key`` and ``value`` are ``[rows, kv_heads, length, head_dim]``.
-    Returns ``[rows, tokens, heads, head_dim]`` and None."""
+    Values may have another size than keys (DeepSeek). Returns ``[rows, tokens, heads, size of values]`` and None."""
+    size, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    if query.shape[-1] != size:
+        # Only with equal sizes torch uses the kernel whose results do not depend on other rows. Zeros change no bit.
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    output = _slot_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return output[..., :size], None
+
+
+def _slot_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: object,
+) -> torch.Tensor:
+    """Compute attention with queries, keys and values of one size. Returns ``[rows, tokens, heads, size]``."""
     if query.shape[2] != 1 or attention_mask is None:
-        return sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return output
     threads = torch.get_num_threads()
     if threads > 1:
         torch.set_num_threads(1)
@@ -76,7 +97,7 @@ def slot_sdpa_forward(
     finally:
         if threads > 1:
             torch.set_num_threads(threads)
-    return output.reshape(rows, 1, heads, head_dim), None
+    return output.reshape(rows, 1, heads, head_dim)
 
 
 ROW_MULTIPLE = 8
