@@ -283,7 +283,7 @@ _VARIANT = re.compile(r"-(instruct|base|it|chat|thinking|\d{4})$")
 _BIASED_FAMILIES = ("qwen2", "qwen2_moe")
 _NORMED_FAMILIES = ("qwen3", "qwen3_moe")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _EXPERT_INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
 """Keys of `config.json` that hold the number of experts, of those of a token, and their width. They differ by model
 family; the first one that is there counts."""

@@ -92,7 +92,9 @@ class Fsdp2TrainStrategy(TrainStrategy):
         self.options = made("fsdp2_train", Fsdp2Options, setup.strategy_config, "strategy_config")
         self.loss_scale = LossScale.of(setup.model_args.dtype)
         self._batch_scale = self.loss_scale.value
-        """Factor of the losses of the present batch."""
+        """Factor of the losses of the present batch, and of its gradients so far."""
+        self._magnitude = 0.0
+        """`TrainingStep.magnitude` of the present batch so far."""
         self.context: ContextGroup | None = None
         """This rank's context group; None if each rank has whole rows."""
 
@@ -319,9 +321,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> list[PartMetrics]:
         parts = []
-        if step.is_first:
-            # The sums of a batch in parts would overflow float16 long before its mean does.
-            self._batch_scale = self.loss_scale.value / (step.magnitude if self.loss_scale.dynamic else 1.0)
+        self._scale_for(step)
         for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
             outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
             loss, metrics = step.loss(micro_batch, *outputs)
@@ -329,6 +329,16 @@ class Fsdp2TrainStrategy(TrainStrategy):
             (loss * (self.setup.world_size * self._batch_scale)).backward()
             parts.append(metrics)
         return parts
+
+    def _scale_for(self, step: TrainingStep) -> None:
+        """Set the factor of the losses: of a batch in parts its sums would overflow long before its mean does."""
+        self._magnitude = step.magnitude + (0.0 if step.is_first else self._magnitude)
+        size = max(1.0, self._magnitude) if self.loss_scale.dynamic else 1.0
+        # Powers of two, so that the gradients of earlier parts change no bit.
+        scale = self.loss_scale.value / 2.0 ** round(math.log2(size))
+        if not step.is_first and scale != self._batch_scale:
+            divide_gradients(self.model.parameters(), self._batch_scale / scale)
+        self._batch_scale = scale
 
     def _divide_gradients(self, divisor: float) -> None:
         divide_gradients(self.model.parameters(), divisor)

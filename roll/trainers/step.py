@@ -10,7 +10,6 @@ tokens with the logits that predict them. Packing affects the model's input only
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -427,7 +426,7 @@ class TrainingStep:
     """False if more parts of the batch follow."""
     magnitude: float = 1.0
     """How many times larger than a mean the loss may be: of a part, which is a sum, the divisor that would make it a
-    mean, rounded to a power of two."""
+    mean."""
 
     @classmethod
     def of(cls, batch: SampleBatch, objective: Objective, is_part: bool = False) -> TrainingStep:
@@ -453,7 +452,7 @@ class TrainingStep:
         is_empty, magnitude = normalizers.tokens == 0, 1.0
         if is_part:
             divisor = normalizers.tokens if objective.loss_agg_mode == "token-mean" else normalizers.sequences
-            magnitude = 2.0 ** round(math.log2(max(1.0, divisor)))
+            magnitude = float(divisor)
             normalizers = LossNormalizers.unknown(normalizers.max_response_length)
         one_pass = isinstance(objective, PolicyObjective) and objective.one_pass
         first_logprobs = np.zeros(len(wanted), np.float32) if one_pass else None

@@ -390,8 +390,11 @@ class Writing:
 
 
 async def _stored(batch: SampleBatch) -> Any:
-    """Copy a batch into the object store, in a thread since a large one takes long, and return the reference."""
-    return await asyncio.to_thread(ray.put, batch)
+    """Copy a batch into the object store, in a thread since a large one takes long, and return the reference.
+
+    Fields that are added meanwhile, such as by a stage beside this one, are left out.
+    """
+    return await asyncio.to_thread(ray.put, replace(batch, tokens={**batch.tokens}, per_sample={**batch.per_sample}))
 
 
 class TrainerGroup:

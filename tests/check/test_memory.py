@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
     Ernie4_5_MoeConfig,
+    HunYuanMoEV1Config,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -124,8 +125,15 @@ def test_sizes_are_read_from_a_folder(family, tmp_path):
     assert shape.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
 
 
-def test_experts_are_found_whatever_their_keys_are_called(tmp_path):
-    Ernie4_5_MoeConfig(**SMALL, moe_num_experts=8, moe_k=2, moe_intermediate_size=32).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "config",
+    [
+        Ernie4_5_MoeConfig(**SMALL, moe_num_experts=8, moe_k=2, moe_intermediate_size=32),
+        HunYuanMoEV1Config(**SMALL | {"intermediate_size": 32}, num_experts=8, moe_topk=2),
+    ],
+)
+def test_experts_are_found_whatever_their_keys_are_called(config, tmp_path):
+    config.save_pretrained(tmp_path)
     shape = find_shape(str(tmp_path))
     assert (shape.experts, shape.experts_per_token, shape.expert_intermediate) == (8, 2, 32)
     assert has_experts(str(tmp_path)) and not is_dense(str(tmp_path))

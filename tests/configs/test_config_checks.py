@@ -79,12 +79,14 @@ def with_validation(tree: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_saved_configuration_needs_its_secrets_again(tree):
     """What it has in their place would be sent as a key."""
-    options = {"rewards.math.verifier": "some.module:judge", "rewards.math.verifier_args": {"api_key": "abc123"}}
+    secrets = {"api_key": "abc123", "others": [{"name": "second", "api_key": "abc456"}]}
+    options = {"rewards.math.verifier": "some.module:judge", "rewards.math.verifier_args": secrets}
     saved = parse_yaml(dump_config(config_from_tree(merged(tree, options))), "saved")
     config = config_from_tree(saved)
-    assert [problem.path for problem in check_elsewhere(config)] == ["rewards.math.verifier_args.api_key"]
+    here = "rewards.math.verifier_args."
+    assert [problem.path for problem in check_elsewhere(config)] == [f"{here}api_key", f"{here}others.0.api_key"]
     assert "oc.env" in problems_of(saved)["rewards.math.verifier_args.api_key"].remedy
-    check_config(config_from_tree(saved, ["rewards.math.verifier_args.api_key=abc123"]))
+    check_config(config_from_tree(merged(saved, {"rewards.math.verifier_args": secrets})))
 
 
 def test_a_valid_configuration_passes_without_warnings(tree):

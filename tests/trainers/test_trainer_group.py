@@ -1,10 +1,13 @@
 """All ranks get the calls in which they meet in the same order, whoever makes them; others need not wait."""
 
 import asyncio
+import threading
 
+import numpy as np
 import pytest
 
 from roll.trainers.worker import TrainerGroup
+from tests.trainers.tiny_models import make_batch
 
 
 class Ranks:
@@ -78,5 +81,33 @@ def test_one_rank_pushes_with_what_all_offer_and_no_other_waits_for_an_engine_th
             ("push", 3, "engine", [["handles of rank 0"], ["handles of rank 1"]]),
             ("disconnect", "engine"),
         ]
+
+    asyncio.run(scenario())
+
+
+class Echo:
+    """Answers with what it was given."""
+
+    async def call_all(self, method, *args, timeout=None):
+        return [args[0]]
+
+
+def test_a_batch_is_sent_as_it_was_at_the_call_whatever_is_added_meanwhile(monkeypatch):
+    added = threading.Event()
+
+    def put(batch):
+        assert added.wait(10)
+        return sorted(batch.tokens) + sorted(batch.per_sample)
+
+    async def scenario():
+        monkeypatch.setattr("ray.put", put)
+        batch = make_batch()
+        names = sorted(batch.tokens)
+        group = TrainerGroup(Echo(), start_timeout_seconds=1, call_timeout_seconds=1)
+        call = asyncio.create_task(group.forward("values", batch))
+        await asyncio.sleep(0)
+        batch.tokens["values"] = batch.per_sample["baselines"] = np.zeros(0)
+        added.set()
+        assert (await call).tolist() == names
 
     asyncio.run(scenario())
