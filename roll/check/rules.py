@@ -22,7 +22,6 @@ from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from roll.check.devices import readable_mappings
 from roll.configs import derived, fields
 from roll.configs.devices import compact
-from roll.configs.dialects.rules import leaves
 from roll.configs.errors import MASK, ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
 from roll.configs.loader import validated
 from roll.configs.rewards import RewardConfig
@@ -344,11 +343,22 @@ def options_are_usable(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def secrets_are_given(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject masked secrets, which a configuration has that was saved by a run."""
-    for parts, value in leaves(asdict(config)):
-        if value == MASK and is_secret(str(parts[-1])):
-            message = f"{MASK} stands for a secret that was left out when this configuration was saved"
-            remedy = "write the value, or `${oc.env:NAME}` for that of an environment variable"
-            yield ConfigProblem(".".join(map(str, parts)), message, remedy)
+    for path in _masks(asdict(config)):
+        message = f"{MASK} stands for a secret that was left out when this configuration was saved"
+        yield ConfigProblem(path, message, "write the value, or `${oc.env:NAME}` for that of an environment variable")
+
+
+def _masks(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the masked secrets in a plain tree, such as ``servers[0].api_key``."""
+    if isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from _masks(value, f"{path}[{number}]")
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            below = f"{path}.{key}" if path else str(key)
+            if value == MASK and is_secret(str(key)):
+                yield below
+            yield from _masks(value, below)
 
 
 def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:
