@@ -343,20 +343,22 @@ def options_are_usable(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def secrets_are_given(config: RunConfig) -> Iterator[ConfigProblem]:
     """Reject masked secrets, which a configuration has that was saved by a run."""
-    for path in _masked_paths(asdict(config)):
+    for path in _masks(asdict(config)):
         message = f"{MASK} stands for a secret that was left out when this configuration was saved"
-        remedy = "write the value, or `${oc.env:NAME}` for that of an environment variable"
-        yield ConfigProblem(path, message, remedy)
+        yield ConfigProblem(path, message, "write the value, or `${oc.env:NAME}` for that of an environment variable")
 
 
-def _masked_paths(tree: Any, path: str = "") -> Iterator[str]:
-    """Yield the path of each masked secret, in lists too."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        name = f"{path}.{key}" if path else str(key)
-        if value == MASK and is_secret(str(key)):
-            yield name
-        elif isinstance(value, dict | list | tuple):
-            yield from _masked_paths(value, name)
+def _masks(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the masked secrets in a plain tree, such as ``servers[0].api_key``."""
+    if isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from _masks(value, f"{path}[{number}]")
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            below = f"{path}.{key}" if path else str(key)
+            if value == MASK and is_secret(str(key)):
+                yield below
+            yield from _masks(value, below)
 
 
 def length_is_said_once(config: SFTConfig) -> Iterator[ConfigProblem]:

@@ -71,7 +71,7 @@ _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)((?:[^*\n]|\*(?!\*))++)(?<=\S)\*\*(?![\
 _MARKDOWN = re.compile(r"`|</?answer>")
 MAX_LINE = 1000
 """Length of the longest line, in characters, that is searched for LaTeX without dollars."""
-_END_OF_PROOF = re.compile(r"(?:\\(?:q?quad|blacksquare|square|Box|qed|checkmark)\b|[\s.])++$")
+_END_OF_PROOF = re.compile(r"(?:\\(?:q?quad|hfill|blacksquare|square|Box|qed|checkmark)\b|[\s.])++$")
 _BARE_LATEX = re.compile(
     r"((?:.*?(?:[:=]|\b(?:is|are))\s+)??)"
     r"((?=[^\n]*\\[A-Za-z])"
@@ -166,12 +166,14 @@ _NO_SIGN = re.compile(
     r"|(?:(?<=[)}\]])|(?<=\b[A-Za-z])|(?<=\d[A-Za-z])) +[-+] "  # `f(2) - 3`, `x - 3`, `2x - 3`, but not `(a) -3`
     r"|(?<=\n)(?<![$\[(=]\n) *[-+] +(?=[\d$])"  # an item of a list
 )
-_FORMULA_BEGINS = re.compile(r"\\begin\{(?!itemize|enumerate)[a-z]+\*?\}")
+_FORMULA_BEGINS = re.compile(
+    r"\\begin\{[a-z]*(?:align|array|cases|equation|gather|math|matrix|multline|split)[a-z]*\*?\}"
+)
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
 _TEN_TO = r"\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:\{([-+]?\d+)\}|([-+]?\d+))(?!\.?\d)"
 _POWER_OF_TEN = re.compile(rf"(?<=\d){_TEN_TO}")
-_PLAIN_DECIMAL = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
+_PLAIN_DECIMAL = r"(?<![\w.,])(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _FRACTION_TIMES_POWER = re.compile(rf"({_PLAIN_DECIMAL})(\s?/\s?[-+]?{_DECIMAL}){_TEN_TO}")
 _LATEX_FRACTION_TIMES_POWER = re.compile(
     rf"\\[dt]?frac\s*(?:\{{\s*([-+]?{_PLAIN_DECIMAL})\s*\}}|(\d))\s*(?:\{{([^{{}}]*)\}}|(\d)){_TEN_TO}"

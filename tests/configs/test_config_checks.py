@@ -79,14 +79,14 @@ def with_validation(tree: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_saved_configuration_needs_its_secrets_again(tree):
     """What it has in their place would be sent as a key."""
-    secrets = {"api_key": "abc123", "others": [{"name": "second", "api_key": "abc456"}]}
+    servers = [{"url": "http://here"}, {"url": "http://there", "api_key": "def456"}]
+    secrets = {"api_key": "abc123", "servers": servers}
     options = {"rewards.math.verifier": "some.module:judge", "rewards.math.verifier_args": secrets}
     saved = parse_yaml(dump_config(config_from_tree(merged(tree, options))), "saved")
-    config = config_from_tree(saved)
-    here = "rewards.math.verifier_args."
-    assert [problem.path for problem in check_elsewhere(config)] == [f"{here}api_key", f"{here}others.0.api_key"]
-    assert "oc.env" in problems_of(saved)["rewards.math.verifier_args.api_key"].remedy
-    check_config(config_from_tree(merged(saved, {"rewards.math.verifier_args": secrets})))
+    config, at = config_from_tree(saved), "rewards.math.verifier_args"
+    assert [problem.path for problem in check_elsewhere(config)] == [f"{at}.api_key", f"{at}.servers[1].api_key"]
+    assert "oc.env" in problems_of(saved)[f"{at}.api_key"].remedy
+    check_config(config_from_tree(saved, [f"{at}.api_key=abc123", f"{at}.servers[1].api_key=def456"]))
 
 
 def test_a_valid_configuration_passes_without_warnings(tree):
