@@ -491,6 +491,7 @@ class DriverRun:
             teacher_prompts={},
             critic=None,
             logp=None,
+            routing=None,
             pool=pool,
             gate=gate,
             side=side,
