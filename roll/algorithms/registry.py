@@ -19,7 +19,8 @@ from roll.configs.plugins import Kind, PlugIn, by_name, checked_arguments, param
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-
+COMPARE_SCORES = ("grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline")
+"""Advantage estimators with which a group of equal scores has no advantage."""
 _ABOUT = "about"
 
 

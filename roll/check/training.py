@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from roll.algorithms.registry import ADVANTAGE_ESTIMATORS, COMPARE_SCORES
 from roll.check.devices import adapters_cannot_travel, generating_arguments, readable_mappings
 from roll.check.memory_parts import is_dense
 from roll.configs import derived
@@ -330,6 +331,11 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
             "the trainer's own have no truncation, so the importance ratio is biased, and the train/inference mismatch "
             "is not reported"
         )
+    estimator, drops = config.adv_estimator, config.group_filter == "zero_variance" or config.zero_variance_mask
+    learns_from_equal = estimator in ADVANTAGE_ESTIMATORS.built_in and estimator not in COMPARE_SCORES
+    if drops and learns_from_equal and config.norm_mean_type != "group":
+        key = "zero_variance_mask" if config.zero_variance_mask else "group_filter"
+        yield f"{key} drops groups of equal scores, but {estimator} can learn from them: it does not only compare scores"
     infer = config.actor_infer
     is_rounded = config.weight_update.content != "adapter" and infer.model_args.dtype != "float32"
     if is_rounded and not list(adapters_cannot_travel(config)):

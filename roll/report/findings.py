@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from roll.algorithms.registry import COMPARE_SCORES
 from roll.report.files import RunFiles
 
 LARGE_IDLE = 0.2
 SMALL = 0.05
-COMPARE_SCORES = ("grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline")
-"""Values of `adv_estimator` with which a group of equal scores has no advantage."""
 STEPS_OF_WARMING_UP = 1
 """Number of first steps that are left out of means if enough others remain, because they compile and fill caches."""
 

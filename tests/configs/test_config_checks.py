@@ -1116,6 +1116,8 @@ def test_an_unwritable_output_folder_is_reported(tree, tmp_path, monkeypatch):
         ({"actor_train.data_args.max_samples": 5}, "repeats"),
         ({"use_kl_loss": True, "kl_loss_coef": 0.0, "reference": {"device_mapping": 0}}, "weighs nothing"),
         ({"actor_infer.model_args": {"model_name_or_path": "gpt2"}}, "another model"),
+        ({"adv_estimator": "remax", "group_filter": "zero_variance"}, "group_filter drops groups of equal scores"),
+        ({"adv_estimator": "reinforce", "zero_variance_mask": True}, "zero_variance_mask drops groups of equal"),
     ],
 )
 def test_what_works_but_may_not_be_meant_is_a_warning(tree, changes, words):
