@@ -335,7 +335,7 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
     learns_from_equal = estimator in ADVANTAGE_ESTIMATORS.built_in and estimator not in COMPARE_SCORES
     if drops and learns_from_equal and config.norm_mean_type != "group":
         key = "zero_variance_mask" if config.zero_variance_mask else "group_filter"
-        yield f"{key} drops groups of equal scores, but {estimator} can learn from them: it does not only compare scores"
+        yield f"{key} drops groups of equal scores, and {estimator} can learn from them: it does not only compare"
     infer = config.actor_infer
     is_rounded = config.weight_update.content != "adapter" and infer.model_args.dtype != "float32"
     if is_rounded and not list(adapters_cannot_travel(config)):
