@@ -12,7 +12,7 @@ import torch
 
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
 from roll.weights.buckets import HeldWeights
-from tests.engines.vllm_helpers import RunningEngine
+from tests.engines.vllm_helpers import RunningEngine, TooLate, requests_of
 
 PROMPT = (5, 6, 7)
 """That of `request`, unless it is given another one."""
@@ -51,19 +51,8 @@ class EngineOnTrial:
         self.engine.version = version
 
     def run(self, function: Callable[..., Awaitable[Result]], *args: object) -> Result:
-        """Call a coroutine function on the engine's loop and wait. On a machine that stood still while the engine went
-        on, it is called again."""
-        for _ in range(9):
-            try:
-                return self.engine.run(function, *args)
-            except TooLate:
-                self.engine.run(self._end_all)
+        """Call a coroutine function on the engine's loop and wait."""
         return self.engine.run(function, *args)
-
-    async def _end_all(self) -> None:
-        await self.strategy.resume()
-        while requests_of(self.strategy):
-            await asyncio.sleep(0.005)
 
     def publish(self, model: torch.nn.Module) -> None:
         """Load a model's weights as the next version."""
@@ -86,10 +75,6 @@ class EngineOnTrial:
         assert difference.mean() < mean and difference.max() < most
 
 
-class TooLate(Exception):
-    """Requests had ended before a scenario, which needs them, came to look."""
-
-
 async def begun(
     strategy: InferStrategy, requests: Sequence[asyncio.Task[Completion]], tokens: int, count: int | None = None
 ) -> None:
@@ -104,12 +89,6 @@ async def begun(
         if len(requests) - len(ended) < count:
             raise TooLate(f"{len(ended)} of {len(requests)} requests have ended")
         await asyncio.sleep(0.005)
-
-
-def requests_of(strategy: InferStrategy) -> int:
-    """Requests that run or wait."""
-    stats = strategy.stats()
-    return stats["running"] + stats["waiting"]
 
 
 def still_there(strategy: InferStrategy, count: int) -> None:
