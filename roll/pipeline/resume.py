@@ -454,6 +454,10 @@ def model_problems(config: RunConfig, checkpoint: Checkpoint) -> list[ConfigProb
     """Return a problem for each trained role whose model does not fit its state in the checkpoint."""
     problems = []
     for name, role in derived.trained_roles(config).items():
+        if not checkpoint.role(name).is_dir():
+            message = f"the checkpoint of step {checkpoint.step} has no state of it: the run has trained without it"
+            problems.append(ConfigProblem(name, message, "remove it, or begin a new run from the checkpoint's model"))
+            continue
         path = Path(derived.model_path(config, role))
         if not path.is_dir():
             continue
