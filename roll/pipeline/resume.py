@@ -147,9 +147,17 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
             found.append(Change(path, *values, "impossible", IMPOSSIBLE[path]))
         elif falls_back and path in derived.SYNCHRONOUS_KEYS:
             found.append(Change(path, *values, "harmless", "`restarts.synchronous_after` allows both"))
+        elif path == "max_steps" and _rate_depends_on_length(after):
+            found.append(Change(path, *values, "harmless", "the learning rates of the remaining steps follow it"))
         else:
             found.append(Change(path, *values, "harmless" if _matches(path, HARMLESS) else "needs confirmation"))
     return found
+
+
+def _rate_depends_on_length(config: RunConfig) -> bool:
+    """Return True if the schedule of a learning rate depends on the number of steps."""
+    every = [role.training_args for role in derived.trained_roles(config).values()]
+    return any(each.lr_scheduler_type != "constant" or (each.warmup_ratio and not each.warmup_steps) for each in every)
 
 
 def _falls_back(config: RunConfig, other: RunConfig) -> bool:
