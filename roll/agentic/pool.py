@@ -138,7 +138,7 @@ class EnvPool:
         return EnvPoolSession(self, tag, frames)
 
     def counts(self) -> dict[str, int]:
-        """Return totals over the run, and current numbers.
+        """Return totals since the run was started or resumed, and current numbers.
 
         Totals: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes), ``quarantined``
         (sessions), ``failures/<tag>/<kind>`` (`FailureKind`), ``environments/{made,reused,closed,close_failures}``.

@@ -406,7 +406,9 @@ class ActorInferConfig(WorkerConfig):
 
     strategy_args: InferStrategyArguments = option(InferStrategyArguments, "Engine of the role.")
     num_gpus_per_engine: Count = option(1, "Devices of one engine replica; the number of replicas follows.")
-    max_replica_restarts: Natural = option(3, "Restarts of dead engine replicas over the run before it fails.")
+    max_replica_restarts: Natural = option(
+        3, "Restarts of dead engine replicas before the run fails; counted anew if it is resumed."
+    )
     request_timeout_seconds: Positive = option(
         600.0,
         "The requests of a replica that yields no token of any of them for this long fail with its name. Their length "

@@ -6,7 +6,8 @@ a trainer shifts it. If the response mask is 0, the other arrays hold 0 (version
 
 A finished group is encoded as bytes without loss, so that it outlives the process that made it: a JSON header, then the
 arrays; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground truth, metadata, messages) are
-left out, since a finished group has been scored. A picture is left out as well, since training uses its latents.
+left out, since a finished group has been scored; they are in the data. A picture is left out as well, since training
+uses its latents.
 
 A run's seed and a name give the same derived seed on any machine, in any order (`derive_seed`). No random generator is
 shared between parts of a run, so drawing in one part never changes another.

@@ -154,6 +154,8 @@ class RunContext:
         self.scheduler.pause_admission()
         self.pool.on_oldest = self.scheduler.weights_published
         settings = rollout_settings(config)
+        if prepared.answers is not None:
+            settings["(ground truths or metadata of the prompts)"] = prepared.answers
         if point is not None:
             recorder.made_again(
                 resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)

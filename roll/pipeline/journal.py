@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.run import PipelineConfig
-from roll.data.records import Group, decode_group, encode_group
+from roll.data.records import Group, Prompt, decode_group, encode_group
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import (
     Journal,
@@ -142,9 +142,14 @@ def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:
-    """Rebuild a finished group from its journal record. ``item``: its prompt or environment task."""
+    """Rebuild a finished group from its journal record. ``item``: its prompt or environment task.
+
+    The record lacks some fields of a prompt, which a custom stage may read, so the group gets ``item``, if that is one.
+    """
     start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
     group = decode_group(payload[_START_VERSION_BYTES:])
+    if isinstance(item, Prompt):
+        group.prompt = item
     return FinishedGroup(group_id, item, group, start_version)
 
 

@@ -86,6 +86,8 @@ class Prepared:
     correction: Correction | None
     stages: list[ChainedStage]
     worker_classes: dict[str, type[Worker]]
+    answers: str | None = None
+    """Fingerprint of what the responses to the prompts are judged by (ground truths, metadata); None: there is none."""
     streams: bool = False
     not_streamed: str | None = None
     """See `Algorithms`."""
@@ -192,6 +194,7 @@ def prepare_rollouts(config: PipelineConfig) -> Prepared:
         tokenizer=tokenizer,
         rollouts=rollouts,
         source=rollouts.fingerprint(),
+        answers=rollouts.answers() if isinstance(rollouts, RLVRPlan) else None,
         stages=stages,
         worker_classes=worker_classes,
         **vars(algorithms),
@@ -386,6 +389,13 @@ class RLVRPlan:
             hashed.update(f"{prompt.prompt_id}\0{prompt.domain}\0".encode("utf-8", "surrogatepass"))
             hashed.update(prompt.token_ids.tobytes())
             hashed.update(digest(prompt.pictures).encode())
+        return hashed.hexdigest()
+
+    def answers(self) -> str:
+        """Return the fingerprint of the ground truths and metadata; see `Prepared.answers`."""
+        hashed = xxhash.xxh3_128()
+        for prompt in self.prompts:
+            hashed.update(json.dumps([prompt.ground_truth, prompt.metadata], default=repr).encode())
         return hashed.hexdigest()
 
 

@@ -294,7 +294,7 @@ class RunRecorder:
         self._steps_done, self._max_steps = max(0, after_step or 0), config.max_steps
         self._samples_per_step = config.num_logged_samples if isinstance(config, PipelineConfig) else 0
         self._decoder = decoder
-        self._step_ended = time.time()
+        self._step_ended = time.monotonic()
         self._beside = [LOGP] if LOGP in present_roles(config) else []
         self._tokens = dict.fromkeys(ROLES, 0)
         self._busy_since: dict[str, float] = {}
@@ -371,7 +371,16 @@ class RunRecorder:
 
     def start_clock(self) -> None:
         """Start the time of the first step now."""
-        self._step_ended = time.time()
+        self._step_ended = time.monotonic()
+
+    def _end_step(self) -> tuple[float, float]:
+        """Begin the next step. Return begin and end of the one before, in seconds since the epoch.
+
+        Their difference is right even if the clock was set in between.
+        """
+        before, self._step_ended = self._step_ended, time.monotonic()
+        now = time.time()
+        return now - (self._step_ended - before), now
 
     async def step(
         self,
@@ -383,8 +392,7 @@ class RunRecorder:
     ) -> None:
         """Finish a training step: add rates, idle shares and counters to its metrics, show them, and record samples."""
         step = batch.step + 1
-        window = (self._step_ended, time.time())
-        self._step_ended = window[1]
+        window = self._end_step()
         self.ledger = scheduler.ledger.counts()
         fields = {**{role: f"{role}_logprobs" for role in COMPARED_ROLES}, "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
@@ -510,8 +518,7 @@ class RunRecorder:
 
     def supervised_step(self, metrics: dict[str, float], step: int, used: Sequence[Usage]) -> None:
         """Measure a finished step of a run without rollouts, add its rates to its metrics, and show and log them."""
-        window = (self._step_ended, time.time())
-        self._step_ended = window[1]
+        window = self._end_step()
         seconds = max(window[1] - window[0], 1e-9)
         counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
         rates = {"tokens_per_second/actor_train": counted["actor_train"] / seconds}

@@ -147,9 +147,17 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
             found.append(Change(path, *values, "impossible", IMPOSSIBLE[path]))
         elif falls_back and path in derived.SYNCHRONOUS_KEYS:
             found.append(Change(path, *values, "harmless", "`restarts.synchronous_after` allows both"))
+        elif path == "max_steps" and _rate_depends_on_length(after):
+            found.append(Change(path, *values, "harmless", "the learning rates of the remaining steps follow it"))
         else:
             found.append(Change(path, *values, "harmless" if _matches(path, HARMLESS) else "needs confirmation"))
     return found
+
+
+def _rate_depends_on_length(config: RunConfig) -> bool:
+    """Return True if the schedule of a learning rate depends on the number of steps."""
+    every = [role.training_args for role in derived.trained_roles(config).values()]
+    return any(each.lr_scheduler_type != "constant" or (each.warmup_ratio and not each.warmup_steps) for each in every)
 
 
 def _falls_back(config: RunConfig, other: RunConfig) -> bool:
@@ -454,6 +462,10 @@ def model_problems(config: RunConfig, checkpoint: Checkpoint) -> list[ConfigProb
     """Return a problem for each trained role whose model does not fit its state in the checkpoint."""
     problems = []
     for name, role in derived.trained_roles(config).items():
+        if not checkpoint.role(name).is_dir():
+            message = f"the checkpoint of step {checkpoint.step} has no state of it: the run has trained without it"
+            problems.append(ConfigProblem(name, message, "remove it, or begin a new run from the checkpoint's model"))
+            continue
         path = Path(derived.model_path(config, role))
         if not path.is_dir():
             continue

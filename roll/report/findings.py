@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -211,16 +212,21 @@ def _drops(run: RunFiles) -> Iterator[Finding]:
 
 
 def _repairs(run: RunFiles) -> Iterator[Finding]:
-    last = run.training_steps[-1] if run.training_steps else {}
-    restarts = last.get("engine/restarts") or 0
+    restarts = _total(run, "engine/restarts")
     if restarts:
-        reissued = last.get("engine/reissued") or 0
+        reissued = _total(run, "engine/reissued")
         yield Finding(
             SMALL,
             f"Engine processes were started again {restarts:g} times; {reissued:g} requests went on elsewhere.",
             "The log says why they died.",
             "engine/restarts",
         )
+
+
+def _total(run: RunFiles, name: str) -> float:
+    """Return the last value of a count that begins again when the run is resumed, with those before each resume."""
+    counts = [record.get(name) or 0.0 for record in run.training_steps]
+    return sum(before for before, after in pairwise([*counts, 0.0]) if after < before)
 
 
 def _truncated(run: RunFiles) -> Iterator[Finding]:

@@ -121,7 +121,7 @@ SECTIONS = (
             Panel("Time inside a trainer", r"seconds/.+", "Mean over its ranks.", "s"),
             Panel("Processor time", r"cpu_seconds/.+", "All processes of a role together, in the step.", "s"),
             Panel("Weight publication", r"weights/.+_seconds", unit="s", scale="log"),
-            Panel("Engine repairs", r"engine/(restarts|reissued|resumed_tokens)", "Totals over the run."),
+            Panel("Engine repairs", r"engine/(restarts|reissued|resumed_tokens)", "Totals since the last resume."),
         ),
     ),
     Section(

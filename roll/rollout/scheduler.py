@@ -181,6 +181,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Ids of the groups of the next batch that were already handed out."""
         self._untrained: deque[tuple[int, ...]] = deque()
         """Ids of the groups of each batch that was handed out but not trained on yet, oldest batch first."""
+        self._cancelled: list[int] = []
+        """Ids of the groups that the end of this run cut off."""
         self._phase = _Phase.NEW
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
@@ -229,13 +231,16 @@ class RolloutScheduler(Generic[Item, Result]):
         self.ledger.check()
 
     def progress(self) -> RolloutProgress:
-        """Return the state of the rollouts after the last completed training step, for a checkpoint."""
+        """Return the state of the rollouts after the last completed training step, for a checkpoint.
+
+        Groups that the end of this run cancelled count as open: a run that goes on, for more steps, trains on them.
+        """
         untrained = [group_id for batch in self._untrained for group_id in batch]
         return RolloutProgress(
             steps_done=self._admission.steps_done,
             issued=self.ledger.issued,
-            dropped=dict(self.ledger.dropped),
-            open_groups=tuple(sorted([*untrained, *self.ledger.open_groups()])),
+            dropped=dict(self.ledger.dropped - Counter({"cancelled": len(self._cancelled)})),
+            open_groups=tuple(sorted([*untrained, *self.ledger.open_groups(), *self._cancelled])),
         )
 
     async def run(self) -> None:
@@ -257,7 +262,8 @@ class RolloutScheduler(Generic[Item, Result]):
                     self._stop()
         finally:
             self._in_flight.clear()
-            for group_id in self.ledger.open_groups():
+            self._cancelled = self.ledger.open_groups()
+            for group_id in self._cancelled:
                 self.ledger.drop(group_id, "cancelled")
             self.ledger.check()
         if self._failure is not None:

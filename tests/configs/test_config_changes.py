@@ -79,6 +79,22 @@ def test_each_difference_is_judged(before, after, expected):
     assert judged(before, after) == expected
 
 
+@pytest.mark.parametrize(
+    ("training_args", "follows"),
+    [
+        ({}, False),
+        ({"lr_scheduler_type": "cosine"}, True),
+        ({"warmup_ratio": 0.1}, True),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, False),
+    ],
+)
+def test_it_is_said_if_another_number_of_steps_changes_the_learning_rate(training_args, follows):
+    role = {"actor_train": {"training_args": training_args}}
+    (change,) = changes(config(**role), config(**role, max_steps=7))
+    assert change.judgement == "harmless"
+    assert ("the learning rates of the remaining steps follow it" in str(change)) == follows
+
+
 def test_another_pipeline_is_impossible():
     assert judged({}, {"pipeline": "agentic"})["pipeline"] == "impossible"
 

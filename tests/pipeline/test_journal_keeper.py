@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,18 @@ def test_a_group_comes_back_as_the_scheduler_had_it(tmp_path):
     assert (again.start_version, again.item, again.result.samples[0].score) == (3, "item", 1.5)
     assert (dropped.group_id, dropped.version, dropped.payload) == (6, 4, b"filtered")
     assert marker.version == 2
+
+
+def test_a_group_comes_back_with_its_whole_prompt(tmp_path):
+    """The journal leaves out what only scoring needs, and a stage of the user's own may read it."""
+    group = finished(5, 3)
+    whole = replace(group.result.prompt, ground_truth="7", metadata={"level": 2}, messages=[{"content": "text"}])
+    group.result.prompt = whole
+    keeper = JournalKeeper(tmp_path / "journal")
+    keeper.group_finished(group)
+    keeper.close()
+    (kept,) = read_journal(tmp_path / "journal")
+    assert finished_again(5, whole, kept.payload).result.prompt is whole
 
 
 def test_a_picture_that_newer_weights_have_ended_goes_with_them(tmp_path):

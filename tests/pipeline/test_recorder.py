@@ -10,6 +10,7 @@ from roll.configs.plugins import PlugIn
 from roll.configs.run import TRACKERS, RLVRConfig
 from roll.pipeline.recorder import RunRecorder
 from roll.report.lanes import read_trace
+from roll.runtime.usage import Usage
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.trackers import read_metrics
 
@@ -30,6 +31,19 @@ def test_work_that_still_goes_on_at_the_end_of_a_step_is_not_idle_time(tmp_path)
         middle = start + 1.0
         assert recorder._rates([], (start, middle), ())["idle/actor_train"] < 0.2
     assert recorder._rates([], (start, middle), ())["idle/actor_train"] < 0.2
+    recorder.close("success")
+
+
+def test_a_clock_that_is_set_back_changes_no_length_of_a_step(tmp_path, monkeypatch):
+    directory = RunDirectory.create(str(tmp_path / "run"), "test")
+    recorder = RunRecorder(RLVRConfig(track_with=[]), directory, started=time.monotonic(), decoder=Letters())
+    recorder.start_clock()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    time.sleep(0.01)
+    metrics: dict[str, float] = {}
+    recorder.supervised_step(metrics, 1, [Usage()])
+    assert 0.01 <= metrics["time/step"] < 3600
     recorder.close("success")
 
 

@@ -134,6 +134,23 @@ def test_rollouts_of_other_settings_are_made_again_and_nothing_is_skipped(task, 
     assert run.summary["lag/max"] <= 2
 
 
+def test_with_corrected_answers_finished_groups_are_judged_anew(task, tmp_path):
+    """Nothing is right any more: what is left of `digit_reward` is the length of the response."""
+    data = tmp_path / "train.jsonl"
+    shutil.copy(task / "train.jsonl", data)
+    config = tiny_config(task, max_steps=4, save_steps=2, async_generation_ratio=2, num_logged_samples=32)
+    config["actor_train"]["data_args"]["file_name"] = str(data)
+    killed = KilledRun(tmp_path, config)
+    killed.kill_when(lambda out: newest_checkpoint(out) == 2)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps({**row, "ground_truth": "none"}) + "\n" for row in rows))
+    run = killed.finish()
+    assert "are made again, for these have changed: (ground truths or metadata of the prompts)" in killed.output
+    later = [sample for sample in run.samples if sample["step"] > 2]
+    assert len(later) == 16
+    assert all(sample["score"] == pytest.approx(0.1 * len(sample["response"])) for sample in later)
+
+
 @pytest.mark.tier("all")
 def test_episodes_go_on_to_the_bit_as_well(task, tmp_path):
     config = agentic_config(task, max_steps=STEPS, save_steps=3, group_filter="zero_variance")

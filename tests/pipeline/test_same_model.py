@@ -77,11 +77,11 @@ def test_the_key_that_names_the_model_is_the_one_reported(case):
     assert problem.path == "actor_train.model_args.model_name_or_path"
 
 
-def test_a_role_without_a_state_is_said_and_a_model_of_a_hub_is_left_to_its_trainer(case):
+def test_a_role_that_comes_later_is_refused_by_its_name_and_a_model_of_a_hub_is_left_to_its_trainer(case):
     case.model(TENSORS)
     critic = {"critic": {}, "adv_estimator": "gae"}
     (problem,) = case.problems(TENSORS, **critic)
-    assert "holds no training state" in problem.message
+    assert problem.path == "critic" and "the run has trained without it" in problem.message
     assert case.problems({"model.embed_tokens.weight": (9, 4)}, pretrain="owner/name") == []
 
 

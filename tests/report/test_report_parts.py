@@ -134,6 +134,13 @@ def test_the_first_finding_is_what_costs_most(run, words):
     assert words in findings(run)[0].text
 
 
+def test_repairs_before_a_resume_count_too():
+    run = run_with(0.0, 0.0)
+    for step, restarts in zip(run.metrics, (1, 2, 0, 0, 3), strict=True):
+        step |= {"engine/restarts": restarts, "engine/reissued": 10 * restarts}
+    assert "5 times; 50 requests" in findings(run)[0].text
+
+
 def test_groups_of_equal_scores_teach_where_they_are_not_compared():
     def texts(**config):
         run = run_with(0.0, 0.0, config, **{"reward/zero_variance_groups": 0.9})

@@ -617,6 +617,27 @@ def test_what_was_in_flight_does_not_begin_again_during_a_pause():
     run_virtual(main())
 
 
+def test_what_a_run_that_was_shortened_has_no_batch_for_is_trained_on_when_it_is_lengthened_again():
+    async def main():
+        ahead = RolloutProgress(1, 6, {"failed": 1}, (3, 4, 5))
+        shortened = scheduler_of(echo, max_steps=2, ratio=1, max_staleness=1)
+        shortened.resume(ahead, recover([], ahead), None)
+        runner = asyncio.create_task(shortened.run())
+        assert [group.group_id for group in await shortened.next_batch()] == [3, 4]
+        await runner
+        shortened.training_step_done(2)
+        assert shortened.ledger.dropped == {"failed": 1, "cancelled": 1}
+        progress = shortened.progress()
+        assert progress == RolloutProgress(2, 6, {"failed": 1}, (5,))
+        lengthened = scheduler_of(echo, max_steps=3, ratio=1, max_staleness=1)
+        lengthened.resume(progress, recover([], progress), None)
+        runner = asyncio.create_task(lengthened.run())
+        assert [group.group_id for group in await lengthened.next_batch()] == [5, 6]
+        await runner
+
+    run_virtual(main())
+
+
 def test_reports_of_training_and_weights_are_checked():
     async def main():
         scheduler = scheduler_of(echo)
