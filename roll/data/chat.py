@@ -13,7 +13,7 @@ import json
 import os.path
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -157,11 +157,43 @@ class ChatTurns(TurnTemplate):
     """The template's own variables, such as ``enable_thinking``."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        return self.encode(self.render(self.shielded(messages), self.shielded(tools)))
+        return self.begin(messages, tools).prompt_token_ids
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
         text = _ChatText(self, self.shielded(messages), self.shielded(tools))
+        # Of the assistant's own messages, templates may leave out the thoughts.
+        said = [place for place, message in enumerate(messages) if message.get("role") != "assistant"]
+        self.require_written(text.read, text.messages, text.tools, said)
         return Conversation(self, self.encode(text.read), text.tail)
+
+    def require_written(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        places: Iterable[int],
+    ) -> None:
+        """Raise `TemplateRefused` if the template leaves out a message, so that the policy would never read it.
+
+        ``places``: those of ``messages`` to look for in ``text``, the part of their rendering where they belong.
+        """
+        sought = [place for place in places if messages[place].get("content")]
+        if _in_order(text, [messages[place]["content"] for place in sought]):
+            return
+        # The template may write them in another form, such as JSON, or in another order: look for plain words instead.
+        word, tried = _unused_word(messages), list(messages)
+        for place in sought:
+            tried[place] = {**messages[place], "content": f"{word}{place}Qz"}
+        try:
+            text = self.render(tried, tools)
+        except TemplateRefused:  # it wants contents of a certain form
+            tried = list(messages)
+        left_out = _left_out(text, [tried[place] for place in sought])
+        if left_out is not None:
+            raise TemplateRefused(
+                f"the chat template leaves out messages of the role {left_out.get('role')!r}; have the environment "
+                "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+            )
 
     def end_of(self, text: str) -> str:
         """Return the text that ends the assistant's turn at the end of a conversation, ``text``.
@@ -267,29 +299,29 @@ class _ChatText:
     ) -> None:
         _require_messages(messages)
         self._chat = chat
-        self._messages = list(messages)
-        self._tools = tuple(tools)
+        self.messages = list(messages)
+        self.tools = tuple(tools)
         self._turns = turns
 
     @cached_property
     def read(self) -> str:
         """Text that the policy has read."""
-        return self._chat.render(self._messages, self._tools)
+        return self._chat.render(self.messages, self.tools)
 
     def tail(self, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()) -> Tail:
-        word = self._unused_word([*messages, *tool_calls])
+        word = _unused_word([*self.messages, *messages, *tool_calls], self._turns)
         answered: dict[str, Any] = {"role": "assistant", "content": word}
         if tool_calls:
             answered["tool_calls"] = list(tool_calls)
-        longer = [*self._messages, answered, *messages]
-        text, end = self._chat.render(longer, self._tools), None
+        longer = [*self.messages, answered, *messages]
+        text, end = self._chat.render(longer, self.tools), None
         if tool_calls:
             written, end = self._behind_calls(longer, len(messages), word, text)
         else:
             head, written = _split_at(text, word)
             self._require_continued_by(head)
-        _require_written(written, messages)
-        following = _ChatText(self._chat, longer, self._tools, self._turns + 1)
+        self._chat.require_written(written, longer, self.tools, range(len(longer) - len(messages), len(longer)))
+        following = _ChatText(self._chat, longer, self.tools, self._turns + 1)
         self.__dict__.pop("read", None)  # long; a conversation that branches here renders it again
         following.__dict__["read"] = text
         return Tail(written, end, following.tail)
@@ -301,29 +333,21 @@ class _ChatText:
         its content in ``text``, the text of all messages.
         """
         present = longer[: len(longer) - count]
-        alone = self._chat.render(present, self._tools, generation_prompt=False)
+        alone = self._chat.render(present, self.tools, generation_prompt=False)
         head, _, behind = text.partition(word)
         if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
             own = alone.split(word)[1]
             self._require_continued_by(head)
         else:  # the template leaves out a content beside calls, or writes results of tools before it
             present[-1] = {**present[-1], "content": ""}
-            alone = head = own = self._chat.render(present, self._tools, generation_prompt=False)
-            behind = self._chat.render([*present, *longer[len(present) :]], self._tools)
+            alone = head = own = self._chat.render(present, self.tools, generation_prompt=False)
+            behind = self._chat.render([*present, *longer[len(present) :]], self.tools)
             self._require_continued_by(head)
         end = self._chat.end_of(own)
         calls = own.removesuffix(end)
         if not behind.startswith(calls):
             raise TemplateRefused("the chat template rewrites an assistant's tool calls when a conversation goes on")
         return behind[len(calls) :], end
-
-    def _unused_word(self, messages: Sequence[Message]) -> str:
-        """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
-        said = [str(message) for message in (*self._messages, *messages)]
-        number = self._turns
-        while any(PLACEHOLDER.format(number=number) in text for text in said):
-            number += 1
-        return PLACEHOLDER.format(number=number)
 
     def _require_continued_by(self, head: str) -> None:
         """Raise `TemplateRefused` unless ``head`` continues the text read so far.
@@ -335,7 +359,7 @@ class _ChatText:
         before = self.read
         if head.startswith(before):
             return
-        without_opening = self._chat.render(self._messages, self._tools, generation_prompt=False)
+        without_opening = self._chat.render(self.messages, self.tools, generation_prompt=False)
         messages_end = len(os.path.commonprefix([before, without_opening]))
         place = len(os.path.commonprefix([before, head]))
         if place >= messages_end:
@@ -392,20 +416,29 @@ class RawTurns(TurnTemplate):
         return self.message_separator.join(map(_plain, messages)) + self.prompt_end if messages else ""
 
 
-def _require_written(tail: str, messages: Sequence[Message]) -> None:
-    """Raise `TemplateRefused` if the template leaves a message out, so that the policy would never read it."""
-    message = _left_out(tail, messages)
-    if message is not None:
-        raise TemplateRefused(
-            f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
-            "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
-        )
+def _unused_word(messages: Sequence[Message], number: int = 0) -> str:
+    """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
+    said = [str(message) for message in messages]
+    while any(PLACEHOLDER.format(number=number) in text for text in said):
+        number += 1
+    return PLACEHOLDER.format(number=number)
+
+
+def _in_order(text: str, contents: Sequence[Any]) -> bool:
+    """Return True if the contents, which may be no texts, stand in the text one behind the other."""
+    end = 0
+    for content in contents:
+        place = text.find(content.strip(), end) if isinstance(content, str) else -1
+        if place < 0:
+            return False
+        end = place + len(content.strip())
+    return True
 
 
 def _left_out(tail: str, messages: Sequence[Message]) -> Message | None:
     """Return the first message whose first word is not in the text."""
     for message in messages:
-        words = str(message.get("content", "")).split()
+        words = str(message.get("content", "")).split(maxsplit=1)
         if words and words[0] not in tail:
             return message
     return None
