@@ -161,39 +161,8 @@ class ChatTurns(TurnTemplate):
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
         text = _ChatText(self, self.shielded(messages), self.shielded(tools))
-        # Of the assistant's own messages, templates may leave out the thoughts.
-        said = [place for place, message in enumerate(messages) if message.get("role") != "assistant"]
-        self.require_written(text.read, text.messages, text.tools, said)
+        _require_written(text.read, text.messages, _to_be_read(messages), lambda tried: self.render(tried, text.tools))
         return Conversation(self, self.encode(text.read), text.tail)
-
-    def require_written(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        places: Iterable[int],
-    ) -> None:
-        """Raise `TemplateRefused` if the template leaves out a message, so that the policy would never read it.
-
-        ``places``: those of ``messages`` to look for in ``text``, the part of their rendering where they belong.
-        """
-        sought = [place for place in places if messages[place].get("content")]
-        if _in_order(text, [messages[place]["content"] for place in sought]):
-            return
-        # The template may write them in another form, such as JSON, or in another order: look for plain words instead.
-        word, tried = _unused_word(messages), list(messages)
-        for place in sought:
-            tried[place] = {**messages[place], "content": f"{word}{place}Qz"}
-        try:
-            text = self.render(tried, tools)
-        except TemplateRefused:  # it wants contents of a certain form
-            tried = list(messages)
-        left_out = _left_out(text, [tried[place] for place in sought])
-        if left_out is not None:
-            raise TemplateRefused(
-                f"the chat template leaves out messages of the role {left_out.get('role')!r}; have the environment "
-                "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
-            )
 
     def end_of(self, text: str) -> str:
         """Return the text that ends the assistant's turn at the end of a conversation, ``text``.
@@ -314,17 +283,26 @@ class _ChatText:
         if tool_calls:
             answered["tool_calls"] = list(tool_calls)
         longer = [*self.messages, answered, *messages]
-        text, end = self._chat.render(longer, self.tools), None
-        if tool_calls:
-            written, end = self._behind_calls(longer, len(messages), word, text)
-        else:
-            head, written = _split_at(text, word)
-            self._require_continued_by(head)
-        self._chat.require_written(written, longer, self.tools, range(len(longer) - len(messages), len(longer)))
+        text = self._chat.render(longer, self.tools)
+        written, end = self._behind(longer, len(messages), word, text)
+        new = range(len(longer) - len(messages), len(longer))
+        _require_written(written, longer, new, lambda tried: self._behind(tried, len(messages), word)[0])
         following = _ChatText(self._chat, longer, self.tools, self._turns + 1)
         self.__dict__.pop("read", None)  # long; a conversation that branches here renders it again
         following.__dict__["read"] = text
         return Tail(written, end, following.tail)
+
+    def _behind(self, longer: list[Message], count: int, word: str, text: str | None = None) -> tuple[str, str | None]:
+        """Return the text after the assistant's content or calls, and what ends its turn there; see `Tail`.
+
+        Arguments are those of `_behind_calls`; ``text`` is rendered if it is not given.
+        """
+        text = self._chat.render(longer, self.tools) if text is None else text
+        if longer[-count - 1].get("tool_calls"):
+            return self._behind_calls(longer, count, word, text)
+        head, written = _split_at(text, word)
+        self._require_continued_by(head)
+        return written, None
 
     def _behind_calls(self, longer: list[Message], count: int, word: str, text: str) -> tuple[str, str]:
         """Return the text after the assistant's tool calls, and the text that would end its turn if it were the last.
@@ -422,6 +400,45 @@ def _unused_word(messages: Sequence[Message], number: int = 0) -> str:
     while any(PLACEHOLDER.format(number=number) in text for text in said):
         number += 1
     return PLACEHOLDER.format(number=number)
+
+
+def _to_be_read(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the messages that every template has to write at the beginning of a conversation.
+
+    Of the assistant's messages, it may leave out the thoughts; and in a conversation that goes on, some templates
+    (Mistral's) write the system messages only before a user message at the end.
+    """
+    goes_on = any(message.get("role") == "assistant" for message in messages)
+    first = next((place for place, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    begin = first if goes_on else 0
+    return [place for place in range(begin, len(messages)) if messages[place].get("role") != "assistant"]
+
+
+def _require_written(
+    text: str, messages: Sequence[Message], places: Iterable[int], rendered: Callable[[list[Message]], str]
+) -> None:
+    """Raise `TemplateRefused` if the template leaves out a message, so that the policy would never read it.
+
+    ``places``: those of ``messages`` to look for in ``text``. ``rendered``: function from messages that differ from
+    ``messages`` in their contents only to the text in place of ``text``.
+    """
+    sought = [place for place in places if messages[place].get("content")]
+    if _in_order(text, [messages[place]["content"] for place in sought]):
+        return
+    # The template may write them in another form, such as JSON, or in another order: look for plain words instead.
+    word, tried = _unused_word(messages), list(messages)
+    for place in sought:
+        tried[place] = {**messages[place], "content": f"{word}{place}Qz"}
+    try:
+        text = rendered(tried)
+    except TemplateRefused:  # it wants contents of a certain form
+        tried = list(messages)
+    left_out = _left_out(text, [tried[place] for place in sought])
+    if left_out is not None:
+        raise TemplateRefused(
+            f"the chat template leaves out messages of the role {left_out.get('role')!r}; have the environment "
+            "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+        )
 
 
 def _in_order(text: str, contents: Sequence[Any]) -> bool:
