@@ -104,6 +104,8 @@ def action_reader(
 INFO_KEYS: Final = ("action_is_valid", "success", "state", "metrics", "messages", "system", "tools")
 """Keys of `info` that have a meaning; see docs/environments.md."""
 RESET_KEYS: Final = ("system", "tools")
+LARGEST_REWARD: Final = 1e30
+"""Rewards are trained on in single precision; this leaves room for the sums of long episodes."""
 
 _A_RESET: Final = object()
 
@@ -218,7 +220,7 @@ def observation_from(
             raise BadAnswer(f"info[{key!r}] came with a step; it is understood at a reset only")
     return Observation(
         messages=_messages(text, info),
-        reward=0.0 if is_reset else _number("the reward", reward),
+        reward=0.0 if is_reset else _number("the reward", reward, LARGEST_REWARD),
         terminated=_flag("terminated", terminated),
         truncated=_flag("truncated", truncated),
         action_is_valid=_flag("info['action_is_valid']", info.get("action_is_valid", True)),
@@ -282,7 +284,7 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, largest: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _bad(name, value, "a number")
     try:
@@ -291,6 +293,8 @@ def _number(name: str, value: Any) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise BadAnswer(f"{name} is {number}; it has to be finite")
+    if abs(number) > largest:
+        raise BadAnswer(f"{name} is {number}; it has to be between {-largest:g} and {largest:g}")
     return number
 
 
@@ -305,6 +309,6 @@ def _is_list(value: Any) -> bool:
 
 
 def _bad(name: str, value: Any, right: str) -> BadAnswer:
-    shown = repr(value)
+    shown = " ".join(repr(value).split())  # errors are told by their first line
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return BadAnswer(f"{name} is {shown} ({type(value).__name__}); it has to be {right}")

@@ -13,7 +13,7 @@ import json
 import os.path
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -157,10 +157,11 @@ class ChatTurns(TurnTemplate):
     """The template's own variables, such as ``enable_thinking``."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        return self.encode(self.render(self.shielded(messages), self.shielded(tools)))
+        return self.begin(messages, tools).prompt_token_ids
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
         text = _ChatText(self, self.shielded(messages), self.shielded(tools))
+        _require_written(text.read, text.messages, _to_be_read(messages), lambda tried: self.render(tried, text.tools))
         return Conversation(self, self.encode(text.read), text.tail)
 
     def end_of(self, text: str) -> str:
@@ -267,32 +268,41 @@ class _ChatText:
     ) -> None:
         _require_messages(messages)
         self._chat = chat
-        self._messages = list(messages)
-        self._tools = tuple(tools)
+        self.messages = list(messages)
+        self.tools = tuple(tools)
         self._turns = turns
 
     @cached_property
     def read(self) -> str:
         """Text that the policy has read."""
-        return self._chat.render(self._messages, self._tools)
+        return self._chat.render(self.messages, self.tools)
 
     def tail(self, messages: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]] = ()) -> Tail:
-        word = self._unused_word([*messages, *tool_calls])
+        word = _unused_word([*self.messages, *messages, *tool_calls], self._turns)
         answered: dict[str, Any] = {"role": "assistant", "content": word}
         if tool_calls:
             answered["tool_calls"] = list(tool_calls)
-        longer = [*self._messages, answered, *messages]
-        text, end = self._chat.render(longer, self._tools), None
-        if tool_calls:
-            written, end = self._behind_calls(longer, len(messages), word, text)
-        else:
-            head, written = _split_at(text, word)
-            self._require_continued_by(head)
-        _require_written(written, messages)
-        following = _ChatText(self._chat, longer, self._tools, self._turns + 1)
+        longer = [*self.messages, answered, *messages]
+        text = self._chat.render(longer, self.tools)
+        written, end = self._behind(longer, len(messages), word, text)
+        new = range(len(longer) - len(messages), len(longer))
+        _require_written(written, longer, new, lambda tried: self._behind(tried, len(messages), word)[0])
+        following = _ChatText(self._chat, longer, self.tools, self._turns + 1)
         self.__dict__.pop("read", None)  # long; a conversation that branches here renders it again
         following.__dict__["read"] = text
         return Tail(written, end, following.tail)
+
+    def _behind(self, longer: list[Message], count: int, word: str, text: str | None = None) -> tuple[str, str | None]:
+        """Return the text after the assistant's content or calls, and what ends its turn there; see `Tail`.
+
+        Arguments are those of `_behind_calls`; ``text`` is rendered if it is not given.
+        """
+        text = self._chat.render(longer, self.tools) if text is None else text
+        if longer[-count - 1].get("tool_calls"):
+            return self._behind_calls(longer, count, word, text)
+        head, written = _split_at(text, word)
+        self._require_continued_by(head)
+        return written, None
 
     def _behind_calls(self, longer: list[Message], count: int, word: str, text: str) -> tuple[str, str]:
         """Return the text after the assistant's tool calls, and the text that would end its turn if it were the last.
@@ -301,29 +311,21 @@ class _ChatText:
         its content in ``text``, the text of all messages.
         """
         present = longer[: len(longer) - count]
-        alone = self._chat.render(present, self._tools, generation_prompt=False)
+        alone = self._chat.render(present, self.tools, generation_prompt=False)
         head, _, behind = text.partition(word)
         if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
             own = alone.split(word)[1]
             self._require_continued_by(head)
         else:  # the template leaves out a content beside calls, or writes results of tools before it
             present[-1] = {**present[-1], "content": ""}
-            alone = head = own = self._chat.render(present, self._tools, generation_prompt=False)
-            behind = self._chat.render([*present, *longer[len(present) :]], self._tools)
+            alone = head = own = self._chat.render(present, self.tools, generation_prompt=False)
+            behind = self._chat.render([*present, *longer[len(present) :]], self.tools)
             self._require_continued_by(head)
         end = self._chat.end_of(own)
         calls = own.removesuffix(end)
         if not behind.startswith(calls):
             raise TemplateRefused("the chat template rewrites an assistant's tool calls when a conversation goes on")
         return behind[len(calls) :], end
-
-    def _unused_word(self, messages: Sequence[Message]) -> str:
-        """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
-        said = [str(message) for message in (*self._messages, *messages)]
-        number = self._turns
-        while any(PLACEHOLDER.format(number=number) in text for text in said):
-            number += 1
-        return PLACEHOLDER.format(number=number)
 
     def _require_continued_by(self, head: str) -> None:
         """Raise `TemplateRefused` unless ``head`` continues the text read so far.
@@ -335,7 +337,7 @@ class _ChatText:
         before = self.read
         if head.startswith(before):
             return
-        without_opening = self._chat.render(self._messages, self._tools, generation_prompt=False)
+        without_opening = self._chat.render(self.messages, self.tools, generation_prompt=False)
         messages_end = len(os.path.commonprefix([before, without_opening]))
         place = len(os.path.commonprefix([before, head]))
         if place >= messages_end:
@@ -392,20 +394,68 @@ class RawTurns(TurnTemplate):
         return self.message_separator.join(map(_plain, messages)) + self.prompt_end if messages else ""
 
 
-def _require_written(tail: str, messages: Sequence[Message]) -> None:
-    """Raise `TemplateRefused` if the template leaves a message out, so that the policy would never read it."""
-    message = _left_out(tail, messages)
-    if message is not None:
+def _unused_word(messages: Sequence[Message], number: int = 0) -> str:
+    """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
+    said = [str(message) for message in messages]
+    while any(PLACEHOLDER.format(number=number) in text for text in said):
+        number += 1
+    return PLACEHOLDER.format(number=number)
+
+
+def _to_be_read(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the messages that every template has to write at the beginning of a conversation.
+
+    Of the assistant's messages, it may leave out the thoughts; and in a conversation that goes on, some templates
+    (Mistral's) write the system messages only before a user message at the end.
+    """
+    goes_on = any(message.get("role") == "assistant" for message in messages)
+    first = next((place for place, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    begin = first if goes_on else 0
+    return [place for place in range(begin, len(messages)) if messages[place].get("role") != "assistant"]
+
+
+def _require_written(
+    text: str, messages: Sequence[Message], places: Iterable[int], rendered: Callable[[list[Message]], str]
+) -> None:
+    """Raise `TemplateRefused` if the template leaves out a message, so that the policy would never read it.
+
+    ``places``: those of ``messages`` to look for in ``text``. ``rendered``: function from messages that differ from
+    ``messages`` in their contents only to the text in place of ``text``.
+    """
+    sought = [place for place in places if messages[place].get("content")]
+    if _in_order(text, [messages[place]["content"] for place in sought]):
+        return
+    # The template may write them in another form, such as JSON, or in another order: look for plain words instead.
+    word, tried = _unused_word(messages), list(messages)
+    for place in sought:
+        tried[place] = {**messages[place], "content": f"{word}{place}Qz"}
+    try:
+        text = rendered(tried)
+    except TemplateRefused:  # it wants contents of a certain form
+        tried = list(messages)
+    left_out = _left_out(text, [tried[place] for place in sought])
+    if left_out is not None:
         raise TemplateRefused(
-            f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
+            f"the chat template leaves out messages of the role {left_out.get('role')!r}; have the environment "
             "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
         )
+
+
+def _in_order(text: str, contents: Sequence[Any]) -> bool:
+    """Return True if the contents, which may be no texts, stand in the text one behind the other."""
+    end = 0
+    for content in contents:
+        place = text.find(content.strip(), end) if isinstance(content, str) else -1
+        if place < 0:
+            return False
+        end = place + len(content.strip())
+    return True
 
 
 def _left_out(tail: str, messages: Sequence[Message]) -> Message | None:
     """Return the first message whose first word is not in the text."""
     for message in messages:
-        words = str(message.get("content", "")).split()
+        words = str(message.get("content", "")).split(maxsplit=1)
         if words and words[0] not in tail:
             return message
     return None

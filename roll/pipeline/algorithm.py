@@ -778,9 +778,17 @@ class TrainingBatch:
         }
         scores_of: dict[str, list[np.ndarray]] = defaultdict(list)
         details: dict[str, list[float]] = defaultdict(list)
+        succeeding = {
+            group.prompt.domain
+            for group in self.groups
+            if any("success" in sample.metrics and sample.episode is not None for sample in group.samples)
+        }
         for group in self.groups:
             domain = group.prompt.domain
             scores_of[domain].append(group.scores)
+            if domain in succeeding:  # all episodes of the others were cut before they reported a success
+                for parts in group.episodes:
+                    parts[0].metrics.setdefault("success", 0.0)
             for sample in group.samples:
                 for name, value in sample.metrics.items():
                     details[f"{detail.format(domain=domain)}/{name}"].append(value)

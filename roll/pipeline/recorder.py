@@ -130,7 +130,8 @@ def readable(
     for group in groups[:count]:
         parts = group.episodes[0]
         advantages = by_row[row : row + len(parts)]
-        samples.append(_readable(group, step, "train", parts[0].oldest_version, advantages, decoder))
+        oldest = min((part.oldest_version for part in parts if part.response_tokens), default=-1)
+        samples.append(_readable(group, step, "train", oldest, advantages, decoder))
         row += len(group.samples)
     return samples
 
@@ -149,24 +150,27 @@ def _readable(
     advantages: Sequence[np.ndarray] | None,
     decoder: PreTrainedTokenizerBase,
 ) -> ReadableSample:
-    sample = group.samples[0]
-    sampled = sample.response_mask
+    parts = group.episodes[0]
+    sample = parts[0]
+    sampled = np.concatenate([part.response_mask for part in parts])
     is_picture = sample.image is not None or sample.latents is not None
     mean = None
     if advantages is not None:
-        mean = float(advantages[0][sampled].mean()) if sampled.any() else 0.0
+        mean = float(np.concatenate(advantages)[sampled].mean()) if sampled.any() else 0.0
     return ReadableSample(
         step=step,
         group_id=group.group_id,
         prompt=group.prompt.text,
-        response=sample.response_text if sample.image is None else picture_file(step, split, group),
+        response="\n".join(part.response_text for part in parts)
+        if sample.image is None
+        else picture_file(step, split, group),
         score=sample.score,
         advantage=mean,
-        versions=(oldest, int(sample.versions[sampled].max(initial=oldest))),
+        versions=(oldest, int(np.concatenate([part.versions for part in parts])[sampled].max(initial=oldest))),
         finish_reason=sample.finish_reason,
         domain=group.prompt.domain,
         split=split,
-        tokens=None if is_picture else readable_tokens(group.episodes[0], advantages, decoder),
+        tokens=None if is_picture else readable_tokens(parts, advantages, decoder),
         pictures=[prompt_picture_file(picture) for picture in group.prompt.pictures],
     )
 

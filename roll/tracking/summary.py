@@ -47,6 +47,7 @@ class ReadableSample:
     group_id: int
     prompt: str
     response: str
+    """If the turns of an episode are separate samples: those of all, in order, on lines of their own."""
     score: float
     """Raw verifier output."""
     advantage: float | None

@@ -123,6 +123,8 @@ def test_a_user_hears_no_thoughts(tasks):
     env = DialogueEnv(tasks(SCRIPT), verifier=f"{__name__}:booked")
     env.reset(seed=1)
     assert talk(env, "<think>where? when?</think>\nOne moment.")[0] == ["Then book it."]
+    env.reset(seed=1)
+    assert talk(env, "<think>where? when? and there the answer was cut")[0] == ["Then book it."]
 
 
 def test_what_a_verifier_gives_is_checked(tasks):
@@ -145,6 +147,10 @@ def test_a_model_plays_the_user_until_it_says_the_stop_word(tasks, model, monkey
     assert (first["model"], first["key"], first["temperature"]) == ("person", "Bearer secret", 0.5)
     assert "Fly to Rome {dialogue} in May." in first["messages"][0]["content"]
     assert "[DONE]" in first["messages"][0]["content"]
+    env.reset(seed=1)
+    answers += ["<think>My goal is to fly to Rome, so"]
+    with pytest.raises(RuntimeError, match="person said nothing as the user.*max_tokens: 1024"):
+        talk(env, "Where to?")
     assert second["messages"][1:] == [
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "Where to?"},
@@ -179,7 +185,7 @@ def test_a_judge_scores_the_dialogue_and_is_asked_again(tasks, model):
     ]
     assert json.dumps(said) in asked, "what was said stays within its quotes"
     env.reset(seed=1)
-    answers += ["no"] * 3
+    answers += ["no", "<think>Score: 1 would be too much", "<think>It is cut."]
     with pytest.raises(RuntimeError, match="gave no `Score"):
         talk(env, "Rome.")
     env.close()

@@ -90,6 +90,7 @@ def test_messages_are_copies():
         ("x", {}, {"reward": math.nan}, "the reward is nan; it has to be finite"),
         ("x", {}, {"reward": -np.inf}, "the reward is -inf"),
         ("x", {}, {"reward": 10**400}, "the reward is inf"),
+        ("x", {}, {"reward": -1e300}, "the reward is -1e+300; it has to be between -1e+30 and 1e+30"),
         ("x", {}, {"reward": 1j}, "(complex)"),
         ("x", {}, {"terminated": 1}, "terminated is 1 (int); it has to be a bool"),
         ("x", {}, {"truncated": None}, "truncated is None"),
@@ -130,6 +131,11 @@ def test_a_long_wrong_value_is_shortened():
     with pytest.raises(BadAnswer) as caught:
         observation_from(["x" * 10_000], {})
     assert len(str(caught.value)) < 200
+
+
+def test_a_wrong_value_of_many_lines_is_told_in_one():
+    with pytest.raises(BadAnswer, match=r"^the rendered frame is array.*\(ndarray\); it has to be a str$"):
+        observation_from("a wall", {}, frame=np.zeros((4, 4, 3), np.uint8))
 
 
 def test_the_page_explains_every_key():

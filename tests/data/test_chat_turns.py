@@ -169,6 +169,48 @@ def test_tool_answers_and_tool_schemas_go_through_the_template():
     )
 
 
+AS_JSON = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson if m.role == 'tool' else m.content }}{% endfor %}"
+
+
+def test_tool_answers_that_the_template_writes_as_json_are_written():
+    """As in Llama 3.1's template; the answers of many tools are JSON themselves."""
+    template = ChatTurns(with_template(AS_JSON + ASK))
+    asked, answers = [user("look")], [{"role": "tool", "content": '{"where": "left"}'}]
+    glue = template.begin(asked).glue(np.zeros(0, dtype=np.int32), answers)
+    assert r'"{\"where\": \"left\"}"' in template.tokenizer.decode(glue)
+    prompt = template.prompt([*asked, {"role": "assistant", "content": "<think>I</think>"}, *answers])
+    assert r'"{\"where\": \"left\"}"' in template.tokenizer.decode(prompt)
+
+
+def test_messages_that_the_template_leaves_out_are_refused_wherever_they_stand():
+    template = ChatTurns(make_tokenizer("deepseek"))  # writes a first system message, and words of user and assistant
+    answer = {"role": "tool", "content": "42"}
+    called = [user("6 * 7?"), {"role": "assistant", "content": "<think>I ask</think>six times seven"}]
+    assert "I ask" not in template.tokenizer.decode(template.prompt([SYSTEM, *called, user("well?")]))
+    for messages in ([*called, answer], [*called, answer, user("42?")], [*called, SYSTEM, user("well?")]):
+        with pytest.raises(TemplateRefused, match=f"leaves out messages of the role '{messages[2]['role']}'"):
+            template.prompt(messages)
+        with pytest.raises(TemplateRefused, match="leaves out"):
+            template.begin(messages)
+
+
+def test_what_a_template_writes_before_the_assistants_words_is_not_behind_them():
+    """As Gemma 4's: the policy would read a tool's answer before its own call."""
+    inside = "{{ messages[loop.index].content if not loop.last and messages[loop.index].role == 'tool' }}"
+    write = "{% if m.role != 'tool' %}" + inside + WRITE + "{% endif %}"
+    template = ChatTurns(with_template("{% for m in messages %}" + write + "{% endfor %}"))
+    with pytest.raises(TemplateRefused, match="leaves out messages of the role 'tool'"):
+        template.begin([user("look")]).glue(np.zeros(0, dtype=np.int32), [{"role": "tool", "content": "a wall"}])
+
+
+def test_a_first_system_message_may_move_but_must_be_in_a_first_prompt():
+    template = ChatTurns(make_tokenizer("mistral"))
+    going_on = [SYSTEM, user("look"), {"role": "assistant", "content": "I do"}, {"role": "tool", "content": "a wall"}]
+    assert "You play" not in template.tokenizer.decode(template.prompt(going_on))
+    with pytest.raises(TemplateRefused, match="leaves out messages of the role 'system'"):
+        template.prompt([SYSTEM, {"role": "tool", "content": "a wall"}])
+
+
 def test_a_system_message_that_moves_is_refused():
     template = ChatTurns(make_tokenizer("mistral"))
     conversation = template.begin([SYSTEM, user("look")])

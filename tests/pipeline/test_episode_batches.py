@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +99,23 @@ def test_an_episode_in_turns_gets_the_advantages_of_the_whole(estimator, weights
         found.append(filled.data.tokens["advantages"][filled.data.tokens["response_mask"]])
     assert np.abs(found[0]).max() > 0.1
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["step_reinforce", "agentic_reinforce"])
+def test_turns_of_parallel_conversations_are_discounted_in_their_order(estimator):
+    """Samples stand in the order of their last turns, here 2 and 3, and the first turn is in the second one."""
+    parts = [[(1, 1, 0.0, 0), (2, 2, 0.0, 0)], [(0, 2, 0.0, 0), (3, 1, 1.0, 0)]]
+    whole = [(number, tokens, float(number == 3), 0) for number, tokens in enumerate((2, 1, 2, 1))]
+    episodes = [sample(0, part, 1.0) for part in parts], [sample(1, whole, 1.0)], [sample(2, whole[3:], 1.0)]
+    filled = TrainingBatch.from_groups(0, [Group(0, PROMPT, [each for episode in episodes for each in episode])])
+    discounted = make_advantage_estimator(estimator, {"gamma": 0.5})
+    add_advantages(filled, replace(settings(estimator, episode_weight=0.0, turn_weight=1.0), estimator=discounted))
+    data, rows = filled.data, filled.data.offsets
+    expected = [0.125, 0.25, 0.5, 1.0]
+    for begin, end in ((rows[0], rows[2]), (rows[2], rows[3])):
+        turns, advantages = data.tokens["turns"][begin:end], data.tokens["advantages"][begin:end]
+        np.testing.assert_allclose(advantages[turns >= 0], np.take(expected, turns[turns >= 0]))
+    assert data.tokens["advantages"][-1] == 1.0
 
 
 def test_rewards_of_turns_reach_what_came_before_them():

@@ -20,6 +20,7 @@ from roll.pipeline.agentic import (
     as_group,
     validation_metrics,
 )
+from roll.pipeline.algorithm import TrainingBatch
 from roll.rollout.clock import run_virtual
 from roll.rollout.scheduler import FatalRolloutError
 
@@ -274,6 +275,15 @@ def test_an_episode_that_was_cut_before_it_reported_its_success_had_none():
     assert told == [1.0, 0.0]
     assert "accuracy" not in validation_metrics([reported(None, None)])
     assert "success" not in as_group(0, TASK, reported(None, None)).samples[0].metrics
+
+
+def test_the_success_of_a_step_is_that_of_all_its_episodes_also_of_groups_that_were_cut_whole():
+    played = [("lake", (True, None)), ("lake", (None, None)), ("maze", (None, None))]
+    groups = [as_group(number, EpisodeTask(tag, 2), reported(*each)) for number, (tag, each) in enumerate(played)]
+    batch = TrainingBatch.from_groups(0, groups)
+    batch.describe_rollouts("env/{domain}")
+    assert batch.metrics["env/lake/success"] == 0.25
+    assert "env/maze/success" not in batch.metrics
 
 
 def test_environments_that_are_gone_for_good_end_the_run():

@@ -92,6 +92,21 @@ def test_turns_that_are_samples_of_their_own_follow_one_another_with_what_they_w
     assert (tokens.texts, tokens.versions, tokens.turns) == (["b", "c", "d"], [3, None, 4], [0, None, 1])
 
 
+def test_an_episode_of_several_samples_is_told_as_a_whole():
+    prompt = Prompt("p", "d", np.zeros(1, dtype=np.int32), "a")
+    turns = [(1, 3, "left", 0.5), (2, 4, "right", 2.0), (3, 6, "up", 0.5)]
+    parts = [
+        sample_of([0, turn], [0, 1], [-1, version], episode=0, response_text=text) for turn, version, text, _ in turns
+    ]
+    empty = sample_of([0, 1], [0, 0], [-1, -1], episode=0)
+    for episode, text in ((parts, "left\nright\nup"), ([empty, *parts], "\nleft\nright\nup")):
+        data = SampleBatch.from_samples(episode)
+        data.tokens["advantages"] = np.zeros(2 * len(episode), dtype=np.float32)
+        data.tokens["advantages"][data.tokens["response_mask"]] = [advantage for *_, advantage in turns]
+        (told,) = readable([Group(7, prompt, episode)], data, 9, 1, Letters())
+        assert (told.versions, told.advantage, told.response) == ((3, 6), 1.0, text)
+
+
 def test_a_response_of_no_token_has_none():
     tokens = readable_tokens([sample_of([0, 1], [0, 0], [-1, -1])], None, Letters())
     assert (tokens.texts, tokens.versions) == ([], [])

@@ -2,7 +2,7 @@
 
 The policy answers the user's messages. The dialogue ends when the script is finished, when the user says the stop word,
 or after `max_turns` answers; then a verifier or a judge gives the reward. The policy's reasoning (the text before
-`</think>`) reaches neither the user nor the judge.
+`</think>`, or an unfinished thought) reaches neither the user nor the judge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict
 
 from roll.agentic.base import BadOption, Count, ResetAnswer, StepAnswer, TextGame
-from roll.agentic.endpoint.tool_calls import THOUGHT_END
+from roll.agentic.endpoint.tool_calls import THOUGHT_BEGIN, THOUGHT_END
 from roll.agentic.library.agent import Task, read_result, require_function, tasks_of
 from roll.configs.plugins import require
 
@@ -164,6 +164,9 @@ class DialogueEnv(TextGame):
                     return str(say)
             return None
         told = self._user.says(self._clients["user"], self._seen_by_user())
+        if not told:
+            silent = f"the model {self._user.model} said nothing as the user, outside of thoughts"
+            raise RuntimeError(f"{silent}; perhaps its answer was cut (`max_tokens: {self._user.max_tokens}`)")
         return None if self._stop_word in told else told
 
     def _seen_by_user(self) -> list[dict[str, str]]:
@@ -232,4 +235,5 @@ def _filled(prompt: str, **texts: str) -> str:
 
 
 def _without_thought(text: str) -> str:
-    return text.rpartition(THOUGHT_END)[2].strip()
+    """Return what was said after the thoughts; nothing if a thought was cut off."""
+    return text.rpartition(THOUGHT_END)[2].partition(THOUGHT_BEGIN)[0].strip()

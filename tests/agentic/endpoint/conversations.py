@@ -109,8 +109,12 @@ TEXT_ARGUMENTS = HERMES.replace(
 )
 """As DeepSeek's: arguments are joined as text."""
 
+JSON_RESULTS = HERMES.replace("message.content + '</tool_response>", "(message.content | tojson) + '</tool_response>")
+"""As Llama 3.1's: what a tool says is written as JSON, and so in other words if it is JSON itself."""
+
 TEMPLATES = {
     "hermes": HERMES,
+    "json_results": JSON_RESULTS,
     "calls_alone": CALLS_ALONE,
     "no_end": NO_END,
     "results_inside": RESULTS_INSIDE,

@@ -70,6 +70,21 @@ def test_a_call_and_its_result_continue_the_turns_own_tokens(name):
     asyncio.run(main())
 
 
+def test_a_result_that_the_template_writes_in_other_words_continues_the_conversation():
+    async def main():
+        policy = scripted(called(x=7), "seven", name="json_results")
+        session = session_of(policy, "json_results")
+        client = Client(session, "json_results")
+        answer = await client.ask([user("look 7 up")], tools=[LOOK_UP])
+        told = results(answer, '{"roman": "VII"}')
+        await client.ask([user("look 7 up"), answer, *told], tools=[LOOK_UP])
+        (sample,) = check_samples(session, policy)
+        assert r'<tool_response>"{\"roman\": \"VII\"}"</tool_response>' in decode(sample.token_ids, "json_results")
+        assert session.metrics()["conversations"] == 1
+
+    asyncio.run(main())
+
+
 STYLES = {
     "as given": lambda message: message,
     "without nulls": lambda message: {key: value for key, value in message.items() if value is not None},

@@ -165,6 +165,10 @@ def test_a_template_that_writes_no_tools_is_a_problem_unless_they_are_described(
     described = {"describe_in_prompt": True, "answer_role": "user"}
     assert template_problems(CustomEnvConfig(env_type, tools=["calculator"], tool_settings=described), plain) == []
     assert template_problems(env, RawTurns(make_tokenizer("chatml")))[0].message.count("describe_in_prompt") == 1
+    described = {"describe_in_prompt": True}
+    env = CustomEnvConfig(env_type, tools=["calculator"], tool_settings=described, env_manager_cls=manager)
+    (found,) = template_problems(env, ChatTurns(make_tokenizer("deepseek")))
+    assert "leaves out messages of the role 'tool'" in found.message
 
 
 @pytest.mark.tier("all")
