@@ -119,6 +119,9 @@ _TABLE = {
     "opd-teacher-load": later("write `teacher.model_args.model_name_or_path`"),
     "opd-teacher-ckpt-step": lost("name the folder of one model"),
     "entropy-coef": to("entropy_loss_coef"),
+    "critic-lr": to("critic.training_args.learning_rate"),
+    "critic-lr-warmup-iters": to("critic.training_args.warmup_steps"),
+    "num-critic-only-steps": to("critic_warmup"),
     "gamma": later("write `adv_estimator_args: {gamma}`"),
     "lambd": later("write `adv_estimator_args: {lambda_}`"),
     "normalize-advantages": to("whiten_advantages"),
@@ -272,6 +275,7 @@ def _devices(done: Translation) -> None:
 def _trainer(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_name", "megatron_train")
     done.put_precision("bfloat16")
+    done.put_adamw("actor_train", 0.01)
     tensor = whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1
     if done.flag("sequence-parallel"):
         if tensor > 1:
@@ -336,7 +340,7 @@ def _loss(done: Translation) -> None:
         done.put("adv_estimator_args.normalize_by_std", False)
     for key, argument in (("gamma", "gamma"), ("lambd", "lambda_")):
         value = done.number(key, 1.0)
-        if value != 1.0 and argument in RETURN_ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
+        if argument in RETURN_ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
             done.put(f"adv_estimator_args.{argument}", value)
     in_loss, coefficient = done.flag("use-kl-loss"), done.get("kl-loss-coef", 0.0)
     kind = done.choice("kl-loss-type", _KL, "k1")
@@ -354,7 +358,11 @@ def _loss(done: Translation) -> None:
         _beside(done, "reference")
     if done.ours("adv_estimator") == "gae":
         _beside(done, "critic")
-        done.put_given("value_clip", bound)
+        _critic(done)
+        done.put("value_clip", 0.2 if bound is None else bound, "slime's default" if bound is None else "")
+    else:
+        for parts in [parts for parts in done.values if parts[0] in ("critic", "critic_warmup")]:
+            done.drop(".".join(parts), "only `adv_estimator: gae` has a critic")
     clip, least, delta = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0), done.get("opsm-delta", 1e-4)
     if done.flag("use-tis"):
         weight = {"level": "token", "mode": "truncate", "upper": clip, **({"lower": least} if least else {})}
@@ -372,6 +380,18 @@ def _loss(done: Translation) -> None:
         done.put("group_filter", "zero_variance")
     elif path is not None:
         done.lose("dynamic-sampling-filter-path", path, "write a stage (docs/howto/stage.md)")
+
+
+def _critic(done: Translation) -> None:
+    """Train the critic as the actor is trained, but for the settings that it has of its own."""
+    done.put_given("critic.training_args.warmup_steps", done.ours("critic.training_args.warmup_steps", 0))
+    for parts, value in list(done.values.items()):
+        shared = parts[1:2] == ("training_args",) or parts[1:] in _BATCHING
+        if parts[0] == "actor_train" and shared and parts[-1] != "warmup_ratio":
+            done.put(("critic", *parts[1:]), done.ours(".".join(("critic", *parts[1:])), value))
+
+
+_BATCHING = (("use_dynamic_batching_in_train",), ("max_tokens_per_microbatch_in_train",))
 
 
 def _updates(done: Translation) -> int | None:
@@ -472,6 +492,7 @@ def _running(done: Translation) -> None:
         done.put("track_with", ["wandb"])
         done.put_given("tracker_kwargs.wandb.project", project)
     done.put_name(group)
+    done.keep_all_checkpoints()
     load = done.get("load")
     if load is not None and done.ours("output_dir") is not None and str(load) == str(done.ours("output_dir")):
         done.put("resume_from_checkpoint", True, "goes on with what is in `output_dir`")
