@@ -945,3 +945,37 @@ def test_the_target_of_rolls_kl_controller_has_another_unit():
     assert problem.path == "target_kl" and "per token" in problem.message
     assert not rolls(**keys, kl_controller="adaptive").problems
     assert not rolls(target_kl=0.1).problems
+
+
+@pytest.mark.parametrize(
+    ("system", "command"),
+    [
+        (
+            "verl",
+            "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.actor.use_dynamic_bsz=True "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+        ),
+        (
+            "slime",
+            "train.py --context-parallel-size 2 --rollout-batch-size 64 --n-samples-per-prompt 1 "
+            "--use-dynamic-batch-size --max-tokens-per-gpu 4096",
+        ),
+    ],
+)
+def test_ranks_that_split_rows_take_one_share_of_a_batch_and_its_tokens_together(system, command):
+    ours = ours_of(command, system)["actor_train"]
+    assert ours["strategy_args"]["strategy_config"]["context_parallel_size"] == 2
+    assert ours["max_tokens_per_microbatch_in_train"] == 2 * 4096
+    assert ours["training_args"]["gradient_accumulation_steps"] == 64 // (8 // 2)
+
+
+def test_context_ranks_of_prime_rl_are_kept():
+    ours = ours_of("max_steps = 9\n[trainer.model]\ncp = 2\nep = 4\n", "prime-rl")["actor_train"]
+    assert ours["strategy_args"]["strategy_config"]["context_parallel_size"] == 2
+
+
+def test_staleness_of_verls_fully_asynchronous_trainer_is_a_share_of_an_interval():
+    keys = "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4"
+    ours = ours_of(f"python3 -m verl.experimental.fully_async_policy.fully_async_main {keys}", "verl")
+    assert (ours["async_generation_ratio"], ours["weight_update"]["interval_steps"]) == (2.0, 4)

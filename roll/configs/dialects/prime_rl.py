@@ -30,7 +30,7 @@ _TABLE = {
     "trainer.model.ac_offloading.**": lost("activations are recomputed, not moved to the host"),
     "trainer.model.compile trainer.model.compile.**": none("`strategy_config: {compile: true}` compiles the layers"),
     "trainer.model.ep": later("write `strategy_name: megatron_train` with `expert_model_parallel_size`"),
-    "trainer.model.cp": later("remove it: log-probabilities are taken on whole samples"),
+    "trainer.model.cp": later("write `strategy_config: {context_parallel_size}`"),
     "trainer.model.impl": none("a model is that of transformers"),
     "trainer.model.lora trainer.model.lora.dropout": later("remove it: adapters have no dropout"),
     "trainer.model.lora.rank": to("actor_train.model_args.lora_rank"),
@@ -140,12 +140,11 @@ def _trainer(done: Translation) -> None:
             done.get(".".join(parts))
     if recomputes:
         done.put("actor_train.strategy_args.strategy_config.gradient_checkpointing", True)
-    for key in ("ep", "cp"):
-        value = done.get(f"trainer.model.{key}", 1)
-        if value != 1:
-            done.lose(
-                f"trainer.model.{key}", value, "`fsdp2_train` splits states and batches only; see `megatron_train`"
-            )
+    experts, context = done.get("trainer.model.ep", 1), done.get("trainer.model.cp", 1)
+    if experts != 1:
+        done.lose("trainer.model.ep", experts, "`fsdp2_train` does not split experts; see `megatron_train`")
+    if context != 1:
+        done.put("actor_train.strategy_args.strategy_config.context_parallel_size", context)
     optimizer = done.get("trainer.optim.type", "adamw")
     if optimizer != "adamw":
         done.lose("trainer.optim.type", optimizer, "the optimizer is AdamW")

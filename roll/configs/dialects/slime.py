@@ -84,8 +84,8 @@ _TABLE = {
     "num-steps-per-rollout": later("write `gradient_accumulation_steps`"),
     "micro-batch-size": later("write `per_device_train_batch_size`"),
     "use-dynamic-batch-size": later("write `use_dynamic_batching_in_train`"),
-    "max-tokens-per-gpu": to("actor_train.max_tokens_per_microbatch_in_train"),
-    "log-probs-max-tokens-per-gpu": to("actor_train.max_tokens_per_microbatch_in_infer"),
+    "max-tokens-per-gpu": later("write `max_tokens_per_microbatch_in_train`"),
+    "log-probs-max-tokens-per-gpu": later("write `max_tokens_per_microbatch_in_infer`"),
     # sampling
     "rollout-temperature": to("actor_infer.generating_args.temperature"),
     "rollout-top-p": to("actor_infer.generating_args.top_p"),
@@ -161,7 +161,7 @@ _TABLE = {
     "pipeline-model-parallel-size": to(f"{_OPTIONS}.pipeline_model_parallel_size"),
     "expert-model-parallel-size": to(f"{_OPTIONS}.expert_model_parallel_size"),
     "expert-tensor-parallel-size": to(f"{_OPTIONS}.expert_tensor_parallel_size"),
-    "context-parallel-size": later("remove it: samples are shared out by tensor parallelism"),
+    "context-parallel-size": to(f"{_OPTIONS}.context_parallel_size"),
     "sequence-parallel": later("write `strategy_config: {sequence_parallel}`"),
     "recompute-granularity": to(f"{_OPTIONS}.recompute_granularity"),
     "recompute-method": to(f"{_OPTIONS}.recompute_method"),
@@ -282,9 +282,6 @@ def _trainer(done: Translation) -> None:
             done.put(f"{_OPTIONS}.sequence_parallel", True)
         else:
             done.no_effect("sequence-parallel", True, "it shares out over tensor-parallel ranks, and there is one")
-    context = done.get("context-parallel-size", 1)
-    if context != 1:
-        done.lose("context-parallel-size", context, "log-probabilities are taken on whole samples")
     if done.ours(f"{_OPTIONS}.recompute_granularity") != "full":
         for key in ("recompute_method", "recompute_num_layers"):
             done.values.pop((*_OPTIONS.split("."), key), None)
@@ -296,15 +293,20 @@ def _batches(done: Translation) -> None:
     steps, size = whole(done.get("num-steps-per-rollout")), whole(done.get("global-batch-size"))
     micro, dynamic = whole(done.get("micro-batch-size", 1)) or 1, done.flag("use-dynamic-batch-size")
     done.put("num_return_sequences_in_group", samples)
+    context = whole(done.ours(f"{_OPTIONS}.context_parallel_size")) or 1
+    note = f"the tokens of {context} ranks, which split the same rows" if context > 1 else ""
+    for key, use in (("max-tokens-per-gpu", "train"), ("log-probs-max-tokens-per-gpu", "infer")):
+        tokens = whole(done.get(key))
+        if tokens is not None and (dynamic or use == "infer"):
+            done.put(f"actor_train.max_tokens_per_microbatch_in_{use}", tokens * context, note)
     if not dynamic:
         done.put("actor_train.use_dynamic_batching_in_train", False)
-        done.values.pop(("actor_train", "max_tokens_per_microbatch_in_train"), None)
     if prompts is None or samples is None:
         return
     total = prompts * samples
     size = total // steps if steps is not None and total % steps == 0 else size or total
     trains = (whole(done.get("actor-num-nodes", 1)) or 1) * (whole(done.get("actor-num-gpus-per-node", 8)) or 8)
-    split = 1
+    split = context
     for way in ("tensor", "pipeline"):
         split *= whole(done.ours(f"{_OPTIONS}.{way}_model_parallel_size", 1)) or 1
     ranks = max(1, trains // split)

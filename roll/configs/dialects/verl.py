@@ -189,7 +189,7 @@ _TABLE = {
     "rollout.n": none("`actor_rollout_ref.rollout.n` says it"),
     "rollout.total_rollout_steps": later("write `max_steps`"),
     "rollout.total_epochs": none("steps are counted, not epochs"),
-    "async_training.staleness_threshold": to("async_generation_ratio", note="how much may be generated ahead"),
+    "async_training.staleness_threshold": later("write `async_generation_ratio`, in training steps"),
     "async_training.trigger_parameter_sync_step": to("weight_update.interval_steps"),
     "async_training.partial_rollout": to(
         "weight_update.in_flight",
@@ -432,7 +432,9 @@ def _batches(done: Translation) -> None:
     if not dynamic:
         done.put("actor_train.use_dynamic_batching_in_train", False)
     elif whole(tokens) is not None:
-        done.put("actor_train.max_tokens_per_microbatch_in_train", tokens)
+        context = whole(done.ours(f"{_OPTIONS}.context_parallel_size")) or 1
+        note = f"the tokens of {context} ranks, which split the same rows" if context > 1 else ""
+        done.put("actor_train.max_tokens_per_microbatch_in_train", tokens * context, note)
     if prompts is None or mini is None:
         return
     while mini * samples % (size * ranks) and size > 1:
@@ -702,6 +704,10 @@ def _asynchrony(done: Translation) -> None:
         value = done.anywhere(key)
         if value not in (None, False, "none", "sync") and done.ours("async_generation_ratio") is None:
             done.put("async_generation_ratio", 1, f"`{key}`: one step off")
+    share, interval = done.get("async_training.staleness_threshold"), done.ours("weight_update.interval_steps", 1)
+    if share is not None:
+        note = f"{share} of the {interval} training steps between two updates of the weights" if interval != 1 else ""
+        done.put("async_generation_ratio", share * interval, note or "how much may be generated ahead")
     if "one_step_off" in str(done.get("entry", "")):
         done.put("async_generation_ratio", 1, "verl's recipe is one step off")
     steps = whole(done.get("rollout.total_rollout_steps"))
