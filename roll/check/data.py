@@ -162,16 +162,19 @@ def prompts_are_named(config: PromptConfig | SFTConfig) -> Iterator[ConfigProble
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}].seed", message, "give validation another seed")
 
 
+def why_unreadable(file: Path) -> str:
+    """Return why a file cannot hold rows: it is missing, a folder or empty; an empty text if it may hold some."""
+    if not file.is_file():
+        return "is a folder" if file.is_dir() else "is no file"
+    return "is empty" if file.stat().st_size == 0 else ""
+
+
 def prompts_exist(config: PromptConfig | SFTConfig) -> Iterator[ConfigProblem]:
     """Reject a file of prompts or examples that is missing or empty."""
     row = "example" if isinstance(config, SFTConfig) else "prompt"
     for path, data in data_sections(config).items():
         for index, name in enumerate(files_of(data)):
-            file, reason = Path(name), ""
-            if not file.is_file():
-                reason = "is a folder" if file.is_dir() else "is no file"
-            elif file.stat().st_size == 0:
-                reason = "is empty"
+            reason = why_unreadable(Path(name))
             if reason:
                 where = f"{path}.file_name" + ("" if isinstance(data.file_name, str) else f"[{index}]")
                 yield ConfigProblem(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roll.check.config import config_warnings
-from roll.check.data import data_sections, files_of, has_model, is_local, needs_datasets, task_sets
+from roll.check.data import data_sections, files_of, has_model, is_local, needs_datasets, task_sets, why_unreadable
 from roll.check.devices import FLASH_ATTENTION, sees_gpus
 from roll.check.memory import TIGHT, MemoryEstimate
 from roll.check.memory_parts import GIB
@@ -279,7 +279,9 @@ def _inputs(config: RunConfig) -> Iterator[Need]:
         yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
     for name in sorted({name for section in data_sections(config).values() for name in files_of(section)}):
         row = "example" if isinstance(config, SFTConfig) else "prompt"
-        yield _need(f"data {name}", Path(name).is_file(), f"not here: JSONL or Parquet, one {row} per row", "here")
+        reason = why_unreadable(Path(name))
+        lacks = "not here" if reason == "is no file" else reason
+        yield _need(f"data {name}", not reason, f"{lacks}: JSONL or Parquet, one {row} per row", "here")
     sources = [source for section in data_sections(config).values() for source in section.hub]
     for dataset in sorted({source.dataset for source in sources}):
         here = Path(dataset).is_dir()

@@ -210,6 +210,10 @@ def test_a_missing_file_is_a_need_and_an_empty_one_too(run, tmp_path, capsys):
     data.unlink()
     assert main(["check", run]) == 0
     assert f"[ ] data {data}" in capsys.readouterr().out
+    data.touch()
+    assert main(["check", run]) == 0
+    (need,) = [line for line in capsys.readouterr().out.splitlines() if f"data {data}" in line]
+    assert "[ ]" in need and "is empty" in need
 
 
 def test_train_and_config_are_the_same_command(capsys):

@@ -849,3 +849,133 @@ GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=[lambda completions, **k: f(1, 2), a
 def test_other_trainers_of_trl_are_refused(text, name, told):
     (problem,) = problems_of(lambda: converted(text, name, "trl")).values()
     assert told in problem.remedy
+
+
+def ours_of(command, system):
+    return converted(command, "x.toml" if system == "prime-rl" else "x.sh", system).tree()
+
+
+VERL_GAE = (
+    "python3 -m verl.trainer.main_ppo data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size=64 algorithm.adv_estimator=gae algorithm.lam=1.0 "
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=10 trainer.n_gpus_per_node=8 "
+)
+
+
+def test_batches_warm_up_and_advantages_of_verls_ppo():
+    more = "actor_rollout_ref.actor.ppo_epochs=2 critic.ppo_mini_batch_size=512 critic.optim.lr_warmup_steps=5"
+    ours = ours_of(VERL_GAE + more, "verl")
+    assert ours["adv_estimator_args"]["lambda_"] == 1.0 and ours["whiten_advantages"] is True
+    actor, critic = ours["actor_train"]["training_args"], ours["critic"]["training_args"]
+    assert (actor["per_device_train_batch_size"], actor["gradient_accumulation_steps"]) == (8, 4)  # 64 over 8 GPUs
+    assert (critic["per_device_train_batch_size"], critic["gradient_accumulation_steps"]) == (8, 8)
+    assert (actor["warmup_steps"], critic["warmup_steps"]) == (10 * 4 * 2, 5 * 2 * 2)
+    assert ours["critic"]["use_dynamic_batching_in_train"] is False
+
+
+def test_defaults_of_verl_that_are_not_ours_are_written():
+    lora = "actor_rollout_ref.model.lora_rank=32 trainer.save_freq=20 trainer.total_training_steps=null"
+    done = converted(VERL_GAE + lora, "x.sh", "verl")
+    ours = done.tree()
+    assert ours["actor_train"]["model_args"]["lora_alpha"] == 16
+    actor, critic = ours["actor_train"]["training_args"], ours["critic"]["training_args"]
+    assert (
+        (actor["weight_decay"], actor["adam_beta2"]) == (critic["weight_decay"], critic["adam_beta2"]) == (0.01, 0.999)
+    )
+    assert critic["learning_rate"] == 1e-5 and ours["max_ckpt_to_keep"] == 0
+    assert "max_steps" not in ours and any(line.startswith("max_steps: verl counts epochs") for line in done.missing)
+    given = "actor_rollout_ref.actor.optim.betas=[0.8,0.95] actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"
+    given = ours_of(VERL_GAE + given, "verl")["actor_train"]["training_args"]
+    assert (given["adam_beta1"], given["adam_beta2"], given["lr_scheduler_type"]) == (0.8, 0.95, "cosine")
+
+
+def test_the_target_of_verls_kl_controller_is_asked_for():
+    done = converted(VERL_GAE + "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "x.sh", "verl")
+    assert [line for line in done.missing if line.startswith("target_kl: verl aims at 0.1 nats per token")]
+
+
+def test_steps_of_trl_count_each_pass_over_a_batch():
+    command = (
+        "trl grpo --max_steps 1000 --save_steps 100 --eval_steps 50 --num_iterations 2 --steps_per_generation 4 "
+        "--gradient_accumulation_steps 2 --eval_strategy steps --dataset_name d --dataset_test_split test "
+    )
+    ours = ours_of(command, "trl")
+    assert (ours["max_steps"], ours["save_steps"], ours["eval_steps"]) == (250, 25, 13)
+    assert ours["actor_train"]["training_args"]["adam_beta2"] == 0.999 and ours["max_ckpt_to_keep"] == 0
+
+
+def test_adapters_of_trl_have_the_scale_of_their_defaults():
+    adapters = ours_of("trl grpo --max_steps 9 --use_peft --lora_r 64", "trl")["actor_train"]["model_args"]
+    assert (adapters["lora_rank"], adapters["lora_alpha"]) == (64, 32)
+    assert ours_of("trl grpo --max_steps 9 --use_peft", "trl")["actor_train"]["model_args"]["lora_rank"] == 16
+    script = "trainer = GRPOTrainer(model='m', args=GRPOConfig(max_steps=9), peft_config=LoraConfig(r=32))"
+    adapters = converted(script, "x.py", "trl").tree()["actor_train"]["model_args"]
+    assert (adapters["lora_rank"], adapters["lora_alpha"]) == (32, 8)
+
+
+def test_the_critic_of_slime_is_trained_as_its_actor_but_for_what_it_says():
+    command = (
+        "train.py --advantage-estimator ppo --lambd 1.0 --rollout-batch-size 64 --n-samples-per-prompt 1 "
+        "--global-batch-size 32 --lr 1e-6 --lr-warmup-iters 9 --critic-lr 1e-5 --num-critic-only-steps 3"
+    )
+    ours = ours_of(command, "slime")
+    actor, critic = ours["actor_train"]["training_args"], ours["critic"]["training_args"]
+    assert critic == actor | {"learning_rate": 1e-5, "warmup_steps": 0} and actor["gradient_accumulation_steps"] == 4
+    assert (ours["value_clip"], ours["adv_estimator_args"]["lambda_"], ours["critic_warmup"]) == (0.2, 1.0, 3)
+    assert (actor["weight_decay"], actor["adam_beta2"]) == (0.01, 0.999)
+    done = converted(command.replace("ppo", "grpo"), "x.sh", "slime")
+    assert "critic" not in done.tree() and [line for line in done.without_effect if "critic" in line]
+
+
+def test_adapters_of_prime_rl_stay_adapters():
+    text = 'max_steps = 9\n[trainer.optim]\nweight_decay = "auto"\n[trainer.model.lora]\nalpha = 64.0\n'
+    ours = ours_of(text, "prime-rl")["actor_train"]
+    assert ours["model_args"]["lora_target"] == "all-linear"
+    assert (ours["model_args"]["lora_rank"], ours["model_args"]["lora_alpha"]) == (16, 64)
+    assert (ours["training_args"]["weight_decay"], ours["training_args"]["adam_beta2"]) == (0.0, 0.999)
+
+
+def test_a_lambda_of_one_in_rolls_file_stays_one():
+    assert rolls(adv_estimator="gae", lambd=1.0).ours("adv_estimator_args.lambda_") == 1.0
+
+
+def test_the_target_of_rolls_kl_controller_has_another_unit():
+    keys = {"add_token_level_kl": True, "target_kl": 0.1}
+    (problem,) = rolls(**keys).problems
+    assert problem.path == "target_kl" and "per token" in problem.message
+    assert not rolls(**keys, kl_controller="adaptive").problems
+    assert not rolls(target_kl=0.1).problems
+
+
+@pytest.mark.parametrize(
+    ("system", "command"),
+    [
+        (
+            "verl",
+            "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.actor.use_dynamic_bsz=True "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+        ),
+        (
+            "slime",
+            "train.py --context-parallel-size 2 --rollout-batch-size 64 --n-samples-per-prompt 1 "
+            "--use-dynamic-batch-size --max-tokens-per-gpu 4096",
+        ),
+    ],
+)
+def test_ranks_that_split_rows_take_one_share_of_a_batch_and_its_tokens_together(system, command):
+    ours = ours_of(command, system)["actor_train"]
+    assert ours["strategy_args"]["strategy_config"]["context_parallel_size"] == 2
+    assert ours["max_tokens_per_microbatch_in_train"] == 2 * 4096
+    assert ours["training_args"]["gradient_accumulation_steps"] == 64 // (8 // 2)
+
+
+def test_context_ranks_of_prime_rl_are_kept():
+    ours = ours_of("max_steps = 9\n[trainer.model]\ncp = 2\nep = 4\n", "prime-rl")["actor_train"]
+    assert ours["strategy_args"]["strategy_config"]["context_parallel_size"] == 2
+
+
+def test_staleness_of_verls_fully_asynchronous_trainer_is_a_share_of_an_interval():
+    keys = "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4"
+    ours = ours_of(f"python3 -m verl.experimental.fully_async_policy.fully_async_main {keys}", "verl")
+    assert (ours["async_generation_ratio"], ours["weight_update"]["interval_steps"]) == (2.0, 4)

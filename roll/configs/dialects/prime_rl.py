@@ -30,15 +30,16 @@ _TABLE = {
     "trainer.model.ac_offloading.**": lost("activations are recomputed, not moved to the host"),
     "trainer.model.compile trainer.model.compile.**": none("`strategy_config: {compile: true}` compiles the layers"),
     "trainer.model.ep": later("write `strategy_name: megatron_train` with `expert_model_parallel_size`"),
-    "trainer.model.cp": later("remove it: log-probabilities are taken on whole samples"),
+    "trainer.model.cp": later("write `strategy_config: {context_parallel_size}`"),
     "trainer.model.impl": none("a model is that of transformers"),
+    "trainer.model.lora trainer.model.lora.dropout": later("remove it: adapters have no dropout"),
     "trainer.model.lora.rank": to("actor_train.model_args.lora_rank"),
-    "trainer.model.lora.alpha": to("actor_train.model_args.lora_alpha"),
+    "trainer.model.lora.alpha": later("write `actor_train.model_args.lora_alpha`"),
     "trainer.model.lora.target_modules": to("actor_train.model_args.lora_target"),
     "trainer.optim.type": later("remove it: the optimizer is AdamW"),
     "trainer.optim.lr": to(f"{_TRAIN}.learning_rate"),
-    "trainer.optim.weight_decay": to(f"{_TRAIN}.weight_decay"),
-    "trainer.optim.max_norm": to(f"{_TRAIN}.max_grad_norm"),
+    "trainer.optim.weight_decay": to(f"{_TRAIN}.weight_decay", {"auto": 0.0}),
+    "trainer.optim.max_norm": to(f"{_TRAIN}.max_grad_norm", {None: 0}),
     "trainer.optim.betas1": to(f"{_TRAIN}.adam_beta1"),
     "trainer.optim.betas2": to(f"{_TRAIN}.adam_beta2"),
     "trainer.scheduler.type": to(f"{_TRAIN}.lr_scheduler_type"),
@@ -139,17 +140,35 @@ def _trainer(done: Translation) -> None:
             done.get(".".join(parts))
     if recomputes:
         done.put("actor_train.strategy_args.strategy_config.gradient_checkpointing", True)
-    for key in ("ep", "cp"):
-        value = done.get(f"trainer.model.{key}", 1)
-        if value != 1:
-            done.lose(
-                f"trainer.model.{key}", value, "`fsdp2_train` splits states and batches only; see `megatron_train`"
-            )
+    experts, context = done.get("trainer.model.ep", 1), done.get("trainer.model.cp", 1)
+    if experts != 1:
+        done.lose("trainer.model.ep", experts, "`fsdp2_train` does not split experts; see `megatron_train`")
+    if context != 1:
+        done.put("actor_train.strategy_args.strategy_config.context_parallel_size", context)
     optimizer = done.get("trainer.optim.type", "adamw")
     if optimizer != "adamw":
         done.lose("trainer.optim.type", optimizer, "the optimizer is AdamW")
     done.put_precision("bfloat16")
+    done.put_adamw("actor_train")
+    if any(parts[:3] == ("trainer", "model", "lora") for parts in done.given):
+        _adapters(done)
+    done.put("actor_train.pg_variant", "ppo", "prime-rl has a loss of its own")
     done.put("actor_infer.strategy_args.strategy_name", "vllm")
+
+
+def _adapters(done: Translation) -> None:
+    alpha, dropout = done.get("trainer.model.lora.alpha"), done.get("trainer.model.lora.dropout", 0.0)
+    done.get("trainer.model.lora")
+    done.put_default("actor_train.model_args.lora_rank", 16)
+    done.put_default("actor_train.model_args.lora_target", "all-linear")
+    if alpha is None:
+        done.put_default("actor_train.model_args.lora_alpha", 32)
+    elif alpha == int(alpha):
+        done.put("actor_train.model_args.lora_alpha", int(alpha))
+    else:
+        done.lose("trainer.model.lora.alpha", alpha, "`lora_alpha` is a whole number")
+    if dropout:
+        done.lose("trainer.model.lora.dropout", dropout, "adapters have no dropout")
 
 
 def _batches(done: Translation) -> None:
@@ -210,6 +229,7 @@ def _running(done: Translation) -> None:
         done.put("track_with", ["wandb"])
         done.put("tracker_kwargs.wandb.project", project)
     done.put_name(name)
+    done.keep_all_checkpoints()
     if done.ours("max_steps") is None:
         done.lack("max_steps", "prime-rl trains until it is stopped")
     if done.ours("pretrain") is None:

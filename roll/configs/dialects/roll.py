@@ -264,7 +264,7 @@ def _advantages(done: Translation) -> None:
     gamma, decay = done.number("gamma", 1.0), done.number("lambd", 1.0)
     if gamma != 1.0:
         done.put("adv_estimator_args.gamma", gamma, origin="gamma")
-    if decay != 1.0 and done.ours("adv_estimator", "gae") == "gae":
+    if done.has("lambd") and done.ours("adv_estimator", "gae") == "gae":
         done.put("adv_estimator_args.lambda_", decay, origin="lambd")
 
 
@@ -281,7 +281,11 @@ def _is_replaced(done: Translation, path: str, keys: Sequence[str]) -> bool:
 def _kl(done: Translation) -> None:
     """Translate `kl_penalty`: ROLL's KL estimator in token rewards. ROLL's KL loss always uses k3."""
     in_loss, in_rewards = done.ours("use_kl_loss") is True, done.ours("add_token_level_kl") is True
-    penalty = done.get("kl_penalty", "kl")
+    penalty, target = done.get("kl_penalty", "kl"), done.ours("target_kl")
+    if in_rewards and target is not None and done.ours("kl_controller") is None:
+        message = f"ROLL's controller aims at {target} nats per token, and the one here at nats per response"
+        remedy = "write `kl_controller: adaptive`, and `target_kl` times the mean length of responses"
+        done.problems.append(ConfigProblem("target_kl", message, remedy))
     if done.ours("kl_estimator") is not None or not (in_loss or in_rewards):
         return
     estimator = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}.get(penalty)

@@ -188,6 +188,23 @@ class Translation:
         if value is not None:
             self.put(path, value)
 
+    def put_default(self, path: str, value: Any) -> None:
+        """Set our key to the default of the other system, unless it has a value: ours is another."""
+        if self.ours(path) is None:
+            self.values.pop(tuple(path.split(".")), None)
+            self.put(path, value, f"{self.origin}'s default")
+
+    def put_adamw(self, role: str, weight_decay: float = 0.0) -> None:
+        """Set the role's AdamW to the defaults of the other system: this decay of the weights, and torch's betas."""
+        if weight_decay:
+            self.put_default(f"{role}.training_args.weight_decay", weight_decay)
+        self.put_default(f"{role}.training_args.adam_beta2", 0.999)
+
+    def keep_all_checkpoints(self) -> None:
+        """Keep every checkpoint, as the other system does, unless the number to keep is given."""
+        if whole(self.ours("save_steps")) is not None:
+            self.put_default("max_ckpt_to_keep", 0)
+
     def put_name(self, value: Any) -> None:
         """Set the experiment's name, unless it is None. It becomes a folder name, so slashes are replaced."""
         self.put_given("exp_name", None if value is None else str(value).replace("/", "-"))

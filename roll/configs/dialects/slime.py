@@ -84,8 +84,8 @@ _TABLE = {
     "num-steps-per-rollout": later("write `gradient_accumulation_steps`"),
     "micro-batch-size": later("write `per_device_train_batch_size`"),
     "use-dynamic-batch-size": later("write `use_dynamic_batching_in_train`"),
-    "max-tokens-per-gpu": to("actor_train.max_tokens_per_microbatch_in_train"),
-    "log-probs-max-tokens-per-gpu": to("actor_train.max_tokens_per_microbatch_in_infer"),
+    "max-tokens-per-gpu": later("write `max_tokens_per_microbatch_in_train`"),
+    "log-probs-max-tokens-per-gpu": later("write `max_tokens_per_microbatch_in_infer`"),
     # sampling
     "rollout-temperature": to("actor_infer.generating_args.temperature"),
     "rollout-top-p": to("actor_infer.generating_args.top_p"),
@@ -119,6 +119,9 @@ _TABLE = {
     "opd-teacher-load": later("write `teacher.model_args.model_name_or_path`"),
     "opd-teacher-ckpt-step": lost("name the folder of one model"),
     "entropy-coef": to("entropy_loss_coef"),
+    "critic-lr": to("critic.training_args.learning_rate"),
+    "critic-lr-warmup-iters": to("critic.training_args.warmup_steps"),
+    "num-critic-only-steps": to("critic_warmup"),
     "gamma": later("write `adv_estimator_args: {gamma}`"),
     "lambd": later("write `adv_estimator_args: {lambda_}`"),
     "normalize-advantages": to("whiten_advantages"),
@@ -158,7 +161,7 @@ _TABLE = {
     "pipeline-model-parallel-size": to(f"{_OPTIONS}.pipeline_model_parallel_size"),
     "expert-model-parallel-size": to(f"{_OPTIONS}.expert_model_parallel_size"),
     "expert-tensor-parallel-size": to(f"{_OPTIONS}.expert_tensor_parallel_size"),
-    "context-parallel-size": later("remove it: samples are shared out by tensor parallelism"),
+    "context-parallel-size": to(f"{_OPTIONS}.context_parallel_size"),
     "sequence-parallel": later("write `strategy_config: {sequence_parallel}`"),
     "recompute-granularity": to(f"{_OPTIONS}.recompute_granularity"),
     "recompute-method": to(f"{_OPTIONS}.recompute_method"),
@@ -272,15 +275,13 @@ def _devices(done: Translation) -> None:
 def _trainer(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_name", "megatron_train")
     done.put_precision("bfloat16")
+    done.put_adamw("actor_train", 0.01)
     tensor = whole(done.ours(f"{_OPTIONS}.tensor_model_parallel_size")) or 1
     if done.flag("sequence-parallel"):
         if tensor > 1:
             done.put(f"{_OPTIONS}.sequence_parallel", True)
         else:
             done.no_effect("sequence-parallel", True, "it shares out over tensor-parallel ranks, and there is one")
-    context = done.get("context-parallel-size", 1)
-    if context != 1:
-        done.lose("context-parallel-size", context, "log-probabilities are taken on whole samples")
     if done.ours(f"{_OPTIONS}.recompute_granularity") != "full":
         for key in ("recompute_method", "recompute_num_layers"):
             done.values.pop((*_OPTIONS.split("."), key), None)
@@ -292,15 +293,20 @@ def _batches(done: Translation) -> None:
     steps, size = whole(done.get("num-steps-per-rollout")), whole(done.get("global-batch-size"))
     micro, dynamic = whole(done.get("micro-batch-size", 1)) or 1, done.flag("use-dynamic-batch-size")
     done.put("num_return_sequences_in_group", samples)
+    context = whole(done.ours(f"{_OPTIONS}.context_parallel_size")) or 1
+    note = f"the tokens of {context} ranks, which split the same rows" if context > 1 else ""
+    for key, use in (("max-tokens-per-gpu", "train"), ("log-probs-max-tokens-per-gpu", "infer")):
+        tokens = whole(done.get(key))
+        if tokens is not None and (dynamic or use == "infer"):
+            done.put(f"actor_train.max_tokens_per_microbatch_in_{use}", tokens * context, note)
     if not dynamic:
         done.put("actor_train.use_dynamic_batching_in_train", False)
-        done.values.pop(("actor_train", "max_tokens_per_microbatch_in_train"), None)
     if prompts is None or samples is None:
         return
     total = prompts * samples
     size = total // steps if steps is not None and total % steps == 0 else size or total
     trains = (whole(done.get("actor-num-nodes", 1)) or 1) * (whole(done.get("actor-num-gpus-per-node", 8)) or 8)
-    split = 1
+    split = context
     for way in ("tensor", "pipeline"):
         split *= whole(done.ours(f"{_OPTIONS}.{way}_model_parallel_size", 1)) or 1
     ranks = max(1, trains // split)
@@ -336,7 +342,7 @@ def _loss(done: Translation) -> None:
         done.put("adv_estimator_args.normalize_by_std", False)
     for key, argument in (("gamma", "gamma"), ("lambd", "lambda_")):
         value = done.number(key, 1.0)
-        if value != 1.0 and argument in RETURN_ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
+        if argument in RETURN_ARGUMENTS.get(str(done.ours("adv_estimator")), ()):
             done.put(f"adv_estimator_args.{argument}", value)
     in_loss, coefficient = done.flag("use-kl-loss"), done.get("kl-loss-coef", 0.0)
     kind = done.choice("kl-loss-type", _KL, "k1")
@@ -354,7 +360,11 @@ def _loss(done: Translation) -> None:
         _beside(done, "reference")
     if done.ours("adv_estimator") == "gae":
         _beside(done, "critic")
-        done.put_given("value_clip", bound)
+        _critic(done)
+        done.put("value_clip", 0.2 if bound is None else bound, "slime's default" if bound is None else "")
+    else:
+        for parts in [parts for parts in done.values if parts[0] in ("critic", "critic_warmup")]:
+            done.drop(".".join(parts), "only `adv_estimator: gae` has a critic")
     clip, least, delta = done.get("tis-clip", 2.0), done.get("tis-clip-low", 0), done.get("opsm-delta", 1e-4)
     if done.flag("use-tis"):
         weight = {"level": "token", "mode": "truncate", "upper": clip, **({"lower": least} if least else {})}
@@ -372,6 +382,18 @@ def _loss(done: Translation) -> None:
         done.put("group_filter", "zero_variance")
     elif path is not None:
         done.lose("dynamic-sampling-filter-path", path, "write a stage (docs/howto/stage.md)")
+
+
+def _critic(done: Translation) -> None:
+    """Train the critic as the actor is trained, but for the settings that it has of its own."""
+    done.put_given("critic.training_args.warmup_steps", done.ours("critic.training_args.warmup_steps", 0))
+    for parts, value in list(done.values.items()):
+        shared = parts[1:2] == ("training_args",) or parts[1:] in _BATCHING
+        if parts[0] == "actor_train" and shared and parts[-1] != "warmup_ratio":
+            done.put(("critic", *parts[1:]), done.ours(".".join(("critic", *parts[1:])), value))
+
+
+_BATCHING = (("use_dynamic_batching_in_train",), ("max_tokens_per_microbatch_in_train",))
 
 
 def _updates(done: Translation) -> int | None:
@@ -472,6 +494,7 @@ def _running(done: Translation) -> None:
         done.put("track_with", ["wandb"])
         done.put_given("tracker_kwargs.wandb.project", project)
     done.put_name(group)
+    done.keep_all_checkpoints()
     load = done.get("load")
     if load is not None and done.ours("output_dir") is not None and str(load) == str(done.ours("output_dir")):
         done.put("resume_from_checkpoint", True, "goes on with what is in `output_dir`")

@@ -144,7 +144,7 @@ _TABLE = {
     "output_dir": to("output_dir"),
     "run_name": later("write `exp_name`"),
     "max_steps num_train_epochs": later("write `max_steps`"),
-    "save_steps": to("save_steps", note="counts training steps here, optimizer steps in TRL"),
+    "save_steps": later("write `save_steps`, which counts training steps"),
     "save_strategy": later("write `save_steps`; 0 is only at the end"),
     "save_total_limit": to("max_ckpt_to_keep"),
     "eval_steps eval_strategy": later("write `eval_steps`"),
@@ -211,7 +211,8 @@ def _model(done: Translation) -> None:
     plain = any("float32" in word for word in words) or not done.flag("bf16", True)
     dtype = "float16" if half else "float32" if plain else "bfloat16"
     done.put_precision(dtype)
-    rank = whole(done.get("lora_r", done.get("peft_config.r", 8 if _has_adapters(done) else None)))
+    by_hand = any(parts[0] == "peft_config" for parts in done.given)  # an object of PEFT, with its defaults
+    rank = whole(done.get("lora_r", done.get("peft_config.r", 8 if by_hand else 16)))
     target = done.get("lora_target_modules", done.get("peft_config.target_modules"))
     alpha = done.get("lora_alpha", done.get("peft_config.lora_alpha"))
     dropout = done.get("lora_dropout", 0.0)
@@ -220,7 +221,9 @@ def _model(done: Translation) -> None:
         done.put(
             "actor_train.model_args.lora_target", target or "all-linear", "" if target else "PEFT chooses by model"
         )
-        done.put_given("actor_train.model_args.lora_alpha", alpha)
+        default = 8 if by_hand else 32
+        note = "" if alpha is not None else "PEFT's default" if by_hand else "TRL's default"
+        done.put("actor_train.model_args.lora_alpha", default if alpha is None else alpha, note)
         if dropout:
             done.lose("lora_dropout", dropout, "adapters have no dropout")
 
@@ -378,7 +381,7 @@ def _engine(done: Translation) -> None:
     cap = done.get("vllm_importance_sampling_clip_max", done.get("vllm_importance_sampling_cap", 3.0))
     if corrects and done.has("vllm_importance_sampling_mode"):
         done.put("train_infer_correction.weight", {"level": level, "mode": mode, "upper": cap})
-        if _updates(done) == 1 and done.ours("ppo_epochs", 1) == 1:
+        if _updates(done) == 1:
             loss = done.ours("actor_train.pg_variant")
             done.without_ratio(f"with one optimizer step a batch the ratio of `{loss}` is 1, and this is the same")
         else:
@@ -432,7 +435,8 @@ def _validation(done: Translation) -> None:
     if name is None or split is None or rhythm is None:
         done.lack("validation.data_args", f"the script makes it ({variable or 'no test split is named'})")
         return
-    done.put("eval_steps", rhythm)
+    updates = _updates(done)
+    done.put("eval_steps", -(-rhythm // updates), f"{rhythm} optimizer steps" if updates > 1 else "")
     done.put("validation.data_args.hub", [{"dataset": name, "split": split}])
     done.put("validation.data_args.template", "chat")
     if whole(number) is not None and number != 1:
@@ -442,6 +446,9 @@ def _validation(done: Translation) -> None:
 
 def _running(done: Translation) -> None:
     done.put("actor_train.strategy_args.strategy_name", "fsdp2_train")
+    done.put_adamw("actor_train")
+    if _is_async(done):
+        done.put_default("response_length", 2048)
     done.put("actor_train.strategy_args.strategy_config.gradient_checkpointing", True, "TRL's default")
     if done.ours(f"{_TRAIN}.lr_scheduler_type") is None:
         done.put(f"{_TRAIN}.lr_scheduler_type", "linear", "TRL's default")
@@ -457,10 +464,11 @@ def _running(done: Translation) -> None:
         done.put("max_steps", -(-steps // updates), note)
     else:
         done.lack("max_steps", in_epochs(ORIGIN, epochs))
-    if done.get("save_strategy", "steps") in ("no", "epoch"):
-        done.values.pop(("save_steps",), None)
-    elif done.ours("save_steps") is None:
-        done.put("save_steps", 500, "TRL's default")
+    saves = whole(done.get("save_steps", 500))
+    if saves is not None and done.get("save_strategy", "steps") not in ("no", "epoch"):
+        note = "" if done.has("save_steps") else "TRL's default"
+        done.put("save_steps", -(-saves // updates), f"{saves} optimizer steps" if updates > 1 else note)
+    done.keep_all_checkpoints()
     name, output = done.get("run_name"), done.ours("output_dir")
     if name or output:
         done.put("exp_name", str(name or str(output).rstrip("/").rpartition("/")[2]).replace("/", "-"))
@@ -471,10 +479,12 @@ def _running(done: Translation) -> None:
 
 
 def _updates(done: Translation) -> int:
-    """Return the optimizer steps of a training step."""
+    """Return the optimizer steps of a training step: those of one pass over its batch, times the passes."""
+    passes = whole(done.ours("ppo_epochs", 1)) or 1
     accumulation = done.ours(f"{_TRAIN}.gradient_accumulation_steps")
     prompts, samples = done.ours("rollout_batch_size"), done.ours("num_return_sequences_in_group")
     if accumulation is None or prompts is None:
-        return 1
+        return passes
     processes = whole(done.get("num_processes")) or 8
-    return max(1, prompts * samples // (accumulation * done.ours(f"{_TRAIN}.per_device_train_batch_size") * processes))
+    size = accumulation * done.ours(f"{_TRAIN}.per_device_train_batch_size") * processes
+    return passes * max(1, prompts * samples // size)

@@ -75,8 +75,11 @@ _TABLE = {
     f"{_AR}.actor.optim.lr_warmup_steps_ratio": to("actor_train.training_args.warmup_ratio"),
     f"{_AR}.actor.optim.weight_decay": to("actor_train.training_args.weight_decay"),
     f"{_AR}.actor.optim.clip_grad": to("actor_train.training_args.max_grad_norm"),
-    f"{_AR}.actor.optim.lr_decay_style": to("actor_train.training_args.lr_scheduler_type"),
-    f"{_AR}.actor.optim.warmup_style": to("actor_train.training_args.lr_scheduler_type"),
+    **{
+        f"{_AR}.actor.optim.{name}": to("actor_train.training_args.lr_scheduler_type")
+        for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+    },
+    f"{_AR}.actor.optim.betas": later("write `adam_beta1` and `adam_beta2`"),
     f"{_AR}.actor.optim.optimizer": none(_ADAMW),
     f"{_AR}.actor.grad_clip": to("actor_train.training_args.max_grad_norm"),
     f"{_AR}.actor.strategy": to(
@@ -186,7 +189,7 @@ _TABLE = {
     "rollout.n": none("`actor_rollout_ref.rollout.n` says it"),
     "rollout.total_rollout_steps": later("write `max_steps`"),
     "rollout.total_epochs": none("steps are counted, not epochs"),
-    "async_training.staleness_threshold": to("async_generation_ratio", note="how much may be generated ahead"),
+    "async_training.staleness_threshold": later("write `async_generation_ratio`, in training steps"),
     "async_training.trigger_parameter_sync_step": to("weight_update.interval_steps"),
     "async_training.partial_rollout": to(
         "weight_update.in_flight",
@@ -200,7 +203,7 @@ _TABLE = {
     "trainer.n_gpus_per_node": later("write `cluster.num_devices_per_node`"),
     "trainer.save_freq": to("save_steps", _OFF),
     "trainer.test_freq": later("write `eval_steps`"),
-    "trainer.total_training_steps": to("max_steps", {None: 100}),
+    "trainer.total_training_steps": to("max_steps"),
     "trainer.total_epochs": later("write `max_steps`"),
     "trainer.max_actor_ckpt_to_keep": to("max_ckpt_to_keep", {None: 0}),
     "trainer.max_critic_ckpt_to_keep": none("a checkpoint has all roles"),
@@ -237,6 +240,12 @@ _TABLE = {
     "critic.optim.lr_warmup_steps": to("critic.training_args.warmup_steps", _OFF),
     "critic.optim.lr_warmup_steps_ratio": to("critic.training_args.warmup_ratio"),
     "critic.optim.weight_decay": to("critic.training_args.weight_decay"),
+    "critic.optim.betas": later("write `adam_beta1` and `adam_beta2`"),
+    **{
+        f"critic.optim.{name}": to("critic.training_args.lr_scheduler_type")
+        for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+    },
+    "critic.ppo_mini_batch_size": later("write `critic.training_args.gradient_accumulation_steps`"),
     "critic.grad_clip": to("critic.training_args.max_grad_norm"),
     "critic.model.path": to("critic.model_args.model_name_or_path"),
     "critic.cliprange_value": to("value_clip"),
@@ -382,7 +391,7 @@ def _trainer(done: Translation) -> None:
     if whole(rank) is not None:
         done.put("actor_train.model_args.lora_rank", rank)
         done.put("actor_train.model_args.lora_target", target)
-        done.put_given("actor_train.model_args.lora_alpha", alpha)
+        done.put("actor_train.model_args.lora_alpha", 16 if alpha is None else alpha, "" if alpha else "verl's default")
     for theirs in ("actor", "ref"):
         key = f"{_AR}.{theirs}.ulysses_sequence_parallel_size"
         if done.get(key) in (1, None):
@@ -391,29 +400,43 @@ def _trainer(done: Translation) -> None:
             done.lose(key, done.get(key), "Megatron's sequence parallelism shares out long samples")
         elif theirs == "actor":
             done.put(f"{_OPTIONS}.context_parallel_size", done.get(key))
-    warmup = done.ours("actor_train.training_args.warmup_steps")
-    if warmup and done.ours("actor_train.training_args.warmup_ratio") is not None:
-        done.values.pop(("actor_train", "training_args", "warmup_ratio"))
+    _optimizer(done, "actor_train", f"{_AR}.actor.optim")
+
+
+def _optimizer(done: Translation, role: str, theirs: str) -> None:
+    """Set the optimizer of a role, whose keys of verl are below ``theirs``."""
+    if done.ours(f"{role}.training_args.warmup_steps"):
+        done.values.pop((role, "training_args", "warmup_ratio"), None)
+    betas = done.get(f"{theirs}.betas")
+    if betas is not None:
+        done.put(f"{role}.training_args.adam_beta1", betas[0])
+        done.put(f"{role}.training_args.adam_beta2", betas[1])
+    done.put_adamw(role, 0.01)
 
 
 def _batches(done: Translation) -> None:
     """Translate batch sizes. A mini-batch counts prompts in verl, and micro-batches here."""
     prompts, samples = whole(done.ours("rollout_batch_size")), whole(done.ours("num_return_sequences_in_group"))
     mini = whole(done.get(f"{_AR}.actor.ppo_mini_batch_size", 256))
-    micro = done.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu") or done.get(f"{_AR}.actor.ppo_micro_batch_size")
+    ranks = _ranks(done)
+    micro = whole(done.get(f"{_AR}.actor.ppo_micro_batch_size_per_gpu"))
+    shared = whole(done.get(f"{_AR}.actor.ppo_micro_batch_size"))  # of all ranks together
+    if micro is None and shared is not None:
+        micro = max(1, shared // ranks)
     dynamic = done.flag(f"{_AR}.actor.use_dynamic_bsz")
     tokens = done.get(f"{_AR}.actor.ppo_max_token_len_per_gpu")
     if samples is None:
         samples = 1
         done.put("num_return_sequences_in_group", 1, "verl's default of `rollout.n`")
-    size = 1 if dynamic else whole(micro) or 1
+    size = 1 if dynamic else micro or 1
     if not dynamic:
         done.put("actor_train.use_dynamic_batching_in_train", False)
     elif whole(tokens) is not None:
-        done.put("actor_train.max_tokens_per_microbatch_in_train", tokens)
+        context = whole(done.ours(f"{_OPTIONS}.context_parallel_size")) or 1
+        note = f"the tokens of {context} ranks, which split the same rows" if context > 1 else ""
+        done.put("actor_train.max_tokens_per_microbatch_in_train", tokens * context, note)
     if prompts is None or mini is None:
         return
-    ranks = _ranks(done)
     while mini * samples % (size * ranks) and size > 1:
         size -= 1
     if mini * samples % (size * ranks) or prompts % mini:
@@ -422,6 +445,16 @@ def _batches(done: Translation) -> None:
     done.put("actor_train.training_args.per_device_train_batch_size", size)
     note = f"an optimizer step of {mini} prompts x {samples} samples = {ranks} ranks x {size} x this"
     done.put("actor_train.training_args.gradient_accumulation_steps", mini * samples // (size * ranks), note)
+    _warm_up(done, "actor_train", prompts // mini)
+
+
+def _warm_up(done: Translation, role: str, updates: int) -> None:
+    """Turn training steps of warm-up, which verl counts, into optimizer steps: ``updates`` a pass over a batch."""
+    updates *= whole(done.ours("ppo_epochs", 1)) or 1
+    parts, steps = (role, "training_args", "warmup_steps"), whole(done.ours(f"{role}.training_args.warmup_steps"))
+    if steps is not None and updates > 1:
+        del done.values[parts]
+        done.put(parts, steps * updates, f"{steps} training steps of {updates} optimizer steps")
 
 
 def _loss(done: Translation) -> None:
@@ -467,8 +500,10 @@ def _advantages(done: Translation) -> None:
         done.values.pop(("adv_estimator_args", "normalize_by_std"))
     for key, name in (("gamma", "gamma"), ("lam", "lambda_")):
         value = done.get(f"algorithm.{key}", 1.0)
-        if value != 1.0 and name in RETURN_ARGUMENTS.get(estimator, ()):
+        if name in RETURN_ARGUMENTS.get(estimator, ()):
             done.put(f"adv_estimator_args.{name}", value)
+    if estimator == "gae":
+        done.put("whiten_advantages", True, "verl always whitens those of `gae`")
 
 
 def _correction(done: Translation) -> None:
@@ -533,7 +568,8 @@ def _kl(done: Translation) -> None:
         done.put("init_kl_coef", weight)
         if adaptive:
             done.put("kl_controller", "adaptive")
-            done.put("target_kl", target)
+            done.put("target_kl", target, "nats per response here, per token in verl")
+            done.lack("target_kl", f"verl aims at {target} nats per token: multiply it by the mean length of responses")
             done.put("kl_horizon", horizon)
     if uses_loss or uses_reward:
         done.put("kl_estimator", in_loss if uses_loss else in_reward)
@@ -566,8 +602,30 @@ def _critic(done: Translation) -> None:
         return
     done.put("value_clip", done.ours("value_clip", 0.5), "" if done.has("critic.cliprange_value") else "verl's default")
     _frozen(done, "critic")
+    done.put_default("critic.training_args.learning_rate", 1e-5)
+    _optimizer(done, "critic", "critic.optim")
+    _critic_batches(done)
     if done.ours("critic.strategy_args.strategy_name") == "fsdp2_train":
         done.put("critic.strategy_args.strategy_config.gradient_checkpointing", True)
+
+
+def _critic_batches(done: Translation) -> None:
+    """Give the critic the actor's batches, with the mini-batch of its own that verl may have."""
+    for key in ("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train"):
+        done.put_given(f"critic.{key}", done.ours(f"actor_train.{key}"))
+    prompts, actors = whole(done.ours("rollout_batch_size")), done.get(f"{_AR}.actor.ppo_mini_batch_size", 256)
+    mini = whole(done.get("critic.ppo_mini_batch_size", actors))
+    steps = whole(done.ours("actor_train.training_args.gradient_accumulation_steps"))
+    if prompts is None or mini is None or steps is None:
+        return
+    path = "critic.training_args.gradient_accumulation_steps"
+    if prompts % mini or steps * mini % actors:
+        done.lack(path, f"{mini} prompts of `critic.ppo_mini_batch_size` do not divide {prompts}, or over the ranks")
+        return
+    size = done.ours("actor_train.training_args.per_device_train_batch_size")
+    done.put("critic.training_args.per_device_train_batch_size", size)
+    done.put(path, steps * mini // actors, f"an optimizer step of {mini} prompts")
+    _warm_up(done, "critic", prompts // mini)
 
 
 _DISTILLED_AT_SAMPLES = ("kl", "k1", "k2", "k3", "low_var_kl", "mse", "abs")
@@ -646,6 +704,10 @@ def _asynchrony(done: Translation) -> None:
         value = done.anywhere(key)
         if value not in (None, False, "none", "sync") and done.ours("async_generation_ratio") is None:
             done.put("async_generation_ratio", 1, f"`{key}`: one step off")
+    share, interval = done.get("async_training.staleness_threshold"), done.ours("weight_update.interval_steps", 1)
+    if share is not None:
+        note = f"{share} of the {interval} training steps between two updates of the weights" if interval != 1 else ""
+        done.put("async_generation_ratio", share * interval, note or "how much may be generated ahead")
     if "one_step_off" in str(done.get("entry", "")):
         done.put("async_generation_ratio", 1, "verl's recipe is one step off")
     steps = whole(done.get("rollout.total_rollout_steps"))
@@ -710,6 +772,7 @@ def _running(done: Translation) -> None:
     put_trackers(done, "trainer.logger", done.get("trainer.project_name"), ("console",))
     experiment, epochs = done.get("trainer.experiment_name"), done.get("trainer.total_epochs")
     done.put_name(experiment)
+    done.keep_all_checkpoints()
     if done.ours("max_steps") is None:
         done.lack("max_steps", in_epochs(ORIGIN, epochs))
     resumes = done.choice("trainer.resume_mode", {"auto": True, "disable": False}, "auto")
