@@ -199,7 +199,7 @@ def correct(
     *,
     advantages: Tensor | None = None,
     trained: Tensor | None = None,
-    by_sequence: bool = False,
+    sequences: Tensor | None = None,
     lags: Tensor | None = None,
     max_lag: int | None = None,
     capped: bool = False,
@@ -207,13 +207,14 @@ def correct(
     """Compute weights and rejection for a whole batch, before the first update on it.
 
     ``proximal_logprobs`` (the trainer's before the update), ``behaviour_logprobs``, ``response_mask`` (bool), ``lags``
-    (int) and ``advantages`` are ``[batch, seq]``; a row is a whole sequence. Entries outside the mask are never read.
+    (int) and ``advantages`` are ``[batch, seq]``; a row is a whole response. Entries outside the mask are never read.
     ``advantages`` are required if a rejection depends on their sign (else ``ValueError``). Computed in float64; the
     weights are float32, or float64 if an input is. ``trained`` (bool, default: the response mask) marks the tokens to
     train on, before rejection. ``lags``, ``max_lag`` and ``capped`` are those of `lag_buckets`.
 
-    The mean weight, by which ``normalize`` divides, is over the trained tokens that are kept. With ``by_sequence`` (the
-    loss is a mean over sequences), it is the mean over sequences of their tokens' means.
+    The mean weight, by which ``normalize`` divides, is over the trained tokens that are kept. With ``sequences`` (the
+    loss is a mean over sequences; int64 ``[batch]``, the index of each row's sequence), it is the mean over sequences
+    of their tokens' means.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
@@ -234,7 +235,7 @@ def correct(
     weights, clipped = _bounded_weights(log_ratio, response_mask, settings.weight)
     weights = keep(weights, kept)
     staying = kept if trained is None else kept & trained
-    mean = _mean_weight(weights, staying, by_sequence)
+    mean = _mean_weight(weights, staying, sequences)
     if settings.normalize:
         weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean))
     buckets = lag_buckets(response_mask, lags, max_lag, capped)
@@ -327,10 +328,11 @@ def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight |
     return bounded.clamp(weight.lower, weight.upper), ~inside
 
 
-def _mean_weight(weights: Tensor, staying: Tensor, by_sequence: bool) -> Tensor:
+def _mean_weight(weights: Tensor, staying: Tensor, sequences: Tensor | None) -> Tensor:
     """Return the mean weight over tokens, or the mean over sequences of their tokens' means; 0-d, 0 without tokens."""
     lengths, totals = staying.sum(-1), keep(weights, staying).sum(-1)
-    if by_sequence:
+    if sequences is not None:
+        lengths, totals = (torch.bincount(sequences, each.double()) for each in (lengths, totals))
         return (totals / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
     return totals.sum() / lengths.sum().clamp(min=1)
 

@@ -804,8 +804,10 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
     The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also by lag, for the lags that the
     objective reports.
     """
-    data = batch.data
+    data, sequences = batch.data, None  # without groups, the episodes of the rows are unknown
     mask = torch.from_numpy(data.padded("response_mask", fill=False))
+    if objective.loss_agg_mode == "seq-mean-token-mean" and batch.groups:
+        sequences = torch.repeat_interleave(torch.tensor([len(samples) for samples in batch.episodes]))
     result = correct(
         torch.from_numpy(data.padded("proximal_logprobs")),
         torch.from_numpy(data.padded("behaviour_logprobs")),
@@ -813,7 +815,7 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
         correction,
         advantages=torch.from_numpy(data.padded("advantages")) if "advantages" in data.tokens else None,
         trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
-        by_sequence=objective.loss_agg_mode == "seq-mean-token-mean",
+        sequences=sequences,
         lags=torch.from_numpy(data.padded("lags")),
         max_lag=objective.max_lag,
         capped=objective.lags_capped,
@@ -823,7 +825,7 @@ def add_correction(batch: TrainingBatch, correction: Correction, objective: Poli
         data.tokens["correction_weights"] = result.weights.float().numpy()[inside]
     if correction.reject:
         batch.leave_out(result.kept.numpy()[inside])
-        if objective.by_episode and batch.groups:  # without groups, the episodes of the rows are unknown
+        if objective.by_episode and batch.groups:
             batch.share_episodes()
     return result.metrics
 

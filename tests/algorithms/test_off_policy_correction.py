@@ -261,7 +261,7 @@ def test_normalised_weights_have_mean_one_over_the_tokens_that_stay(seed, level)
 def test_weights_normalised_by_sequence_have_mean_one_over_sequences(seed, level):
     tensors = random_tensors(seed)
     correction = Correction(ImportanceWeight(level), True, (RatioRejection("token", upper=3.0),))
-    result = correct(*tensors, correction, by_sequence=True)
+    result = correct(*tensors, correction, sequences=torch.arange(ROWS))
     means = [row[kept].mean().item() for row, kept in zip(result.weights, result.kept, strict=True) if kept.any()]
     assert sum(means) / len(means) == pytest.approx(1.0, abs=1e-10)
 

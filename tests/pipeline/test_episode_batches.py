@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.aggregation import LOSS_AGG_MODES
+from roll.algorithms.correction import parse_correction
 from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.algorithms.rewards import RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample, SampleBatch
-from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages
+from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
 from roll.trainers.step import TrainingStep
 from tests.tiers import examples
 
@@ -286,6 +287,24 @@ def test_an_episode_in_several_samples_weighs_as_one(mode, trained, drawn, seed,
         found[-1] += (torch.from_numpy(np.sort(advantages)),)
     for whole, split in zip(*found, strict=True):
         torch.testing.assert_close(torch.as_tensor(split), torch.as_tensor(whole), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reject", [[], [{"level": "token", "upper": 2.0}]])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_normalised_weights_of_an_episode_in_turns_are_those_of_the_whole(mode, reject):
+    correction = parse_correction({"weight": {"upper": 3.0}, "normalize": True, "reject": reject})
+    found = []
+    for in_turns in (False, True):
+        filled = batch(in_turns)
+        add_advantages(filled, settings("grpo", by_episode=mode != "token-mean"))
+        tokens = filled.data.tokens
+        count = int(tokens["response_mask"].sum())
+        tokens["proximal_logprobs"] = tokens["behaviour_logprobs"].copy()
+        tokens["proximal_logprobs"][tokens["response_mask"]] += np.linspace(-1.0, 1.0, count, dtype=np.float32)
+        objective = PolicyObjective(20, loss_agg_mode=mode, corrected=True, by_episode=mode != "token-mean")
+        mean = add_correction(filled, correction, objective)["weight_mean"]
+        found.append([mean, *tokens["correction_weights"][tokens["response_mask"]]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
 
 
 def test_a_batch_that_a_stage_has_beside_keeps_its_shares():
