@@ -28,7 +28,7 @@ from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.distillation import teacher_prompts
 from roll.pipeline.image import ImageSide
-from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
+from roll.pipeline.journal import ANSWERS, JournalKeeper, finished_again, other_settings
 from roll.pipeline.logp import LogProbRole
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
@@ -155,7 +155,7 @@ class RunContext:
         self.pool.on_oldest = self.scheduler.weights_published
         settings = rollout_settings(config)
         if prepared.answers is not None:
-            settings["(ground truths or metadata of the prompts)"] = prepared.answers
+            settings[ANSWERS] = prepared.answers
         if point is not None:
             recorder.made_again(
                 resume_rollouts(point, self.scheduler, self.advantages, journal, settings, recorder.event)

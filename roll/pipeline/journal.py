@@ -33,6 +33,7 @@ from roll.tracking.run_directory import RunDirectory
 
 _START_VERSION_BYTES = 8
 _SETTINGS = "made_with.json"
+ANSWERS = "(ground truths or metadata of the prompts)"
 NOT_ON_RECORD = "(what they were made with is not on record)"
 MOST_BYTES_BEHIND = 2 * 2**30
 """Maximum number of bytes queued for writing. More means that the disk is too slow, and memory would fill up."""
@@ -62,7 +63,8 @@ class JournalKeeper(SchedulerObserver[Any, Group]):
         completes it.
         """
         if other_settings(self._folder, settings):
-            self._submit(self._make_anew, settings)
+            self._submit(self._make_anew)
+        self._submit(write_atomically, self._folder / _SETTINGS, json.dumps(settings, indent=1))
 
     def went_back(self, step: int) -> None:
         """Record that the run resumes after training step ``step``, which invalidates later records."""
@@ -85,10 +87,9 @@ class JournalKeeper(SchedulerObserver[Any, Group]):
         """Delete segments that no checkpoint needs; ``oldest`` is the progress of the oldest checkpoint."""
         self._submit(self._journal.prune, oldest)
 
-    def _make_anew(self, settings: Mapping[str, Any]) -> None:
+    def _make_anew(self) -> None:
         self._journal.append(went_back_record(-1))
         self._journal.sync()  # before the settings file, whose content means that this is done
-        write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
 
     async def written(self) -> None:
         """Wait until all submitted records are on disk. Raises the first error of the thread."""
@@ -138,6 +139,7 @@ def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
         before = json.loads((folder / _SETTINGS).read_text())
     except (FileNotFoundError, ValueError):
         return [NOT_ON_RECORD]
+    before.setdefault(ANSWERS, settings.get(ANSWERS))  # records of earlier versions lack them
     return [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
 
 

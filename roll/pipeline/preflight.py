@@ -48,6 +48,7 @@ from roll.data.examples import Examples, load_examples
 from roll.data.pictures import PictureProcessor, digest
 from roll.data.prompts import load_prompts, rewritten_prompts
 from roll.data.records import Prompt
+from roll.data.sources import REASONING_GYM_KEY
 from roll.data.tokenizer import load_tokenizer
 from roll.pipeline.agentic_plan import AgenticPlan, plan_agentic
 from roll.rewards.model import check_reward_model
@@ -395,7 +396,9 @@ class RLVRPlan:
         """Return the fingerprint of the ground truths and metadata; see `Prepared.answers`."""
         hashed = xxhash.xxh3_128()
         for prompt in self.prompts:
-            hashed.update(json.dumps([prompt.ground_truth, prompt.metadata], default=repr).encode())
+            # Some data sets of reasoning-gym find another example solution of the same task in each process.
+            truth = None if REASONING_GYM_KEY in prompt.metadata else prompt.ground_truth
+            hashed.update(json.dumps([truth, prompt.metadata], default=repr).encode())
         return hashed.hexdigest()
 
 

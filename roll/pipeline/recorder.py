@@ -167,7 +167,7 @@ def _readable(
         score=sample.score,
         advantage=mean,
         versions=(oldest, int(np.concatenate([part.versions for part in parts])[sampled].max(initial=oldest))),
-        finish_reason=sample.finish_reason,
+        finish_reason="length" if any(part.finish_reason == "length" for part in parts) else sample.finish_reason,
         domain=group.prompt.domain,
         split=split,
         tokens=None if is_picture else readable_tokens(parts, advantages, decoder),

@@ -873,6 +873,15 @@ def test_batches_warm_up_and_advantages_of_verls_ppo():
     assert ours["critic"]["use_dynamic_batching_in_train"] is False
 
 
+def test_warm_up_of_verl_counts_training_steps_also_where_batches_do_not_divide():
+    def warm_up_of(more):
+        ours = ours_of(f"{VERL_GAE} critic.optim.lr_warmup_steps=5 {more}", "verl")
+        return [ours[role]["training_args"]["warmup_steps"] for role in ("actor_train", "critic")]
+
+    assert warm_up_of("trainer.n_gpus_per_node=7") == [10 * 4, 5 * 4]
+    assert warm_up_of("critic.ppo_mini_batch_size=100") == [10 * 4, 5 * 11]
+
+
 def test_defaults_of_verl_that_are_not_ours_are_written():
     lora = "actor_rollout_ref.model.lora_rank=32 trainer.save_freq=20 trainer.total_training_steps=null"
     done = converted(VERL_GAE + lora, "x.sh", "verl")
@@ -904,6 +913,12 @@ def test_steps_of_trl_count_each_pass_over_a_batch():
     assert ours["actor_train"]["training_args"]["adam_beta2"] == 0.999 and ours["max_ckpt_to_keep"] == 0
 
 
+def test_checkpoints_of_trl_at_a_share_of_all_steps_are_lost_aloud():
+    done = converted("trl grpo --max_steps 1000 --save_steps 0.1", "x.sh", "trl")
+    assert "save_steps" not in done.tree() and any(line.startswith("save_steps: 0.1") for line in done.lost)
+    assert not converted("trl grpo --max_steps 1000 --save_steps 0.1 --save_strategy no", "x.sh", "trl").lost
+
+
 def test_adapters_of_trl_have_the_scale_of_their_defaults():
     adapters = ours_of("trl grpo --max_steps 9 --use_peft --lora_r 64", "trl")["actor_train"]["model_args"]
     assert (adapters["lora_rank"], adapters["lora_alpha"]) == (64, 32)
@@ -911,6 +926,8 @@ def test_adapters_of_trl_have_the_scale_of_their_defaults():
     script = "trainer = GRPOTrainer(model='m', args=GRPOConfig(max_steps=9), peft_config=LoraConfig(r=32))"
     adapters = converted(script, "x.py", "trl").tree()["actor_train"]["model_args"]
     assert (adapters["lora_rank"], adapters["lora_alpha"]) == (32, 8)
+    adapters = converted(script.replace("r=32", ""), "x.py", "trl").tree()["actor_train"]["model_args"]
+    assert (adapters["lora_rank"], adapters["lora_alpha"]) == (8, 8)
 
 
 def test_the_critic_of_slime_is_trained_as_its_actor_but_for_what_it_says():

@@ -11,7 +11,7 @@ import pytest
 
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline import journal as journal_keeper
-from roll.pipeline.journal import NOT_ON_RECORD, JournalKeeper, finished_again, other_settings
+from roll.pipeline.journal import ANSWERS, NOT_ON_RECORD, JournalKeeper, finished_again, other_settings
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import RolloutProgress, read_journal, recover
 
@@ -99,6 +99,17 @@ def test_groups_count_as_long_as_the_settings_that_they_were_made_with_are_the_s
     assert counted(tmp_path) == [3, 4]
     open_journal(tmp_path, SETTINGS)
     assert counted(tmp_path) == [], "what was made before the change does not come back with the settings"
+
+
+def test_a_record_from_before_answers_were_in_it_is_still_good_and_gets_them(tmp_path):
+    open_journal(tmp_path, SETTINGS, 0)
+    assert other_settings(tmp_path, SETTINGS | {ANSWERS: "a"}) == []
+    open_journal(tmp_path, SETTINGS | {ANSWERS: "a"}, 1)
+    assert counted(tmp_path) == [0, 1]
+    corrected = SETTINGS | {ANSWERS: "b"}
+    assert other_settings(tmp_path, corrected) == [ANSWERS]
+    open_journal(tmp_path, corrected, 2)
+    assert counted(tmp_path) == [2]
 
 
 def test_a_process_that_is_killed_before_it_noted_other_settings_is_followed_by_one_that_does(tmp_path, monkeypatch):

@@ -98,6 +98,7 @@ def test_an_episode_of_several_samples_is_told_as_a_whole():
     parts = [
         sample_of([0, turn], [0, 1], [-1, version], episode=0, response_text=text) for turn, version, text, _ in turns
     ]
+    parts[-1].finish_reason = "length"
     empty = sample_of([0, 1], [0, 0], [-1, -1], episode=0)
     for episode, text in ((parts, "left\nright\nup"), ([empty, *parts], "\nleft\nright\nup")):
         data = SampleBatch.from_samples(episode)
@@ -105,6 +106,7 @@ def test_an_episode_of_several_samples_is_told_as_a_whole():
         data.tokens["advantages"][data.tokens["response_mask"]] = [advantage for *_, advantage in turns]
         (told,) = readable([Group(7, prompt, episode)], data, 9, 1, Letters())
         assert (told.versions, told.advantage, told.response) == ((3, 6), 1.0, text)
+        assert told.finish_reason == "length"
 
 
 def test_a_response_of_no_token_has_none():

@@ -14,7 +14,11 @@ from safetensors.numpy import save_file
 from roll.cli.main import how_to_go_on
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config
+from roll.configs.run import RLVRConfig
+from roll.data.records import Prompt
+from roll.data.sources import REASONING_GYM_KEY
 from roll.pipeline.checkpoints import checkpoint_folder, saved_steps
+from roll.pipeline.preflight import RLVRPlan
 from roll.pipeline.resume import PUT_ASIDE_KEPT, find_resume_point, look_again, take_out_of_the_way
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import JsonLines, read_json_lines
@@ -287,6 +291,16 @@ def test_a_run_without_a_checkpoint_begins_again_with_an_empty_record(run):
 def test_other_prompts_are_refused(run):
     make_checkpoint(run, 2, source="earlier prompts")
     assert "other prompts" in refusal(config(output_dir=str(run.root), accept_config_changes=True), "prompts")
+
+
+def test_another_example_solution_of_the_same_task_is_no_corrected_answer():
+    def answers(truth, **metadata):
+        prompt = Prompt("p", "d", np.zeros(1, np.int32), "question", truth, metadata)
+        return RLVRPlan(RLVRConfig(), [prompt], []).answers()
+
+    task = {REASONING_GYM_KEY: {"dataset": "knight_swap", "config": {}}}
+    assert answers({"answer": "one"}, **task) == answers({"answer": "two"}, **task)
+    assert answers("one") != answers("two") and answers("one", level=1) != answers("one", level=2)
 
 
 def test_changes_are_shown_and_judged(run):

@@ -211,14 +211,19 @@ def run(case: Case, lifetimes: list[float]) -> Life:
         life = Life(case, disk, number)
         if life.live(seconds):
             break
-    ledger = life.scheduler.ledger
+    assert_each_group_ended_once(life)
+    return life
+
+
+def assert_each_group_ended_once(life: Life) -> None:
+    """After the end of a run."""
+    ledger, steps = life.scheduler.ledger, life.plan.max_steps
     ledger.check()
-    assert life.step == case.plan.max_steps and ledger.open_groups() == []
-    consumed = [group_id for step in range(case.plan.max_steps) for group_id in disk.batches[step]]
+    assert life.step == steps and ledger.open_groups() == []
+    consumed = [group_id for step in range(steps) for group_id in life.disk.batches[step]]
     assert len(consumed) == len(set(consumed)) == ledger.consumed
     assert ledger.issued == len(consumed) + ledger.dropped.total(), "a group ended twice, or never"
     assert ledger.dropped["cancelled"] == 0, "more groups were issued than the run has batches for"
-    return life
 
 
 @st.composite
@@ -258,6 +263,19 @@ LIFETIMES = st.lists(st.floats(0.1, 60.0), max_size=5)
 @given(cases(), LIFETIMES)
 def test_a_run_killed_at_any_moments_consumes_or_drops_every_group_exactly_once(case, lifetimes):
     run(case, lifetimes)
+
+
+@settings(max_examples=examples(600))
+@given(cases(ratios=(1, 2)), st.lists(st.tuples(st.floats(0.1, 60.0), st.integers(1, 2)), min_size=1, max_size=3))
+def test_a_run_that_is_shortened_and_lengthened_consumes_or_drops_every_group_exactly_once(case, lives):
+    """A process that is killed is followed by one with a step or two left. The last one has enough for everything."""
+    disk = Disk()
+    ends = [end for seconds, steps in lives for end in ((6, seconds), (steps, None))]
+    for number, (steps, seconds) in enumerate([*ends, (6, None)]):
+        done = disk.checkpoints[-1][0].steps_done if disk.checkpoints else 0
+        life = Life(replace(case, plan=replace(case.plan, max_steps=done + steps), save_every=1), disk, number)
+        assert life.live(seconds) or seconds is not None
+    assert_each_group_ended_once(life)
 
 
 @pytest.mark.parametrize("order", ["ready_first", "fifo"])

@@ -211,7 +211,7 @@ def _model(done: Translation) -> None:
     plain = any("float32" in word for word in words) or not done.flag("bf16", True)
     dtype = "float16" if half else "float32" if plain else "bfloat16"
     done.put_precision(dtype)
-    by_hand = any(parts[0] == "peft_config" for parts in done.given)  # an object of PEFT, with its defaults
+    by_hand = _makes_adapters(done)
     rank = whole(done.get("lora_r", done.get("peft_config.r", 8 if by_hand else 16)))
     target = done.get("lora_target_modules", done.get("peft_config.target_modules"))
     alpha = done.get("lora_alpha", done.get("peft_config.lora_alpha"))
@@ -229,9 +229,13 @@ def _model(done: Translation) -> None:
 
 
 def _has_adapters(done: Translation) -> bool:
-    return done.flag("use_peft") or any(
-        parts[0] in ("lora_r", "lora_target_modules", "peft_config") for parts in done.given
-    )
+    named = any(parts[0] in ("lora_r", "lora_target_modules") for parts in done.given)
+    return done.flag("use_peft") or named or _makes_adapters(done)
+
+
+def _makes_adapters(done: Translation) -> bool:
+    """Return True if there is an object of PEFT, which has PEFT's defaults."""
+    return "LoraConfig" in str(done.get("entry", "")) or any(parts[0] == "peft_config" for parts in done.given)
 
 
 def _split(value: Any) -> str | None:
@@ -464,10 +468,13 @@ def _running(done: Translation) -> None:
         done.put("max_steps", -(-steps // updates), note)
     else:
         done.lack("max_steps", in_epochs(ORIGIN, epochs))
-    saves = whole(done.get("save_steps", 500))
-    if saves is not None and done.get("save_strategy", "steps") not in ("no", "epoch"):
+    given, at_steps = done.get("save_steps", 500), done.get("save_strategy", "steps") not in ("no", "epoch")
+    saves = whole(given)
+    if at_steps and saves is not None:
         note = "" if done.has("save_steps") else "TRL's default"
         done.put("save_steps", -(-saves // updates), f"{saves} optimizer steps" if updates > 1 else note)
+    elif at_steps:
+        done.lose("save_steps", given, "write a number of training steps")
     done.keep_all_checkpoints()
     name, output = done.get("run_name"), done.ours("output_dir")
     if name or output:

@@ -437,6 +437,7 @@ def _batches(done: Translation) -> None:
         done.put("actor_train.max_tokens_per_microbatch_in_train", tokens * context, note)
     if prompts is None or mini is None:
         return
+    _warm_up(done, "actor_train", prompts, mini)
     while mini * samples % (size * ranks) and size > 1:
         size -= 1
     if mini * samples % (size * ranks) or prompts % mini:
@@ -445,12 +446,11 @@ def _batches(done: Translation) -> None:
     done.put("actor_train.training_args.per_device_train_batch_size", size)
     note = f"an optimizer step of {mini} prompts x {samples} samples = {ranks} ranks x {size} x this"
     done.put("actor_train.training_args.gradient_accumulation_steps", mini * samples // (size * ranks), note)
-    _warm_up(done, "actor_train", prompts // mini)
 
 
-def _warm_up(done: Translation, role: str, updates: int) -> None:
-    """Turn training steps of warm-up, which verl counts, into optimizer steps: ``updates`` a pass over a batch."""
-    updates *= whole(done.ours("ppo_epochs", 1)) or 1
+def _warm_up(done: Translation, role: str, prompts: int, mini: int) -> None:
+    """Turn training steps of warm-up, which verl counts, into optimizer steps: one for each ``mini`` prompts."""
+    updates = -(-prompts // mini) * (whole(done.ours("ppo_epochs", 1)) or 1)
     parts, steps = (role, "training_args", "warmup_steps"), whole(done.ours(f"{role}.training_args.warmup_steps"))
     if steps is not None and updates > 1:
         del done.values[parts]
@@ -616,7 +616,10 @@ def _critic_batches(done: Translation) -> None:
     prompts, actors = whole(done.ours("rollout_batch_size")), done.get(f"{_AR}.actor.ppo_mini_batch_size", 256)
     mini = whole(done.get("critic.ppo_mini_batch_size", actors))
     steps = whole(done.ours("actor_train.training_args.gradient_accumulation_steps"))
-    if prompts is None or mini is None or steps is None:
+    if prompts is None or mini is None:
+        return
+    _warm_up(done, "critic", prompts, mini)
+    if steps is None:
         return
     path = "critic.training_args.gradient_accumulation_steps"
     if prompts % mini or steps * mini % actors:
@@ -625,7 +628,6 @@ def _critic_batches(done: Translation) -> None:
     size = done.ours("actor_train.training_args.per_device_train_batch_size")
     done.put("critic.training_args.per_device_train_batch_size", size)
     done.put(path, steps * mini // actors, f"an optimizer step of {mini} prompts")
-    _warm_up(done, "critic", prompts // mini)
 
 
 _DISTILLED_AT_SAMPLES = ("kl", "k1", "k2", "k3", "low_var_kl", "mse", "abs")
