@@ -161,7 +161,7 @@ class ChatTurns(TurnTemplate):
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
         text = _ChatText(self, self.shielded(messages), self.shielded(tools))
-        _require_written(text.read, text.messages, _to_be_read(messages), lambda tried: self.render(tried, text.tools))
+        _require_written(text.messages, _to_be_read(messages), lambda tried: self.render(tried, text.tools))
         return Conversation(self, self.encode(text.read), text.tail)
 
     def end_of(self, text: str) -> str:
@@ -283,44 +283,39 @@ class _ChatText:
         if tool_calls:
             answered["tool_calls"] = list(tool_calls)
         longer = [*self.messages, answered, *messages]
-        text = self._chat.render(longer, self.tools)
-        written, end = self._behind(longer, len(messages), word, text)
         new = range(len(longer) - len(messages), len(longer))
-        _require_written(written, longer, new, lambda tried: self._behind(tried, len(messages), word)[0])
-        following = _ChatText(self._chat, longer, self.tools, self._turns + 1)
+        beside = not tool_calls or self._writes_beside_calls(longer, new, word)
+        written, end = self._behind(longer, new, word, beside)
+        _require_written(longer, new, lambda tried: self._behind(tried, new, word, beside)[0])
         self.__dict__.pop("read", None)  # long; a conversation that branches here renders it again
-        following.__dict__["read"] = text
-        return Tail(written, end, following.tail)
+        return Tail(written, end, _ChatText(self._chat, longer, self.tools, self._turns + 1).tail)
 
-    def _behind(self, longer: list[Message], count: int, word: str, text: str | None = None) -> tuple[str, str | None]:
+    def _writes_beside_calls(self, longer: list[Message], new: range, word: str) -> bool:
+        """Return True if the template writes a content, ``word``, beside tool calls, and before what tools answer."""
+        told, sought = _with_stand_ins(longer, new)
+        alone = self._chat.render(longer[: new.start], self.tools, generation_prompt=False)
+        text = self._chat.render(told, self.tools)
+        behind = text.partition(word)[2]
+        return text.count(word) == alone.count(word) == 1 and all(name in behind for name in sought.values())
+
+    def _behind(self, longer: list[Message], new: range, word: str, beside: bool) -> tuple[str, str | None]:
         """Return the text after the assistant's content or calls, and what ends its turn there; see `Tail`.
 
-        Arguments are those of `_behind_calls`; ``text`` is rendered if it is not given.
+        ``longer``: all messages, of which those at ``new`` follow the assistant's turn. ``word``: the content of that
+        turn; it is left out unless it is ``beside`` the calls.
         """
-        text = self._chat.render(longer, self.tools) if text is None else text
-        if longer[-count - 1].get("tool_calls"):
-            return self._behind_calls(longer, count, word, text)
-        head, written = _split_at(text, word)
-        self._require_continued_by(head)
-        return written, None
-
-    def _behind_calls(self, longer: list[Message], count: int, word: str, text: str) -> tuple[str, str]:
-        """Return the text after the assistant's tool calls, and the text that would end its turn if it were the last.
-
-        ``longer``: all messages, of which the last ``count`` follow the assistant's turn. ``word``: the placeholder for
-        its content in ``text``, the text of all messages.
-        """
-        present = longer[: len(longer) - count]
-        alone = self._chat.render(present, self.tools, generation_prompt=False)
-        head, _, behind = text.partition(word)
-        if text.count(word) == alone.count(word) == 1 and _left_out(behind, longer[len(present) :]) is None:
-            own = alone.split(word)[1]
-            self._require_continued_by(head)
-        else:  # the template leaves out a content beside calls, or writes results of tools before it
+        present = longer[: new.start]
+        if not beside:
             present[-1] = {**present[-1], "content": ""}
-            alone = head = own = self._chat.render(present, self.tools, generation_prompt=False)
-            behind = self._chat.render([*present, *longer[len(present) :]], self.tools)
+        text = self._chat.render([*present, *longer[new.start :]], self.tools)
+        if not present[-1].get("tool_calls"):
+            head, written = _split_at(text, word)
             self._require_continued_by(head)
+            return written, None
+        alone = self._chat.render(present, self.tools, generation_prompt=False)
+        own = alone.partition(word)[2] if beside else alone
+        head, _, behind = text.partition(word) if beside else (alone, "", text)
+        self._require_continued_by(head)
         end = self._chat.end_of(own)
         calls = own.removesuffix(end)
         if not behind.startswith(calls):
@@ -415,50 +410,44 @@ def _to_be_read(messages: Sequence[Message]) -> list[int]:
 
 
 def _require_written(
-    text: str, messages: Sequence[Message], places: Iterable[int], rendered: Callable[[list[Message]], str]
+    messages: Sequence[Message], places: Iterable[int], rendered: Callable[[list[Message]], str]
 ) -> None:
     """Raise `TemplateRefused` if the template leaves out a message, so that the policy would never read it.
 
-    ``places``: those of ``messages`` to look for in ``text``. ``rendered``: function from messages that differ from
-    ``messages`` in their contents only to the text in place of ``text``.
+    ``places``: those of ``messages`` to look for. ``rendered``: function from messages that differ from ``messages`` in
+    their contents only to the text in which they have to stand.
     """
-    sought = [place for place in places if messages[place].get("content")]
-    if _in_order(text, [messages[place]["content"] for place in sought]):
-        return
-    # The template may write them in another form, such as JSON, or in another order: look for plain words instead.
-    word, tried = _unused_word(messages), list(messages)
-    for place in sought:
-        tried[place] = {**messages[place], "content": f"{word}{place}Qz"}
+    tried, sought = _with_stand_ins(messages, places)
     try:
         text = rendered(tried)
-    except TemplateRefused:  # it wants contents of a certain form
-        tried = list(messages)
-    left_out = _left_out(text, [tried[place] for place in sought])
-    if left_out is not None:
-        raise TemplateRefused(
-            f"the chat template leaves out messages of the role {left_out.get('role')!r}; have the environment "
-            "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
-        )
+    except TemplateRefused:  # a template that objects to another content reads it
+        return
+    for place, name in sought.items():
+        if name not in text:
+            raise TemplateRefused(
+                f"the chat template leaves out messages of the role {messages[place].get('role')!r}; have the "
+                "environment write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+            )
 
 
-def _in_order(text: str, contents: Sequence[Any]) -> bool:
-    """Return True if the contents, which may be no texts, stand in the text one behind the other."""
-    end = 0
-    for content in contents:
-        place = text.find(content.strip(), end) if isinstance(content, str) else -1
-        if place < 0:
-            return False
-        end = place + len(content.strip())
-    return True
+def _with_stand_ins(messages: Sequence[Message], places: Iterable[int]) -> tuple[list[Message], dict[int, str]]:
+    """Return the messages, of which those at ``places`` say another word each, and these words by place.
+
+    A template may write a content in another form, such as JSON, and a short content stands in any text.
+    """
+    word, told, words = _unused_word(messages), list(messages), {}
+    for place in places:
+        content = _replaced(messages[place].get("content"), f"{word}{place}Qz")
+        if content != messages[place].get("content"):
+            told[place], words[place] = {**messages[place], "content": content}, f"{word}{place}Qz"
+    return told, words
 
 
-def _left_out(tail: str, messages: Sequence[Message]) -> Message | None:
-    """Return the first message whose first word is not in the text."""
-    for message in messages:
-        words = str(message.get("content", "")).split(maxsplit=1)
-        if words and words[0] not in tail:
-            return message
-    return None
+def _replaced(content: Any, word: str) -> Any:
+    """Return a content that says ``word`` in place of its texts; the same content if it says nothing."""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content):
+        return [{**part, "text": word} if part.get("text") else part for part in content]
+    return word if content and not str(content).isspace() else content
 
 
 def require_append_only(

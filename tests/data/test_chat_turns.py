@@ -194,6 +194,40 @@ def test_messages_that_the_template_leaves_out_are_refused_wherever_they_stand()
             template.begin(messages)
 
 
+@pytest.mark.parametrize("told", ["42", "a", "assistant"])
+def test_a_message_left_out_is_missed_although_its_words_stand_elsewhere(told):
+    template = ChatTurns(with_template("{% for m in messages if m.role != 'tool' %}" + WRITE + "{% endfor %}" + ASK))
+    answer = {"role": "tool", "content": told}
+    with pytest.raises(TemplateRefused, match="leaves out messages of the role 'tool'"):
+        template.prompt([user("6 * 7?"), assistant("6 * 7"), answer, assistant("It is 42."), user("thanks")])
+    with pytest.raises(TemplateRefused, match="leaves out messages of the role 'tool'"):
+        template.begin([user("look")]).glue(np.zeros(0, dtype=np.int32), [answer])
+
+
+def test_contents_in_parts_are_written_by_templates_that_read_nothing_else():
+    """As SmolVLM's; a picture alone says no word."""
+    parts = "{% for part in m.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}"
+    template = ChatTurns(with_template("{% for m in messages %}<{{ m.role }}>" + parts + "{% endfor %}"))
+    picture, text = {"type": "image"}, {"type": "text", "text": "look"}
+    for content, written in (([picture, text], "<image>look"), ([picture], "<image>")):
+        prompt = template.prompt([{"role": "user", "content": content}])
+        assert template.tokenizer.decode(prompt) == f"<user>{written}"
+    with pytest.raises(TemplateRefused, match="leaves out messages of the role 'user'"):
+        template.prompt([user("look")])
+
+
+@pytest.mark.parametrize("told", ["a wall", "a", "assistant"])
+def test_what_tools_answer_before_a_content_beside_calls_is_read(told):
+    inside = "{{ '[' + messages[loop.index].content + ']' if not loop.last and messages[loop.index].role == 'tool' }}"
+    write = "<{{ m.role }}>{{ '(call)' if m.tool_calls }}" + inside + "{{ m.content }}<|im_end|>"
+    written = "{% for m in messages %}{% if m.role != 'tool' %}" + write + "{% endif %}{% endfor %}"
+    template = ChatTurns(with_template(written + ASK))
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    answer = {"role": "tool", "content": told}
+    glue = template.begin([user("look")]).glue(np.zeros(0, dtype=np.int32), [answer], [call])
+    assert f"[{told}]" in template.tokenizer.decode(glue)
+
+
 def test_what_a_template_writes_before_the_assistants_words_is_not_behind_them():
     """As Gemma 4's: the policy would read a tool's answer before its own call."""
     inside = "{{ messages[loop.index].content if not loop.last and messages[loop.index].role == 'tool' }}"
