@@ -418,6 +418,8 @@ def _require_written(
     their contents only to the text in which they have to stand.
     """
     tried, sought = _with_stand_ins(messages, places)
+    if not sought:
+        return
     try:
         text = rendered(tried)
     except TemplateRefused:  # a template that objects to another content reads it
