@@ -286,7 +286,8 @@ class _ChatText:
         new = range(len(longer) - len(messages), len(longer))
         beside = not tool_calls or self._writes_beside_calls(longer, new, word)
         written, end = self._behind(longer, new, word, beside)
-        _require_written(longer, new, lambda tried: self._behind(tried, new, word, beside)[0])
+        if not _surely_writes(written, messages):
+            _require_written(longer, new, lambda tried: self._behind(tried, new, word, beside)[0])
         self.__dict__.pop("read", None)  # long; a conversation that branches here renders it again
         return Tail(written, end, _ChatText(self._chat, longer, self.tools, self._turns + 1).tail)
 
@@ -430,6 +431,12 @@ def _require_written(
                 f"the chat template leaves out messages of the role {messages[place].get('role')!r}; have the "
                 "environment write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
             )
+
+
+def _surely_writes(text: str, messages: Sequence[Message]) -> bool:
+    """Return True if the text has the content of the only message, which is too long to stand there by chance."""
+    content = messages[0].get("content") if len(messages) == 1 else None
+    return isinstance(content, str) and len(content.strip()) >= 16 and content.strip() in text
 
 
 def _with_stand_ins(messages: Sequence[Message], places: Iterable[int]) -> tuple[list[Message], dict[int, str]]:
