@@ -1,5 +1,6 @@
 """A plug-in tracker that hangs, dies or complains costs a run neither time nor steps, and is told of once."""
 
+import errno
 import json
 import logging
 import math
@@ -161,6 +162,27 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, caplog):
     lost = TrackerProcess("diary", "odd_plug_ins:Diary", run, {}, tmp_path / "nowhere" / "x.out")
     PlugIns([lost], BEGIN_SECONDS).end(SUCCESS)
     assert "nowhere/x.out" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("refusals", [2, 3])
+def test_a_start_that_the_system_refuses_is_tried_again(tmp_path, caplog, monkeypatch, refusals):
+    asked, really = [], tracker_process._open
+
+    def refused_at_first(*call):
+        asked.append(call)
+        if len(asked) <= refusals:
+            raise OSError(errno.EFAULT, "Bad address")
+        return really(*call)
+
+    monkeypatch.setattr(tracker_process, "_open", refused_at_first)
+    plug_ins = PlugIns([tracker("Diary", tmp_path)], BEGIN_SECONDS)
+    plug_ins.log({}, 1)
+    plug_ins.end(SUCCESS)
+    assert len(asked) == 3
+    if refusals == 2:
+        assert steps(tmp_path) == [1] and warnings(caplog) == []
+    else:
+        assert warnings(caplog)[0] == "tracker diary cannot start: [Errno 14] Bad address"
 
 
 DRIVER = """

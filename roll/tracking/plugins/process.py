@@ -23,6 +23,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -207,6 +208,8 @@ CAPACITY = 1000
 """Largest number of queued records. A record is a step, or a validation before the first step."""
 _BOOT = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import main; main()"
 _LAST_WORDS_SECONDS = 1.0
+_START_PAUSES = (0.1, 1.0)
+"""Seconds to wait after a refused start."""
 
 
 class TrackerProcess:
@@ -272,14 +275,7 @@ class TrackerProcess:
 
     def _feed(self) -> None:
         try:
-            with naming(self._log), open(self._log, "ab") as output:
-                self._process = process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, json.dumps([entry for entry in sys.path if entry])],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=output,
-                    start_new_session=True,
-                )
+            self._process = process = self._start()
         except OSError as error:
             self._give_up(f"cannot start: {error}")
             return
@@ -298,6 +294,18 @@ class TrackerProcess:
             # The process is gone; `_listen` reports the reason.
             self.dropped += record not in (None, self._beginning)
         listener.join()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process. A system under load refuses some starts, so two refusals are tried again."""
+        command = [sys.executable, "-c", _BOOT, json.dumps([entry for entry in sys.path if entry])]
+        with naming(self._log):
+            output = open(self._log, "ab")
+        with output:
+            for pause in _START_PAUSES:
+                with suppress(OSError):
+                    return _open(command, output)
+                time.sleep(pause)
+            return _open(command, output)
 
     def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
         """Read the replies until the process ends."""
@@ -370,6 +378,11 @@ class PlugIns:
             tracker.end(ending)
         for tracker in trackers:
             tracker.wait(deadline)
+
+
+def _open(command: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
