@@ -94,6 +94,9 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         filled = {*VERIFIER_FIELDS, *limit}
         function = prepared = made(name, partial(function, **limit), given, where_given, filled=filled, strict=False)
         parameters = parameters_of(function, name, where)
+    elif isinstance(function, type):
+        remedy = "name a function, an object to call, or a class derived from roll.rewards.base.PreparedVerifier"
+        raise problem(where, f"`{name}` is a class: a call makes an object of it, not a score", remedy)
     else:
         arguments = checked_arguments(name, parameters, given, where_given, filled=VERIFIER_FIELDS)
     anything = takes_anything(parameters)

@@ -42,6 +42,11 @@ def by_position(response, /) -> float:
     return 0.0
 
 
+class MadeForEachResponse:
+    def __init__(self, response):
+        self.score = len(response)
+
+
 class Prepared(PreparedVerifier):
     """Made once; its calls take fields only."""
 

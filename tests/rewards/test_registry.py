@@ -112,6 +112,7 @@ def test_built_in_verifiers_judge_by_a_ground_truth():
         (USER + "no_such_function", {}, ".verifier", "no_such_function"),
         (USER, {}, ".verifier", "package.module:attribute"),
         (USER + "NOT_A_FUNCTION", {}, ".verifier", "is a int"),
+        (USER + "MadeForEachResponse", {}, ".verifier", "is a class"),
         (USER + "by_position", {}, ".verifier_args", "by position only"),
         (USER + "needs_more", {}, ".verifier_args.groundtruth", "did you mean `ground_truth`? The run fills"),
         (USER + "detailed", {"scael": 1}, ".verifier_args.scael", "did you mean `scale`?"),
