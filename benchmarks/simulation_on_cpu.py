@@ -9,8 +9,8 @@ left out of the measured steps, but not of those that a replay, which has such s
 of long-tailed waits differ by chance between one dozen steps and another, so with these only the replay shows whether
 schedule and speeds are right.
 
-Bounded: no run is started after `--minutes`; the settings of which a round is missing are named. With `--keep` runs that
-have ended before are taken, so that a comparison can be made in several sittings.
+Bounded: no run is started after `--minutes`; the settings of which a round is missing are named. With `--keep`, runs
+that ended before are taken, so that a comparison can be made in several sittings.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation_on_cpu.py [--worlds quickstart,tail] [--engine vllm] [--keep RUNS]
 """

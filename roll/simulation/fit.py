@@ -25,7 +25,7 @@ from roll.simulation.workload import GroupWork
 ROLES = {"engine": "actor_infer", "trainer": "actor_train"}
 """Section of the inputs -> the role whose speed it has."""
 NOISE = (0.03, 0.03, 0.02, 0.03)
-"""Standard deviations of the logarithms of measured times: busy ones of engine and trainer, a step, a group's rollout."""
+"""Standard deviations of the logarithms of measured times: engine busy, trainer busy, a step, a group's rollout."""
 TOLD = 0.9
 """An unknown counts as fitted if the runs reduce its standard deviation to this share or less."""
 STEP_DEVIATION = 0.1

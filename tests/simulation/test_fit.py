@@ -82,7 +82,8 @@ def test_two_runs_tell_speeds_the_driver_and_how_cores_slow_each_other_down(tmp_
 
 
 def test_runs_of_episodes_tell_the_wait_of_a_turn(tmp_path):
-    keys = ["pretrain=Qwen/Qwen2.5-0.5B", "val_env_manager=null", "rollout_batch_size=8"]
+    keys = ["pretrain=Qwen/Qwen2.5-0.5B", "val_env_manager=null", "rollout_batch_size=8",
+            "train_env_manager.group_size=4"]  # fmt: skip
     known = [*KNOWN, "environments.seconds=0.001", "environments.turns=6", "environments.turns_sigma=0.6"]
     truth = read_inputs(None, [*known, "engine.scale=1.6", "trainer.scale=2.5", "driver.turn_seconds=0.04",
                                "driver.sample_seconds=0.003", "host.slowdown=0.2"])  # fmt: skip
@@ -97,9 +98,11 @@ def test_runs_of_episodes_tell_the_wait_of_a_turn(tmp_path):
 
     found, notes = fitted(start, [run(truth, async_generation_ratio=ratio) for ratio in (0, 1)])
     assert within(notes, 1), notes
-    assert found.driver.turn_seconds == pytest.approx(0.04, rel=0.25) and found.origin("driver.turn_seconds") == "fitted"
-    assert found.driver.step_seconds < 0.02 * run(truth).step_seconds
-    for changes in ({"async_generation_ratio": 2}, {"async_generation_ratio": 1, "rollout_batch_size": 8}):
+    assert (
+        found.driver.turn_seconds == pytest.approx(0.04, rel=0.25) and found.origin("driver.turn_seconds") == "fitted"
+    )
+    assert found.driver.step_seconds < 0.05 * run(truth).step_seconds
+    for changes in ({"async_generation_ratio": 2}, {"async_generation_ratio": 1, "rollout_batch_size": 4}):
         wanted, simulated = (run(inputs, **changes).step_seconds for inputs in (truth, found))
         assert simulated == pytest.approx(wanted, rel=0.03), changes
 
