@@ -4,10 +4,13 @@ In each world, runs at ratio 0 and 1 calibrate. Predicted are other ratios, half
 prediction reads nothing of its own runs but their configuration. Measured is the median over the rounds of a run's mean
 step (from the third step on). In a round each setting runs once, so that all share what else the machine does.
 `predicted` draws lengths and latencies from the calibrated inputs; `replayed` takes those of the groups that a run at
-ratio 1 recorded. The longest of long-tailed waits differ by chance between one dozen steps and another, so with these
-only the replay shows whether schedule and speeds are right.
+ratio 1 recorded, and ends when these end. At ratio r nothing is generated during the last r steps of a run: these are
+left out of the measured steps, but not of those that a replay, which has such steps too, is compared with. The longest
+of long-tailed waits differ by chance between one dozen steps and another, so with these only the replay shows whether
+schedule and speeds are right.
 
-Bounded: no run is started after `--minutes`; the settings of which a round is missing are named.
+Bounded: no run is started after `--minutes`; the settings of which a round is missing are named. With `--keep`, runs
+that ended before are taken, so that a comparison can be made in several sittings.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation_on_cpu.py [--worlds quickstart,tail] [--engine vllm] [--keep RUNS]
 """
@@ -15,6 +18,8 @@ Bounded: no run is started after `--minutes`; the settings of which a round is m
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import tempfile
 import time
@@ -95,9 +100,8 @@ def settings_of(world: World, name: str) -> dict[str, Any]:
     return {"async_generation_ratio": 0, "actor_train.stream_groups": "true"}
 
 
-def run(world: World, folder: Path, name: str, round_number: int, arguments: argparse.Namespace) -> Path:
-    """Run a setting once; return the folder of the run."""
-    out = folder / f"{name.replace(' ', '-')}-{round_number}"
+def run(world: World, folder: Path, name: str, out: Path, arguments: argparse.Namespace) -> None:
+    """Run a setting once, into the folder ``out``."""
     run_file(
         world.file,
         out,
@@ -114,10 +118,21 @@ def run(world: World, folder: Path, name: str, round_number: int, arguments: arg
             **settings_of(world, name),
         },
     )
-    return out
 
 
-def compare(name: str, runs: Mapping[str, list[Path]]) -> list[tuple[bool, bool]]:
+def ended_well(out: Path) -> bool:
+    """Return true if there is a whole run in the folder."""
+    summary = out / "summary.json"
+    return summary.is_file() and json.loads(summary.read_text())["status"] == "success"
+
+
+def mean_step(out: Path, left_out: int) -> float:
+    """Return the mean step of a run from the third one on, in seconds, without the last ``left_out``."""
+    steps = steps_of(out)
+    return fmean(each["time/step"] for each in steps[: len(steps) - left_out])
+
+
+def compare(name: str, runs: Mapping[str, list[Path]]) -> list[list[bool]]:
     """Print the rows of a world; return of each prediction whether it and its replay are within 15 %."""
     shown = "ratio 1"
     calibrating = [out for each in CALIBRATING for out in runs[each]]
@@ -131,20 +146,20 @@ def compare(name: str, runs: Mapping[str, list[Path]]) -> list[tuple[bool, bool]
         if not runs.get(setting):
             continue
         own = simulated_config(str(runs[setting][0] / "config.yaml"), ANEW)
-        steps = [fmean(each["time/step"] for each in steps_of(out)) for out in runs[setting]]
-        truth = median(steps)
-        predicted = simulate(own, inputs, steps=SIMULATED_STEPS).step_seconds
-        replayed = simulate(own, inputs, replayed=groups).step_seconds
-        calibrates = setting in CALIBRATING
-        if not calibrates:
-            close.append((abs(predicted / truth - 1) <= WITHIN, abs(replayed / truth - 1) <= WITHIN))
-        cells = [
-            name,
-            setting + (" (fitted)" if calibrates else ""),
-            f"{truth:.3g}",
-            f"{min(steps):.3g}-{max(steps):.3g}",
-            *(f"{each:.3g} ({each / truth - 1:+.0%})" for each in (predicted, replayed)),
-        ]
+        ending = math.ceil(own.async_generation_ratio)
+        steady, whole = ([mean_step(out, left_out) for out in runs[setting]] for left_out in (ending, 0))
+        cells = [name, setting + (" (fitted)" if setting in CALIBRATING else "")]
+        cells += [f"{median(steady):.3g}", f"{min(steady):.3g}-{max(steady):.3g}"]
+        within = []
+        for simulated, steps in (
+            (simulate(own, inputs, steps=SIMULATED_STEPS), steady),
+            (simulate(own, inputs, replayed=groups), whole),
+        ):
+            off = simulated.step_seconds / median(steps) - 1
+            cells.append(f"{simulated.step_seconds:.3g} ({off:+.0%})")
+            within.append(abs(off) <= WITHIN)
+        if setting not in CALIBRATING:
+            close.append(within)
         print(f"| {' | '.join(cells)} |", flush=True)
     return close
 
@@ -157,7 +172,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--minutes", type=float, default=60.0, help="no run is started after this time")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, and take those that it has")
     arguments = parser.parse_args()
     began, close, missing = time.monotonic(), [], []
     print("| world | setting | measured s (median) | range | predicted s | replayed s |\n|---|---|---|---|---|---|")
@@ -170,8 +185,12 @@ def main() -> None:
             runs: dict[str, list[Path]] = defaultdict(list)
             for round_number in range(arguments.rounds):
                 for setting in (*CALIBRATING, *PREDICTED):
-                    if time.monotonic() - began <= share or (round_number == 0 and setting in CALIBRATING):
-                        runs[setting].append(run(world, folder, setting, round_number, arguments))
+                    out = folder / f"{setting.replace(' ', '-')}-{round_number}"
+                    in_time = time.monotonic() - began <= share or (round_number == 0 and setting in CALIBRATING)
+                    if not ended_well(out) and in_time:
+                        run(world, folder, setting, out, arguments)
+                    if ended_well(out):
+                        runs[setting].append(out)
                     else:
                         missing.append(f"{name}, {setting}, round {round_number + 1}")
             close += compare(name, runs)

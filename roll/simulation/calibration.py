@@ -135,6 +135,8 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     if works:
         whole = [each for each in whole if each["step"] > records[-1]["step"] - FITTED_STEPS + WARM_UP_STEPS]
     calm = [each for each in whole if not validation_seconds(each)]
+    if len(calm) < len(whole):  # the rollouts of some groups waited for a validation, which is not simulated
+        works = [replace(work, seconds=None) for work in works]
     usual = calm if len(calm) >= LEAST_STEPS else whole
     # If nearly all steps have a validation, its time is taken out of them.
     beside = [validation_seconds(each) for each in usual]

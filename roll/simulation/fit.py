@@ -1,10 +1,11 @@
 """Fit: inputs with which simulations of real runs take the times that these took.
 
-The unknowns are the scales of engine and trainer, the driver's time of a sample and of a step, and, on a CPU, how much
-slower work is while the other cores compute. Each run tells three times of a step: those in which engine and trainer
-were busy, and the whole. The fit minimises the squared errors of their logarithms, plus the squared distances of the
-unknowns from their values before, each in units of its uncertainty (maximum a posteriori). An unknown of which the runs
-tell little keeps its value: a run at ratio 0 says nothing of cores that compute together.
+The unknowns are the scales of engine and trainer, the driver's time of a sample and of a step, the wait of a turn of an
+episode, and, on a CPU, how much slower work is while the other cores compute. Each run tells those times of a step in
+which engine and trainer were busy, the whole step, and the time of a group's rollout, which fixed times of a step are
+no part of. The fit minimises the squared errors of their logarithms, plus the squared distances of the unknowns from
+their values before, each in units of its uncertainty (maximum a posteriori), by Levenberg and Marquardt's method. An
+unknown of which the runs tell little keeps its value: a run at ratio 0 says nothing of cores that compute together.
 """
 
 from __future__ import annotations
@@ -16,27 +17,33 @@ from statistics import fmean
 
 import numpy as np
 
-from roll.configs.run import PipelineConfig
+from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.simulation.inputs import SPREADS, Inputs, ValidationInputs, with_value
-from roll.simulation.run import Outcome, simulate
+from roll.simulation.run import WARM_UP_STEPS, Outcome, simulate
 from roll.simulation.workload import GroupWork
 
 ROLES = {"engine": "actor_infer", "trainer": "actor_train"}
 """Section of the inputs -> the role whose speed it has."""
-NOISE = (0.03, 0.03, 0.01)
-"""Standard deviations of the logarithms of measured times: busy ones of engine and trainer, and the whole step."""
-TOLD = 0.5
+NOISE = (0.03, 0.03, 0.02, 0.03)
+"""Standard deviations of the logarithms of measured times: engine busy, trainer busy, a step, a group's rollout."""
+TOLD = 0.9
 """An unknown counts as fitted if the runs reduce its standard deviation to this share or less."""
-STEP_DEVIATION = 0.3
+STEP_DEVIATION = 0.1
 """Standard deviation of what is known of `driver.step_seconds` before a fit, as a share of a step."""
+TURN_DEVIATION = 0.02
+"""Standard deviation of what is known of `driver.turn_seconds`, in seconds."""
 SLOWDOWN_DEVIATION = 0.2
 """Standard deviation of what is known of `host.slowdown`."""
 LEAST_GAIN = 0.01
 """Share by which the squared errors have to fall for the fit to go on."""
-CHANGE = 0.1
+CHANGE = 0.5
 """Change of an unknown, in its deviations, from which the derivatives are taken."""
-ROUNDS = 3
+TRIES = 3
+"""Most moves that are tried from one point, each shorter than the one before."""
+ROUNDS = 6
 """Most simulations that only bring the scales near, and as many that fit all unknowns."""
+DAMPING = 0.1
+"""Damping of the first move of a fit (Levenberg and Marquardt's), in units of what is known before."""
 NEAR = 0.1
 """Error of the logarithm of a busy time below which the scales are near."""
 
@@ -54,11 +61,14 @@ class Observed:
     """Its groups; then the times are means, since lengths differ from step to step here as in the run."""
 
     def errors(self, outcome: Outcome) -> list[float]:
-        """Return the errors of three times in units of what is uncertain about them: the seconds in which engine and
-        trainer are busy, and those of a step. 0 stands for a role that does nothing."""
+        """Return the errors of four times in units of what is uncertain about them: the seconds in which engine and
+        trainer are busy, those of a step, and those of a group's rollout. 0 stands for a time that is not known."""
         made = [busy_seconds(outcome, role) for role in ROLES.values()]
         seen = [self.busy.get(role, 0.0) for role in ROLES.values()]
-        both = zip([*made, outcome.step_seconds], [*seen, self.step_seconds], NOISE, strict=True)
+        rollouts = [work.seconds or 0.0 for work in self.groups[WARM_UP_STEPS * self.config.rollout_batch_size :]]
+        made += [outcome.step_seconds, outcome.group_seconds]
+        seen += [self.step_seconds, fmean(rollouts) if rollouts and all(rollouts) else 0.0]
+        both = zip(made, seen, NOISE, strict=True)
         return [math.log(mine / theirs) / noise if mine > 0 and theirs > 0 else 0.0 for mine, theirs, noise in both]
 
 
@@ -130,7 +140,7 @@ def _simulated(inputs: Inputs, runs: Sequence[Observed]) -> list[Outcome]:
 
 
 def _refined(inputs: Inputs, runs: Sequence[Observed], rounds: int) -> Inputs:
-    """Return the inputs after some steps of Gauss and Newton's method, with Broyden's updates of the derivatives."""
+    """Return the inputs after some steps of Levenberg and Marquardt's method."""
     unknowns = _unknowns(inputs, runs)
     deviations, least = (np.array([getattr(each, name) for each in unknowns]) for name in ("deviation", "least"))
 
@@ -146,20 +156,24 @@ def _refined(inputs: Inputs, runs: Sequence[Observed], rounds: int) -> Inputs:
         return np.concatenate([seen, values / deviations])
 
     values = np.zeros(len(unknowns))
-    found = errors(values)
-    changes = np.diag(CHANGE * deviations)
-    slopes = np.stack([(errors(values + change) - found) / change.sum() for change in changes], axis=1)
-    told = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes))) <= TOLD * deviations
+    found, damping, still = errors(values), DAMPING, np.zeros(len(unknowns))
     for _ in range(rounds):
-        move = _least_squares(slopes * told, found, least - values)
-        if not move.any():
-            break
-        moved = errors(values + move)
-        slopes += np.outer(moved - found - slopes @ move, move) / (move @ move)
-        gain = 1 - moved @ moved / max(found @ found, 1e-12)
-        if gain > 0:
-            values, found = values + move, moved
-        if 0 <= gain < LEAST_GAIN:
+        changes = np.diag(CHANGE * deviations)
+        slopes = np.stack([(errors(values + change) - found) / change.sum() for change in changes], axis=1)
+        told = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes))) <= TOLD * deviations
+        gain = 0.0
+        for _ in range(TRIES):
+            damped = np.concatenate([slopes, np.diag(np.sqrt(damping) / deviations)])
+            move = _least_squares(damped * told, np.concatenate([found, still]), least - values)
+            if not move.any():
+                break
+            moved = errors(values + move)
+            gain = 1 - moved @ moved / max(found @ found, 1e-12)
+            if gain > 0:
+                values, found, damping = values + move, moved, damping / 4
+                break
+            damping *= 8
+        if gain < LEAST_GAIN:
             break
     return put(values)
 
@@ -187,6 +201,8 @@ def _unknowns(inputs: Inputs, runs: Sequence[Observed]) -> list[_Unknown]:
     found = [unknown(f"{section}.scale", SPREADS[f"{section}.scale"], True) for section in ROLES]
     found.append(unknown("driver.sample_seconds", SPREADS["driver.sample_seconds"], True))
     found.append(unknown("driver.step_seconds", STEP_DEVIATION * fmean(run.step_seconds for run in runs), False))
+    if any(isinstance(run.config, AgenticConfig) for run in runs):
+        found.append(unknown("driver.turn_seconds", TURN_DEVIATION, False))
     if any(run.config.cluster.device == "cpu" for run in runs):
         found.append(unknown("host.slowdown", SLOWDOWN_DEVIATION, False))
     return found

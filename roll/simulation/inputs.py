@@ -171,6 +171,9 @@ class DriverInputs:
     sample_seconds: NotNegative = option(5e-4, "Time for each sample, from request to batch (`benchmarks/README.md`).")
     part_seconds: NotNegative = option(0.0, "Time of a batch, or of each of its parts, in the stages before training.")
     step_seconds: NotNegative = option(0.0, "Fixed time of a step, between its update and the next requests.")
+    turn_seconds: NotNegative = option(
+        0.0, "Wait of each turn of an episode for messages between processes, beside the work of any of them."
+    )
 
 
 @dataclass
@@ -381,6 +384,7 @@ SPREADS: Mapping[str, float] = {
     "driver.sample_seconds": 0.3,
     "driver.part_seconds": 0.3,
     "driver.step_seconds": 0.3,
+    "driver.turn_seconds": 0.3,
     "host.slowdown": 0.5,
     "trainer.part_seconds": 0.5,
 }

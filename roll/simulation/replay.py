@@ -105,7 +105,9 @@ def _work(record: Mapping[str, Any]) -> GroupWork:
         generated, judged = record["generated"], record["judged"]
         seconds = 0.0 if generated is None or judged is None else max(0.0, judged - generated)
         waits = [[seconds]] * len(responses)
-    return GroupWork(float(record["prompt"]), responses, waits, record["consumed"] is not None)
+    issued, judged = record.get("issued"), record.get("judged")
+    taken = None if issued is None or judged is None else max(0.0, judged - issued)
+    return GroupWork(float(record["prompt"]), responses, waits, record["consumed"] is not None, taken)
 
 
 def refuse_given(inputs: Inputs) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from heapq import heapreplace
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 from roll.configs import derived
@@ -74,6 +75,8 @@ class Outcome:
     """Number of tokens whose KV cache was recomputed, divided by the number of generated tokens."""
     ledger: dict[str, int]
     """Final counts of the ledger."""
+    group_seconds: float
+    """Mean time of a group's rollout, from issue to verdict."""
 
     @property
     def step_seconds(self) -> float:
@@ -180,6 +183,8 @@ class _Run:
     so_far: Tokens = field(default_factory=Tokens)
     """Tokens of the parts of the current batch that have reached the `advantage` stage."""
     dropped_tokens: float = 0.0
+    rolled: list[float] = field(default_factory=list)
+    """Seconds of the rollout of each group after the warm-up."""
     _beside: asyncio.Task[None] | None = None
     """Validation on replicas that keep its version."""
 
@@ -231,16 +236,24 @@ class _Run:
     # The rollout side
 
     async def rollout(self, asked: GroupRequest[GroupWork]) -> RolledOut:
-        """Simulate the rollout of a group: generation, then rewards or environment steps."""
+        """Simulate the rollout of a group, and measure its time."""
+        issued = self._loop.time()
+        made = await self._rolled_out(asked)
+        if asked.group_id >= WARM_UP_STEPS * self.config.rollout_batch_size:
+            self.rolled.append(self._loop.time() - issued)
+        return made
+
+    async def _rolled_out(self, asked: GroupRequest[GroupWork]) -> RolledOut:
+        """Simulate generation, then rewards or environment steps."""
         work, config = asked.item, self.config
         spans: dict[int, float] = {}
-        seconds = len(work.responses) * self.inputs.driver.sample_seconds
-        await self._drive(seconds / 2)
         if isinstance(config, AgenticConfig):
             async with asyncio.TaskGroup() as episodes:
                 for sample, tokens in enumerate(work.responses):
                     episodes.create_task(self._play(asked, sample, tokens, spans))
         else:
+            seconds = len(work.responses) * self.inputs.driver.sample_seconds
+            await self._drive(seconds / 2)
             made = [Request(tokens, work.prompt, work.prompt, asked.group_id) for tokens in work.responses]
             expand = derived.prompted(config).is_num_return_sequences_expand
             key = None if expand else f"group-{asked.group_id}"
@@ -251,7 +264,7 @@ class _Run:
                 _add(spans, request.spans)
             now = self._loop.time()  # the responses of a group are judged when all have ended
             await asyncio.sleep(max(self._judges.end_of(now, each[0]) for each in work.latencies) - now)
-        await self._drive(seconds / 2)
+            await self._drive(seconds / 2)
         return RolledOut(Tokens([work.prompt + tokens for tokens in work.responses]), spans, work.kept)
 
     async def _drive(self, seconds: float) -> None:
@@ -262,16 +275,18 @@ class _Run:
 
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Simulate one episode of a group, turn by turn."""
-        work, key = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}"
+        work, key, driver = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}", self.inputs.driver
         own = max(1.0, tokens / len(work.latencies[sample]))
         for turn, seconds in enumerate(work.latencies[sample]):
             # In later turns, the tokens before the turn are in the replica's prefix cache.
             prefill = own if turn else work.prompt
             prompt = hash((asked.group_id, turn, sample)) if turn else asked.group_id
             request = Request(own, work.prompt + own * turn, prefill, prompt)
+            await self._drive(driver.sample_seconds / len(work.latencies[sample]))
             await self.gate.generate([request], sticky_key=key, min_version=asked.start_version)
             _add(spans, request.spans)
-            await asyncio.sleep(self._judges.end_of(self._loop.time(), seconds) - self._loop.time())
+            now = self._loop.time()
+            await asyncio.sleep(self._judges.end_of(now, seconds) - now + driver.turn_seconds)
         self.pool.forget(key)
 
     # The stages, as in `roll.pipeline.stages`
@@ -444,6 +459,7 @@ class _Run:
             wasted=gained["dropped"] / max(generated, 1e-12),
             recomputed=gained["recomputed"] / max(generated, 1e-12),
             ledger=self.scheduler.ledger.counts(),
+            group_seconds=fmean(self.rolled) if self.rolled else 0.0,
         )
 
 

@@ -30,6 +30,8 @@ class GroupWork:
     """Sample -> turn -> seconds of its reward or environment step."""
     kept: bool
     """False if the group filter will drop the group."""
+    seconds: float | None = None
+    """Time of its rollout in a recorded run, from issue to verdict."""
 
 
 def response_lengths(

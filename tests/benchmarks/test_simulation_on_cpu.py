@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ def test_settings_can_work(name, tmp_path, monkeypatch):
     monkeypatch.setattr(simulation_on_cpu, "run_file", record)
     arguments = SimpleNamespace(steps=14, engine="hf_infer")
     for setting in (*CALIBRATING, *PREDICTED):
-        simulation_on_cpu.run(WORLDS[name], tmp_path, setting, 0, arguments)
+        out = tmp_path / f"{setting.replace(' ', '-')}-0"
+        simulation_on_cpu.run(WORLDS[name], tmp_path, setting, out, arguments)
     ratios = {setting: config.async_generation_ratio for setting, config in configs.items()}
     assert ratios == {"ratio-0-0": 0, "ratio-1-0": 1, "ratio-0.5-0": 0.5, "ratio-2-0": 2, "half-the-batch-0": 1,
                       "streaming-0": 0}  # fmt: skip
@@ -32,3 +34,15 @@ def test_settings_can_work(name, tmp_path, monkeypatch):
         problems = [each for each in _faults(config) if str(tmp_path) not in each.message]
         assert not problems, problems
     assert Path(configs["ratio-0-0"].pretrain) == tmp_path / "model"
+
+
+def test_the_last_steps_that_nothing_is_generated_for_are_left_out_and_whole_runs_are_known(tmp_path):
+    seconds = [9.0, 9.0, 1.0, 2.0, 3.0, 0.5, 0.25]
+    lines = [json.dumps({"step": number, "time/step": each}) for number, each in enumerate(seconds, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert simulation_on_cpu.mean_step(tmp_path, 2) == 2.0
+    assert simulation_on_cpu.mean_step(tmp_path, 0) == pytest.approx(1.35)
+    assert not simulation_on_cpu.ended_well(tmp_path)
+    for status in ("failed", "success"):
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        assert simulation_on_cpu.ended_well(tmp_path) == (status == "success")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -29,7 +30,7 @@ STEPS, BATCH = 12, 8
 
 def line(number, work, batch):
     """Return what a run records of a group."""
-    times = {"issued": 1.0, "generated": 2.0, "judged": 2.0 + work.latencies[0][0]}
+    times = {"issued": 1.0, "generated": 1.0 + work.seconds - work.latencies[0][0], "judged": 1.0 + work.seconds}
     return {"step": batch + 1, "group": number, "prompt": work.prompt, "responses": work.responses, **times,
             "consumed": 9.0 if work.kept else None}  # fmt: skip
 
@@ -60,6 +61,7 @@ def recorded_run(folder, name="run", slower=1.0, **changes):
         if kept == STEPS * BATCH:
             break
     outcome = simulate(config, truth, replayed=works)
+    works = [replace(work, seconds=round(outcome.group_seconds)) for work in works]  # whole: sums are exact
     run = folder / name
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config))

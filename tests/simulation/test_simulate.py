@@ -99,6 +99,18 @@ def test_an_episode_waits_for_its_environment_after_each_turn():
     assert simulate(on_policy, slow).step_seconds >= 5 * 20
 
 
+def test_each_turn_waits_for_messages_and_takes_its_share_of_the_driver():
+    config = replace(load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"]), async_generation_ratio=0.0)
+    samples = config.rollout_batch_size * derived.group_size(config)
+    alike = ["environments.turns=5", "environments.seconds=0", "host.slowdown=0"]
+    none = simulate(config, read_inputs(None, alike)).step_seconds
+    waits = simulate(config, read_inputs(None, [*alike, "driver.turn_seconds=20"])).step_seconds
+    assert waits == pytest.approx(none + 5 * 20, rel=0.02), "episodes wait side by side"
+    works = simulate(config, read_inputs(None, [*alike, "driver.sample_seconds=2"])).step_seconds
+    assert works >= samples * 2, "one after the other"
+    assert works <= samples * 2 + none
+
+
 def test_longer_episodes_have_more_turns_up_to_the_limit():
     config = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B", "response_length=32", "sequence_length=52"])
     inputs = read_inputs(None, ["environments.turns=4", "environments.turns_sigma=0.5", "lengths.median=60"])
