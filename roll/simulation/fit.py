@@ -38,10 +38,10 @@ LEAST_GAIN = 0.01
 """Share by which the squared errors have to fall for the fit to go on."""
 CHANGE = 0.5
 """Change of an unknown, in its deviations, from which the derivatives are taken."""
-TRIES = 3
-"""Most moves that are tried from one point, each shorter than the one before."""
+PASSES, MOVES = 2, 3
+"""How often the derivatives are taken, and most moves after each, with Broyden's updates of the derivatives."""
 ROUNDS = 6
-"""Most simulations that only bring the scales near, and as many that fit all unknowns."""
+"""Most simulations that only bring the scales near."""
 DAMPING = 0.1
 """Damping of the first move of a fit (Levenberg and Marquardt's), in units of what is known before."""
 NEAR = 0.1
@@ -109,7 +109,7 @@ def fitted(inputs: Inputs, runs: Sequence[Observed], rounds: int = ROUNDS) -> tu
         if all(abs(error) < NEAR for error in errors.values()):
             break
     if rounds:
-        inputs = _refined(inputs, runs, rounds)
+        inputs = _refined(inputs, runs)
     beside = "" if inputs.validation.seconds is None else " without validations"
     lines = []
     for run, outcome in zip(runs, _simulated(inputs, runs), strict=True):
@@ -139,7 +139,7 @@ def _simulated(inputs: Inputs, runs: Sequence[Observed]) -> list[Outcome]:
     return [simulate(run.config, inputs, replayed=run.groups) for run in runs]
 
 
-def _refined(inputs: Inputs, runs: Sequence[Observed], rounds: int) -> Inputs:
+def _refined(inputs: Inputs, runs: Sequence[Observed]) -> Inputs:
     """Return the inputs after some steps of Levenberg and Marquardt's method."""
     unknowns = _unknowns(inputs, runs)
     deviations, least = (np.array([getattr(each, name) for each in unknowns]) for name in ("deviation", "least"))
@@ -157,24 +157,23 @@ def _refined(inputs: Inputs, runs: Sequence[Observed], rounds: int) -> Inputs:
 
     values = np.zeros(len(unknowns))
     found, damping, still = errors(values), DAMPING, np.zeros(len(unknowns))
-    for _ in range(rounds):
+    for _ in range(PASSES):
         changes = np.diag(CHANGE * deviations)
         slopes = np.stack([(errors(values + change) - found) / change.sum() for change in changes], axis=1)
         told = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes))) <= TOLD * deviations
-        gain = 0.0
-        for _ in range(TRIES):
+        for _ in range(MOVES):
             damped = np.concatenate([slopes, np.diag(np.sqrt(damping) / deviations)])
             move = _least_squares(damped * told, np.concatenate([found, still]), least - values)
             if not move.any():
                 break
             moved = errors(values + move)
+            slopes += np.outer(moved - found - slopes @ move, move) / (move @ move)
             gain = 1 - moved @ moved / max(found @ found, 1e-12)
+            damping *= 1 / 4 if gain > 0 else 8
             if gain > 0:
-                values, found, damping = values + move, moved, damping / 4
+                values, found = values + move, moved
+            if 0 <= gain < LEAST_GAIN:
                 break
-            damping *= 8
-        if gain < LEAST_GAIN:
-            break
     return put(values)
 
 
