@@ -94,7 +94,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         filled = {*VERIFIER_FIELDS, *limit}
         function = prepared = made(name, partial(function, **limit), given, where_given, filled=filled, strict=False)
         parameters = parameters_of(function, name, where)
-    elif isinstance(function, type):
+    elif isinstance(function, type) and not _is_score(function):
         remedy = "name a function, an object to call, or a class derived from roll.rewards.base.PreparedVerifier"
         raise problem(where, f"`{name}` is a class: a call makes an object of it, not a score", remedy)
     else:
@@ -250,6 +250,11 @@ def _number(verifier_name: str, value: Any, answer: Any) -> float:
     if not math.isfinite(number):
         raise RewardNonsense(f"verifier `{verifier_name}` answered {_short(answer)}, which is no finite number")
     return number
+
+
+def _is_score(kind: type) -> bool:
+    """Return True if `checked_output` takes objects of a class for scores."""
+    return hasattr(kind, "__float__") or issubclass(kind, (RewardOutput, Mapping))
 
 
 def _short(value: Any) -> str:

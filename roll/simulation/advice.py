@@ -52,6 +52,7 @@ SENTENCES = {
     "weight updates": "weight updates are waited for",
     "rewards": "responses wait for their reward: too few workers, or slow ones",
     "environments": "episodes wait for their environments: too few workers, or slow ones",
+    "messages": "turns of episodes wait for messages between processes",
     "validations": "validations hold up the training",
     "the driver": "the driver, which handles one sample after another, is the slow part",
 }
@@ -212,7 +213,10 @@ def _without(config: PipelineConfig, inputs: Inputs) -> Iterator[tuple[str, Inpu
         yield "rewards", replace(inputs, rewards=LatencyInputs(seconds=0.0))
     if inputs.validation.seconds and config.eval_steps:
         yield "validations", replace(inputs, validation=ValidationInputs())
-    yield "the driver", replace(inputs, driver=DriverInputs(sample_seconds=0.0))
+    messages = inputs.driver.turn_seconds
+    if messages:
+        yield "messages", replace(inputs, driver=replace(inputs.driver, turn_seconds=0.0))
+    yield "the driver", replace(inputs, driver=DriverInputs(sample_seconds=0.0, turn_seconds=messages))
 
 
 def main_cause(saved: dict[str, float]) -> str | None:

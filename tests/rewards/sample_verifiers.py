@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.rewards.base import PreparedVerifier, VerifierUnavailable
+from roll.rewards.base import PreparedVerifier, RewardOutput, VerifierUnavailable
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -45,6 +45,16 @@ def by_position(response, /) -> float:
 class MadeForEachResponse:
     def __init__(self, response):
         self.score = len(response)
+
+
+class LengthOf(float):
+    def __new__(cls, response):
+        return super().__new__(cls, len(response))
+
+
+class Verdict(RewardOutput):
+    def __init__(self, response):
+        super().__init__(len(response), {"letters": 1})
 
 
 class Prepared(PreparedVerifier):

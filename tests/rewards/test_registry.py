@@ -47,6 +47,11 @@ def test_a_function_gets_the_fields_it_names_and_its_arguments():
     assert verifier(RECORD) == {"score": 7.5, "level": 4}
 
 
+@pytest.mark.parametrize("name", ["LengthOf", "Verdict"])
+def test_a_class_whose_objects_are_scores_may_judge(name):
+    assert checked_output(name, resolve(USER + name)(RECORD)).score == 3
+
+
 def test_a_function_of_anything_gets_all_fields():
     verifier = resolve(USER + "everything", scale=2)
     assert verifier(RECORD) == {"score": 3, "fields": len(VERIFIER_FIELDS) + 1, "scale": 2}

@@ -11,13 +11,13 @@ import pytest
 from roll.cli.main import main
 from roll.cli.simulate import simulated_config
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.loader import dump_config
+from roll.configs.loader import dump_config, load_config
 from roll.simulation import advice
 from roll.simulation.calibration import calibrated
 from roll.simulation.inputs import Inputs, ValidationInputs, overridden, read_inputs
 from roll.simulation.run import simulate
 from roll.simulation.workload import response_lengths
-from tests.simulation.test_simulate import gpus
+from tests.simulation.test_simulate import LAKE, gpus
 
 FACTORS = np.linspace(0.7, 1.3, 12)
 """Tokens of the steps of a written run over their mean."""
@@ -127,6 +127,25 @@ def test_what_makes_a_run_slow_is_named_and_the_first_advice_helps(tmp_path, cau
     before = simulate(config, truth).step_seconds
     assert after < 0.9 * before
     assert first.gain == pytest.approx(before / after - 1, rel=0.35)
+
+
+def test_turns_that_wait_for_messages_are_told_from_a_driver_that_is_slow():
+    def load(overrides):
+        few = ["rollout_batch_size=8", "train_env_manager.group_size=4", "val_env_manager=null"]
+        return load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B", "async_generation_ratio=0", *few, *overrides])
+
+    fast = (
+        "lengths.median=20",
+        "environments.turns=5",
+        "environments.seconds=0.01",
+        "engine.scale=0.01",
+        "trainer.scale=0.01",
+    )
+    for slower, cause in (("turn_seconds=5", "messages"), ("sample_seconds=1", "the driver")):
+        inputs = read_inputs(None, [*fast, f"driver.{slower}"])
+        saved = advice.causes(advice.Trials(load, inputs, draws=0))
+        assert advice.main_cause(saved) == cause and saved[cause] > 0.5, saved
+        assert cause in advice.SENTENCES
 
 
 def test_what_the_check_refuses_or_is_too_stale_is_never_advised(tmp_path):

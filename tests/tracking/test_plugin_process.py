@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -183,6 +184,24 @@ def test_a_start_that_the_system_refuses_is_tried_again(tmp_path, caplog, monkey
         assert steps(tmp_path) == [1] and warnings(caplog) == []
     else:
         assert warnings(caplog)[0] == "tracker diary cannot start: [Errno 14] Bad address"
+
+
+def test_nothing_starts_after_a_run_that_ended_while_starts_were_refused(tmp_path, caplog, monkeypatch):
+    asked, ended = [], threading.Event()
+
+    def refused(*call):
+        asked.append(call)
+        assert ended.wait(BEGIN_SECONDS)
+        raise OSError(errno.EFAULT, "Bad address")
+
+    monkeypatch.setattr(tracker_process, "_open", refused)
+    late = tracker("Diary", tmp_path)
+    late.log({}, 1)
+    PlugIns([late], 0.0).end(SUCCESS)
+    assert late.dropped == 1 and "was not done in time" in warnings(caplog)[0]
+    ended.set()
+    late._thread.join(BEGIN_SECONDS)
+    assert len(asked) == 1 and len(warnings(caplog)) == 2
 
 
 DRIVER = """

@@ -23,7 +23,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -302,9 +301,12 @@ class TrackerProcess:
             output = open(self._log, "ab")
         with output:
             for pause in _START_PAUSES:
-                with suppress(OSError):
+                try:
                     return _open(command, output)
-                time.sleep(pause)
+                except OSError:
+                    time.sleep(pause)
+                    if self._given_up is not None:  # the run has ended: nothing would stop a process from now on
+                        raise
             return _open(command, output)
 
     def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
