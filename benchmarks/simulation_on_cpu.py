@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -173,7 +174,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--minutes", type=float, default=60.0, help="no run is started after this time")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, and take those that it has")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, and take those that ended there")
     arguments = parser.parse_args()
     began, close, missing = time.monotonic(), [], []
     print("| world | setting | measured s (median) | range | predicted s | replayed s |\n|---|---|---|---|---|---|")
@@ -189,6 +190,7 @@ def main() -> None:
                     out = folder / f"{setting.replace(' ', '-')}-{round_number}"
                     in_time = time.monotonic() - began <= share or (round_number == 0 and setting in CALIBRATING)
                     if not ended_well(out) and in_time:
+                        shutil.rmtree(out, ignore_errors=True)  # what a broken-off sitting left
                         run(world, folder, setting, out, arguments)
                     if ended_well(out):
                         runs[setting].append(out)
