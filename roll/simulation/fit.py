@@ -19,7 +19,7 @@ import numpy as np
 
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.simulation.inputs import SPREADS, Inputs, ValidationInputs, with_value
-from roll.simulation.run import WARM_UP_STEPS, Outcome, simulate
+from roll.simulation.run import Outcome, groups_of_warm_up, simulate
 from roll.simulation.workload import GroupWork
 
 ROLES = {"engine": "actor_infer", "trainer": "actor_train"}
@@ -65,7 +65,7 @@ class Observed:
         trainer are busy, those of a step, and those of a group's rollout. 0 stands for a time that is not known."""
         made = [busy_seconds(outcome, role) for role in ROLES.values()]
         seen = [self.busy.get(role, 0.0) for role in ROLES.values()]
-        rollouts = [work.seconds or 0.0 for work in self.groups[WARM_UP_STEPS * self.config.rollout_batch_size :]]
+        rollouts = [work.seconds or 0.0 for work in self.groups[groups_of_warm_up(self.config) :]]
         made += [outcome.step_seconds, outcome.group_seconds]
         seen += [self.step_seconds, fmean(rollouts) if rollouts and all(rollouts) else 0.0]
         both = zip(made, seen, NOISE, strict=True)

@@ -51,6 +51,11 @@ LEAST_STEPS = 3
 """Minimum number of steps after the warm-up for a calibration or a replay."""
 
 
+def groups_of_warm_up(config: PipelineConfig) -> int:
+    """Return the number of groups that are issued before the warm-up is over: at ratio r those of r more steps."""
+    return (WARM_UP_STEPS + math.ceil(config.async_generation_ratio)) * config.rollout_batch_size
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of a simulated run, over the measured steps."""
@@ -76,7 +81,7 @@ class Outcome:
     ledger: dict[str, int]
     """Final counts of the ledger."""
     group_seconds: float
-    """Mean time of a group's rollout, from issue to verdict."""
+    """Mean time of a group's rollout, from issue to verdict, of those issued after the warm-up; 0 if there is none."""
 
     @property
     def step_seconds(self) -> float:
@@ -184,7 +189,7 @@ class _Run:
     """Tokens of the parts of the current batch that have reached the `advantage` stage."""
     dropped_tokens: float = 0.0
     rolled: list[float] = field(default_factory=list)
-    """Seconds of the rollout of each group after the warm-up."""
+    """Seconds of the rollout of each group that was issued after the warm-up."""
     _beside: asyncio.Task[None] | None = None
     """Validation on replicas that keep its version."""
 
@@ -239,7 +244,7 @@ class _Run:
         """Simulate the rollout of a group, and measure its time."""
         issued = self._loop.time()
         made = await self._rolled_out(asked)
-        if asked.group_id >= WARM_UP_STEPS * self.config.rollout_batch_size:
+        if asked.group_id >= groups_of_warm_up(self.config):
             self.rolled.append(self._loop.time() - issued)
         return made
 

@@ -107,6 +107,16 @@ def test_runs_of_episodes_tell_the_wait_of_a_turn(tmp_path):
         assert simulated == pytest.approx(wanted, rel=0.03), changes
 
 
+def test_groups_that_wait_for_the_start_of_a_run_are_left_out(tmp_path):
+    run = observed(tmp_path, async_generation_ratio=2)
+    outcome = simulate(run.config, TRUTH, replayed=run.groups)
+    at_once = 3 * run.config.rollout_batch_size
+    slow = [replace(work, seconds=work.seconds + 20) for work in run.groups[:at_once]]
+    assert replace(run, groups=[*slow, *run.groups[at_once:]]).errors(outcome) == pytest.approx(run.errors(outcome))
+    long = simulate(run.config, TRUTH, replayed=works(run.config, 320)).group_seconds
+    assert outcome.group_seconds == pytest.approx(long, rel=0.01), "simulated runs start with a queue too"
+
+
 def test_what_a_run_does_not_tell_and_what_the_user_gave_stays(tmp_path):
     alone = observed(tmp_path)
     found, (note,) = fitted(START, [alone])
