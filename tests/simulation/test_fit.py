@@ -65,7 +65,7 @@ def within(notes, percent):
 def test_two_runs_tell_speeds_the_driver_and_how_cores_slow_each_other_down(tmp_path):
     runs = [observed(tmp_path), observed(tmp_path, async_generation_ratio=1)]
     found, notes = fitted(START, runs)
-    assert within(notes, 1), notes
+    assert within(notes, 0), notes
     for path, value in HIDDEN.items():
         section, _, name = path.partition(".")
         assert vars(vars(found)[section])[name] == pytest.approx(value, rel=0.1), path
@@ -98,9 +98,8 @@ def test_runs_of_episodes_tell_the_wait_of_a_turn(tmp_path):
 
     found, notes = fitted(start, [run(truth, async_generation_ratio=ratio) for ratio in (0, 1)])
     assert within(notes, 1), notes
-    assert (
-        found.driver.turn_seconds == pytest.approx(0.04, rel=0.25) and found.origin("driver.turn_seconds") == "fitted"
-    )
+    assert found.driver.turn_seconds == pytest.approx(0.04, rel=0.25)
+    assert found.origin("driver.turn_seconds") == "fitted"
     assert found.driver.step_seconds < 0.05 * run(truth).step_seconds
     for changes in ({"async_generation_ratio": 2}, {"async_generation_ratio": 1, "rollout_batch_size": 4}):
         wanted, simulated = (run(inputs, **changes).step_seconds for inputs in (truth, found))
@@ -120,7 +119,7 @@ def test_groups_that_wait_for_the_start_of_a_run_are_left_out(tmp_path):
 def test_what_a_run_does_not_tell_and_what_the_user_gave_stays(tmp_path):
     alone = observed(tmp_path)
     found, (note,) = fitted(START, [alone])
-    assert within([note], 1) and found.host.slowdown == START.host.slowdown
+    assert within([note], 0) and found.host.slowdown == START.host.slowdown
     assert found.origin("host.slowdown") == "default" and found.origin("engine.scale") == "fitted"
     assert found.engine.scale == pytest.approx(HIDDEN["engine.scale"], rel=0.15)
     given = read_inputs(None, [*KNOWN, "trainer.scale=2", "driver.step_seconds=0.01"])
