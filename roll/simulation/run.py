@@ -147,6 +147,40 @@ class _Workers:
         return end
 
 
+class _Driver:
+    """The driver's event loop: in each of its turns it does all that has come meanwhile, and then passes it on."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._loop = host, asyncio.get_running_loop()
+        self._due: list[tuple[float, asyncio.Future[None]]] = []
+        self._doing: list[asyncio.Future[None]] = []
+        self._works = False
+
+    async def work(self, seconds: float) -> None:
+        """Wait for the end of the turn that does this many seconds of work."""
+        if seconds <= 0:
+            return
+        ended = self._loop.create_future()
+        self._due.append((seconds, ended))
+        if not self._works:
+            self._works = True
+            self._host.compute(1)
+            self._loop.call_soon(self._turn)
+        await ended
+
+    def _turn(self, when: float | None = None) -> None:
+        for ended in self._doing:
+            if not ended.done():
+                ended.set_result(None)
+        due, self._due = self._due, []
+        self._doing = [ended for _, ended in due]
+        if due:
+            self._host.at((self._host.now() if when is None else when) + sum(seconds for seconds, _ in due), self._turn)
+        else:
+            self._works = False
+            self._host.compute(-1)
+
+
 class _States:
     """Offloadable states of a role; moving them takes time only."""
 
@@ -203,7 +237,7 @@ class _Run:
         for replica in self.pool.replicas.values():
             replica.computed = partial(self.timeline.busy, "actor_infer", worker=replica.name.rpartition("/")[2])
         self._judges = _Workers(self.workers)
-        self._driver = asyncio.Lock()
+        self._drive = _Driver(self.host).work
         self.locks = role_locks(config)
         for role in derived.present_roles(config):
             resident = self.pool if role == "actor_infer" else _States(self.costs.exchange[role])
@@ -271,12 +305,6 @@ class _Run:
             await asyncio.sleep(max(self._judges.end_of(now, each[0]) for each in work.latencies) - now)
             await self._drive(seconds / 2)
         return RolledOut(Tokens([work.prompt + tokens for tokens in work.responses]), spans, work.kept)
-
-    async def _drive(self, seconds: float) -> None:
-        """Keep the driver busy, which does one thing at a time."""
-        if seconds:
-            async with self._driver:
-                await self.host.work(seconds, 1)
 
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Simulate one episode of a group, turn by turn."""

@@ -111,6 +111,17 @@ def test_each_turn_waits_for_messages_and_takes_its_share_of_the_driver():
     assert works <= samples * 2 + none
 
 
+def test_what_comes_while_the_driver_works_is_passed_on_together():
+    config = replace(load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"]), async_generation_ratio=0.0)
+    samples = config.rollout_batch_size * derived.group_size(config)
+    alike = ["environments.turns=5", "environments.turns_sigma=0", "environments.seconds=0", "lengths.sigma=0",
+             "lengths.median=5", "engine.step_seconds=20", "trainer.scale=0.001"]  # fmt: skip
+    none = simulate(config, read_inputs(None, alike)).step_seconds
+    assert none == pytest.approx(5 * 20, rel=0.05), "a decoding step for each turn of all episodes"
+    works = simulate(config, read_inputs(None, [*alike, "driver.sample_seconds=1"])).step_seconds
+    assert works == pytest.approx(none + samples * 1, rel=0.01), "turn by turn, driver and engine wait for each other"
+
+
 def test_longer_episodes_have_more_turns_up_to_the_limit():
     config = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B", "response_length=32", "sequence_length=52"])
     inputs = read_inputs(None, ["environments.turns=4", "environments.turns_sigma=0.5", "lengths.median=60"])
