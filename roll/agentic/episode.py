@@ -96,8 +96,8 @@ class EnvironmentFailed(Exception):
 class EnvSession(Protocol):
     """One episode's use of an environment, local or remote.
 
-    Each call has its own deadline, with one exception: `step` has none if the environment is an `EndsCallsWhenClosed`
-    (`roll.agentic.worker`). The caller ends such a step with `give_up`.
+    Each call has its own deadline, with one exception: `step` has none if the environment ends its calls when closed
+    (`roll.agentic.worker.ends_calls_when_closed`). The caller ends such a step with `give_up`.
     """
 
     async def reset(self, seed: int) -> Observation:

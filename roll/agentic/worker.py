@@ -21,13 +21,12 @@ import pickle
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import gymnasium
 
@@ -43,7 +42,11 @@ logger = logging.getLogger(__name__)
 
 TRACEBACK_FRAMES = 6
 GATHER_SECONDS = 0.005
-"""Time for which a report waits for more answers. Short compared to a turn, but it saves most reports."""
+"""Time for which a report waits for more answers, unless no call is left. Short compared to a turn, but it saves most
+reports."""
+
+SWITCH_SECONDS = 0.005
+"""Time for which a thread computes before Python lets another one compute."""
 
 EnvFactory = Callable[[str, Mapping[str, Any]], gymnasium.Env]
 """Factory of environments: (env_type, env_config) -> a new environment."""
@@ -55,15 +58,13 @@ After a reset, ``frame`` is the only keyword argument. An exception means that t
 """
 
 
-@runtime_checkable
-class EndsCallsWhenClosed(Protocol):
-    """An environment whose running call ends when another thread closes it.
+def ends_calls_when_closed(environment: gymnasium.Env | None) -> bool:
+    """Return True if an environment says so: its running call ends when another thread closes it.
 
     Its steps have no time limit. When its episode is given up, it is closed. Other environments finish the call and are
     reused.
     """
-
-    ends_calls_when_closed: bool
+    return bool(getattr(environment, "ends_calls_when_closed", False))
 
 
 FailureKind = Literal["raised", "hung", "nonsense", "lost"]
@@ -197,13 +198,29 @@ class CallFailed(Exception):
         self.cause = cause
 
 
-_Inbox = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
+@dataclass(eq=False)
+class _Call:
+    """A call that a thread runs, and where its value goes."""
+
+    run: Callable[[], Any]
+    answer: asyncio.Future[Any]
+    on_late: Callable[[Any], None]
+    since: float = field(default_factory=time.perf_counter)
+    has_returned: bool = False
+    is_stuck: bool = False
+
+
+class NoThread(RuntimeError):
+    """The system could not start another thread."""
 
 
 class CallThreads:
     """Thread pool that grows with the number of concurrent calls. Use it in one event loop only.
 
     Its threads are daemons, unlike those of `ThreadPoolExecutor`, so a call that never returns keeps no process alive.
+    A thread that takes a call first wakes another one for the next call. So calls never wait for each other, and yet
+    short ones need few threads: the other thread comes to run only when a call waits or computes for long, and by then
+    the first one has made many short calls. Values that are returned at about the same time wake the event loop once.
     """
 
     def __init__(self, stack_bytes: int) -> None:
@@ -211,7 +228,15 @@ class CallThreads:
         self.stuck = 0
         self._stack_bytes = stack_bytes
         self._loop = asyncio.get_running_loop()
-        self._idle: list[_Inbox] = []
+        self._changed = threading.Condition()
+        self._calls: deque[_Call] = deque()
+        """Calls that no thread has taken yet."""
+        self._idle = 0
+        self._coming = 0
+        """Number of threads that were woken or started, and have not looked at the calls yet."""
+        self._has_ended = False
+        self._returned: deque[tuple[_Call, Any]] = deque()
+        self._wakes_loop = False
 
     async def call(
         self,
@@ -221,61 +246,118 @@ class CallThreads:
         seconds: float | None,
         on_late: Callable[[Any], None] = lambda value: None,
     ) -> Any:
-        """Run a function in a thread and return its value. Raises `CallFailed`.
+        """Run a function in a thread and return its value. Raises `CallFailed` and `NoThread`.
 
         ``what`` names the call in messages, and ``setting`` its limit of ``seconds`` (None: no limit). If the value, or
         a `CallFailed`, arrives after the limit or a cancellation, ``on_late`` is called with it.
         """
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        inbox = self._idle.pop() if self._idle else self._new_thread()
-        inbox.put((partial(_value_or_failure, function, what), answer))
+        call = _Call(partial(_value_or_failure, function, what), self._loop.create_future(), on_late)
+        with self._changed:
+            self._calls.append(call)
+            self._call_threads()
+        limit = None if seconds is None else self._loop.call_later(seconds, self._expire, call, what, setting, seconds)
         try:
-            await asyncio.wait([answer], timeout=seconds)
-            if not answer.done():
-                raise CallFailed("hung", f"{what} did not end within {seconds:g} s ({setting})")
-        except BaseException:
-            if not answer.done():
-                self.stuck += 1
-                answer.add_done_callback(partial(self._came_late, on_late))
+            value = await call.answer
+        except asyncio.CancelledError:
+            if not call.has_returned and not call.is_stuck:
+                self._note_stuck(call)
+            elif call.has_returned and not call.answer.cancelled():  # in the same turn of the event loop
+                on_late(call.answer.result())
             raise
-        value = answer.result()
-        if isinstance(value, CallFailed):
+        finally:
+            if limit is not None:
+                limit.cancel()
+        if isinstance(value, (CallFailed, NoThread)):
             raise value
         return value
 
     def end(self) -> None:
-        """End the idle threads. Running calls continue in theirs."""
-        while self._idle:
-            self._idle.pop().put(None)
-            self.count -= 1
+        """End the idle threads, and those in a call after it."""
+        with self._changed:
+            self._has_ended = True
+            self._coming += self._idle
+            self._idle = 0
+            self._changed.notify_all()
 
-    def _came_late(self, on_late: Callable[[Any], None], answer: asyncio.Future[Any]) -> None:
-        self.stuck -= 1
-        on_late(answer.result())
+    def _expire(self, call: _Call, what: str, setting: str, seconds: float) -> None:
+        if not call.answer.done():
+            self._note_stuck(call)
+            call.answer.set_result(CallFailed("hung", f"{what} did not end within {seconds:g} s ({setting})"))
 
-    def _new_thread(self) -> _Inbox:
-        inbox: _Inbox = SimpleQueue()
-        thread = threading.Thread(target=self._serve, args=[inbox], name="environment", daemon=True)
+    def _note_stuck(self, call: _Call) -> None:
+        call.is_stuck = True
+        self.stuck += 1
+
+    def _call_threads(self) -> None:
+        """Wake or start a thread for the next call, unless one is coming. The lock must be held.
+
+        The longer that call has waited, the more threads may be coming: they get their turns late if others compute.
+        """
+        while self._calls:
+            waited = time.perf_counter() - self._calls[0].since
+            if self._coming >= min(len(self._calls), 1 + waited / SWITCH_SECONDS):
+                return
+            self._coming += 1
+            if self._idle:
+                self._idle -= 1
+                self._changed.notify()
+            else:
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name="environment", daemon=True)
         # The stack size is a process-wide setting, which the environments' own threads should not inherit.
         usual = threading.stack_size(self._stack_bytes)
         try:
             thread.start()
+            self.count += 1
+        except RuntimeError as error:
+            self._coming -= 1
+            self._return(self._calls.popleft(), NoThread(str(error)))
         finally:
             threading.stack_size(usual)
-        self.count += 1
-        return inbox
 
-    def _serve(self, inbox: _Inbox) -> None:
-        while (call := inbox.get()) is not None:
-            function, answer = call
-            value = function()
-            # Mark the thread idle before delivering the value, so that the receiver's next call reuses it.
-            self._idle.append(inbox)
+    def _serve(self) -> None:
+        with self._changed:
+            self._coming -= 1
+        while (call := self._next_call()) is not None:
+            value = call.run()
+            self._return(call, value)
+            del call, value
+
+    def _next_call(self) -> _Call | None:
+        """Wait for a call, and wake a thread for the one after it. Returns None after `end`."""
+        with self._changed:
+            while not self._calls:
+                if self._has_ended:
+                    self.count -= 1
+                    return None
+                self._idle += 1
+                self._changed.wait()
+                self._coming -= 1
+            call = self._calls.popleft()
+            self._call_threads()
+            return call
+
+    def _return(self, call: _Call, value: Any) -> None:
+        self._returned.append((call, value))
+        if not self._wakes_loop:
+            self._wakes_loop = True
             try:
-                self._loop.call_soon_threadsafe(answer.set_result, value)
+                self._loop.call_soon_threadsafe(self._take_returned)
             except RuntimeError:
-                return  # the event loop is closed
-            del call, function, answer, value
+                pass  # the event loop is closed
+
+    def _take_returned(self) -> None:
+        self._wakes_loop = False  # before the first value is taken: a thread that comes later wakes the loop again
+        while self._returned:
+            call, value = self._returned.popleft()
+            call.has_returned = True
+            self.stuck -= call.is_stuck
+            if call.answer.done():
+                call.on_late(value)
+            else:
+                call.answer.set_result(value)
 
 
 def _value_or_failure(function: Callable[[], Any], what: str) -> Any:
@@ -422,8 +504,8 @@ class HostSession:
     async def step(self, text: str) -> Observation | SessionFailed:
         """Execute an action."""
         self._turn = 0 if self._turn is None else self._turn + 1
-        ends_when_closed = isinstance(self._environment, EndsCallsWhenClosed)
-        limit = ("its step", "step_timeout_seconds", None if ends_when_closed else self._config.step_timeout_seconds)
+        seconds = None if ends_calls_when_closed(self._environment) else self._config.step_timeout_seconds
+        limit = ("its step", "step_timeout_seconds", seconds)
         return await self._observation(lambda environment: environment.step(text), _STEP_PARTS, *limit)
 
     def release(self) -> None:
@@ -436,7 +518,7 @@ class HostSession:
             return
         if not self._busy:
             self._host.give_back(self._tag, self._environment)
-        elif isinstance(self._environment, EndsCallsWhenClosed):
+        elif ends_calls_when_closed(self._environment):
             self._host.abandon(self._environment, self._call)
         else:
             return
@@ -543,6 +625,8 @@ class EnvWorker:
         self._calls = Tasks()
         self._outcomes: list[tuple[int, Observation | SessionFailed]] = []
         self._any_news = asyncio.Event()
+        self._unanswered = 0
+        self._all_answered = asyncio.Event()
         self._broken: Exception | None = None
         self._retire_because: str | None = None
         self._next_leak_check = 0.0
@@ -555,10 +639,10 @@ class EnvWorker:
                     if command.session not in self._sessions:
                         self._sessions[command.session] = self._host.open(command.tag, command.frames)
                     session = self._sessions[command.session]
-                    self._calls.start(self._answer(command.session, session.reset(command.seed)))
+                    self._start(command.session, session.reset(command.seed))
                 case Step():
                     session = self._sessions[command.session]
-                    self._calls.start(self._answer(command.session, session.step(command.text)))
+                    self._start(command.session, session.step(command.text))
                 case Close():
                     if command.session in self._sessions:  # else it was closed before its first reset
                         self._sessions.pop(command.session).release()
@@ -568,7 +652,8 @@ class EnvWorker:
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_news.wait()
-            await asyncio.sleep(GATHER_SECONDS)
+            async with asyncio.timeout(GATHER_SECONDS):
+                await self._all_answered.wait()
         except TimeoutError:
             pass  # an empty report serves as a heartbeat
         self._any_news.clear()
@@ -586,6 +671,11 @@ class EnvWorker:
         """Close all environments, as far as their time limit allows."""
         await self._host.close()
 
+    def _start(self, session: int, call: Coroutine[Any, Any, Observation | SessionFailed]) -> None:
+        self._unanswered += 1
+        self._all_answered.clear()
+        self._calls.start(self._answer(session, call))
+
     async def _answer(self, session: int, call: Awaitable[Observation | SessionFailed]) -> None:
         try:
             outcome = await call
@@ -593,4 +683,7 @@ class EnvWorker:
             self._broken = error
         else:
             self._outcomes.append((session, outcome))
+        self._unanswered -= 1
+        if not self._unanswered:
+            self._all_answered.set()
         self._any_news.set()

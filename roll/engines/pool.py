@@ -187,16 +187,18 @@ class InferencePool:
 
     async def _attempt(self, response: PartialResponse, sticky_key: str | None, pinned: bool) -> Completion | None:
         """Return the complete response, or None if the replica dies while generating it."""
-        async with self._router.lease(
+        lease = await self._router.acquire(
             timeout=self._settings.start_timeout_seconds,
             sticky_key=sticky_key,
             min_version=response.min_version,
             reserved=pinned,
-        ) as name:
-            try:
-                return response.joined_to(await self._replicas[name].generate(response))
-            except WorkerDied:
-                return None
+        )
+        try:
+            return response.joined_to(await self._replicas[lease.replica_id].generate(response))
+        except WorkerDied:
+            return None
+        finally:
+            self._router.release(lease)
 
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
         """Load a version into all live replicas, a share of them at a time, and run the log-probability parity check.

@@ -126,8 +126,9 @@ class EngineGate(Generator):
         self._demanded.set()
         self._idle.clear()
         try:
-            with waiting("gate", "the engine to have its devices"):
-                await self._open.wait()
+            if not self._open.is_set():
+                with waiting("gate", "the engine to have its devices"):
+                    await self._open.wait()
             return await self._pool.generate(request, sticky_key=sticky_key, min_version=min_version, pinned=pinned)
         finally:
             self._requests -= 1

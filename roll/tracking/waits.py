@@ -9,12 +9,12 @@ other's resources (the requests of a group). `acting` sets the actor for a block
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 START = "start"  # the code that starts the roles and publishes the first version
 TRAIN = "stage/train"
@@ -31,6 +31,9 @@ PUBLICATION_MEMORY = "publication memory"  # the weight buffers
 STAGE_VALIDATION = "a validation"  # holds a weight buffer while the publisher validates its version
 VALIDATION = "validation"  # the task that validates beside the stages; holds a weight buffer meanwhile
 PUBLISHING = "the publication under way"  # holds a weight buffer during a weight update
+
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,19 @@ class WaitBoard:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._waits: dict[int, Wait] = {}
-        self._of_groups: dict[int, Wait] = {}
-        self._holdings: dict[int, Wait] = {}
-        self._alike: Counter[tuple[str, str, str]] = Counter()
+        self._waits: dict[_Listed, None] = {}
+        self._of_groups: dict[_Listed, None] = {}
+        self._holdings: dict[_Listed, None] = {}
+        self._alike: dict[tuple[str, str, str], int] = {}
         """(Group, on, what) -> its current waits."""
-        self._groups_by_wait: Counter[str] = Counter()
+        self._groups_by_wait: dict[str, int] = {}
 
     def waits(self, groups: int | None = None) -> list[Wait]:
         """Return the current waits without duplicates, oldest first, those of groups last.
 
         ``groups``: maximum number of waits of groups; None: all.
         """
-        return [*_distinct(self._waits.values()), *islice(_distinct(self._of_groups.values()), groups)]
+        return [*_distinct(self._waits), *islice(_distinct(self._of_groups), groups)]
 
     def groups_by_wait(self) -> dict[str, int]:
         """Return the number of groups by what they wait for."""
@@ -74,51 +77,88 @@ class WaitBoard:
 
     def holdings(self) -> list[Wait]:
         """Return the current holdings, oldest first."""
-        return list(self._holdings.values())
+        return [holding.told() for holding in self._holdings]
 
-    @contextmanager
-    def wait(self, who: str, on: str, what: str) -> Iterator[None]:
+    def wait(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
         """List a wait of an actor during a block."""
-        if not who.startswith(GROUP):
-            with self._listed(self._waits, who, on, what):
-                yield
-            return
-        alike = who, on, what
-        self._alike[alike] += 1
-        if self._alike[alike] == 1:
-            self._groups_by_wait[on] += 1
-        try:
-            with self._listed(self._of_groups, who, on, what):
-                yield
-        finally:
-            self._alike[alike] -= 1
-            if not self._alike[alike]:
-                del self._alike[alike]
-                self._groups_by_wait[on] -= 1
-                if not self._groups_by_wait[on]:
-                    del self._groups_by_wait[on]
+        if who.startswith(GROUP):
+            return _ListedOfGroup(self._of_groups, who, on, what, self._clock, self._count)
+        return _Listed(self._waits, who, on, what, self._clock)
 
     def hold(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
         """List a holding of an actor during a block."""
-        return self._listed(self._holdings, who, on, what)
+        return _Listed(self._holdings, who, on, what, self._clock)
 
-    @contextmanager
-    def _listed(self, entries: dict[int, Wait], who: str, on: str, what: str) -> Iterator[None]:
-        entry = Wait(who, on, what, self._clock())
-        entries[id(entry)] = entry
-        try:
-            yield
-        finally:
-            del entries[id(entry)]
+    def _count(self, wait: _Listed, number: int) -> None:
+        """Count a wait of a group that begins (1) or ends (-1)."""
+        alike = _added(self._alike, (wait.who, wait.on, wait.what), number)
+        if alike == (1 if number > 0 else 0):
+            _added(self._groups_by_wait, wait.on, number)
 
 
-def _distinct(waits: Iterable[Wait]) -> Iterator[Wait]:
+def _added(counts: dict[Key, int], key: Key, number: int) -> int:
+    """Add to a count, which is left out while it is 0, and return it."""
+    count = counts.get(key, 0) + number
+    if count:
+        counts[key] = count
+    else:
+        del counts[key]
+    return count
+
+
+class _Listed(AbstractContextManager[None]):
+    """An entry that is listed during a block. Each request and turn has some, so this is no generator and no `Wait`."""
+
+    __slots__ = ("_clock", "_entries", "on", "since", "what", "who")
+
+    def __init__(self, entries: dict[_Listed, None], who: str, on: str, what: str, clock: Callable[[], float]) -> None:
+        self._entries, self.who, self.on, self.what, self._clock = entries, who, on, what, clock
+
+    def __enter__(self) -> None:
+        self.since = self._clock()
+        self._entries[self] = None
+
+    def __exit__(self, *failure: object) -> None:
+        del self._entries[self]
+
+    def told(self) -> Wait:
+        """Return the entry as it is reported."""
+        return Wait(self.who, self.on, self.what, self.since)
+
+
+class _ListedOfGroup(_Listed):
+    """An entry that is counted as well."""
+
+    __slots__ = ("_count",)
+
+    def __init__(
+        self,
+        entries: dict[_Listed, None],
+        who: str,
+        on: str,
+        what: str,
+        clock: Callable[[], float],
+        count: Callable[[_Listed, int], None],
+    ) -> None:
+        super().__init__(entries, who, on, what, clock)
+        self._count = count
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._count(self, 1)
+
+    def __exit__(self, *failure: object) -> None:
+        super().__exit__(*failure)
+        self._count(self, -1)
+
+
+def _distinct(waits: Iterable[_Listed]) -> Iterator[Wait]:
     seen: set[tuple[str, str, str]] = set()
     for wait in waits:
         edge = wait.who, wait.on, wait.what
         if edge not in seen:
             seen.add(edge)
-            yield wait
+            yield wait.told()
 
 
 _ACTING: ContextVar[tuple[str, WaitBoard] | None] = ContextVar("acting", default=None)

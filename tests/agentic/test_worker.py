@@ -104,6 +104,22 @@ def test_an_error_of_the_worker_itself_fails_the_poll():
     run(use)
 
 
+def test_a_report_leaves_at_once_if_no_call_is_left_and_soon_if_others_run(tmp_path, monkeypatch):
+    async def use(worker: EnvWorker) -> None:
+        monkeypatch.setattr("roll.agentic.worker.GATHER_SECONDS", 2 * LONG)
+        await worker.submit([Reset(number, "a", number, False) for number in range(3)])
+        began = asyncio.get_running_loop().time()
+        assert len((await worker.collect(LONG)).outcomes) == 3
+        assert asyncio.get_running_loop().time() - began < LONG
+        monkeypatch.setattr("roll.agentic.worker.GATHER_SECONDS", SOON)
+        await worker.submit([Step(0, f"wait-for {tmp_path / 'free'}"), Step(1, "go")])
+        assert [session for session, _ in (await worker.collect(LONG)).outcomes] == [1]
+        (tmp_path / "free").touch()
+        assert [session for session, _ in (await worker.collect(LONG)).outcomes] == [0]
+
+    run(use)
+
+
 @pytest.mark.parametrize("module", ["worker", "pool"])
 def test_loading_it_loads_no_heavy_library(module):
     code = (

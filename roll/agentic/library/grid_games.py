@@ -242,7 +242,7 @@ def random_map(
     for _ in range(DRAWS):
         rows = np.where(random.random((size, size)) < hole_probability, "H", "F").tolist()
         rows[0][0], rows[-1][-1] = "F", "G"
-        if (0, 0) in starts(rows) and side in (None, side_of("\n".join(map("".join, rows)))):
+        if side in (None, side_of("\n".join(map("".join, rows)))) and (0, 0) in starts(rows):
             return rows
     holes = _cells(rows, "H")
     for index in random.permutation(len(holes)):
