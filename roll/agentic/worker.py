@@ -318,16 +318,17 @@ class CallThreads:
             threading.stack_size(usual)
 
     def _serve(self) -> None:
-        with self._changed:
-            self._coming -= 1
         while (call := self._next_call()) is not None:
             value = call.run()
+            with self._changed:
+                self._coming += 1  # before the value is told, so that the receiver's next call starts no other thread
             self._return(call, value)
             del call, value
 
     def _next_call(self) -> _Call | None:
         """Wait for a call, and wake a thread for the one after it. Returns None after `end`."""
         with self._changed:
+            self._coming -= 1
             while not self._calls:
                 if self._has_ended:
                     self.count -= 1

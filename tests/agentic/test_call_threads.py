@@ -26,7 +26,11 @@ def run(use: Callable[[CallThreads], Awaitable[T]]) -> T:
             finally:
                 threads.end()
 
-    return asyncio.run(main())
+    value = asyncio.run(main())
+    for thread in threading.enumerate():
+        if thread.name == "environment":
+            thread.join(LONG)  # tests that count threads may follow
+    return value
 
 
 def call(threads: CallThreads, function: Callable[[], Any], seconds: float | None = LONG, **options: Any) -> Any:
