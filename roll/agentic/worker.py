@@ -229,11 +229,13 @@ class CallThreads:
         self._stack_bytes = stack_bytes
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
+        self._stack_size = threading.Lock()
         self._calls: deque[_Call] = deque()
         """Calls that no thread has taken yet."""
         self._idle = 0
         self._coming = 0
         """Number of threads that were woken or started, and have not looked at the calls yet."""
+        self._is_starting = False
         self._has_ended = False
         self._returned: deque[tuple[_Call, Any]] = deque()
         self._wakes_loop = False
@@ -254,15 +256,18 @@ class CallThreads:
         call = _Call(partial(_value_or_failure, function, what), self._loop.create_future(), on_late)
         with self._changed:
             self._calls.append(call)
-            self._call_threads()
+            needs_thread = self._wake_threads()
+        if needs_thread:
+            self._start_thread()
         limit = None if seconds is None else self._loop.call_later(seconds, self._expire, call, what, setting, seconds)
         try:
             value = await call.answer
         except asyncio.CancelledError:
-            if not call.has_returned and not call.is_stuck:
-                self._note_stuck(call)
-            elif call.has_returned and not call.answer.cancelled():  # in the same turn of the event loop
-                on_late(call.answer.result())
+            if not call.is_stuck:
+                if not call.has_returned:
+                    self._note_stuck(call)
+                elif not call.answer.cancelled():  # it returned in the same turn of the event loop
+                    self._came_late(call, call.answer.result())
             raise
         finally:
             if limit is not None:
@@ -288,36 +293,50 @@ class CallThreads:
         call.is_stuck = True
         self.stuck += 1
 
-    def _call_threads(self) -> None:
-        """Wake or start a thread for the next call, unless one is coming. The lock must be held.
+    def _wake_threads(self) -> bool:
+        """Wake a thread for the next call, unless one is coming. Return True if one is to be started instead.
 
         The longer that call has waited, the more threads may be coming: they get their turns late if others compute.
+        One is started at a time, and goes on with this. The lock must be held.
         """
-        while self._calls:
-            waited = time.perf_counter() - self._calls[0].since
-            if self._coming >= min(len(self._calls), 1 + waited / SWITCH_SECONDS):
-                return
-            self._coming += 1
-            if self._idle:
-                self._idle -= 1
-                self._changed.notify()
-            else:
-                self._start_thread()
+        if not self._calls:
+            return False
+        waited = time.perf_counter() - self._calls[0].since
+        missing = min(len(self._calls), 1 + int(waited / SWITCH_SECONDS)) - self._coming
+        woken = max(0, min(missing, self._idle))
+        self._idle -= woken
+        self._coming += woken
+        self._changed.notify(woken)
+        if missing <= woken or self._is_starting:
+            return False
+        self._is_starting = True
+        self._coming += 1
+        self.count += 1
+        return True
 
     def _start_thread(self) -> None:
+        """Start the thread that `_wake_threads` asked for, without its lock: a start takes long if others compute."""
         thread = threading.Thread(target=self._serve, name="environment", daemon=True)
         # The stack size is a process-wide setting, which the environments' own threads should not inherit.
-        usual = threading.stack_size(self._stack_bytes)
-        try:
-            thread.start()
-            self.count += 1
-        except RuntimeError as error:
+        with self._stack_size:
+            usual = threading.stack_size(self._stack_bytes)
+            try:
+                thread.start()
+                return
+            except RuntimeError as error:
+                failure = NoThread(str(error))
+            finally:
+                threading.stack_size(usual)
+        with self._changed:
+            self._is_starting = False
             self._coming -= 1
-            self._return(self._calls.popleft(), NoThread(str(error)))
-        finally:
-            threading.stack_size(usual)
+            self.count -= 1
+            while self._calls and not self._coming:
+                self._return(self._calls.popleft(), failure)
 
     def _serve(self) -> None:
+        with self._changed:
+            self._is_starting = False
         while (call := self._next_call()) is not None:
             value = call.run()
             with self._changed:
@@ -326,7 +345,7 @@ class CallThreads:
             del call, value
 
     def _next_call(self) -> _Call | None:
-        """Wait for a call, and wake a thread for the one after it. Returns None after `end`."""
+        """Wait for a call, and call a thread for the one after it. Returns None after `end`."""
         with self._changed:
             self._coming -= 1
             while not self._calls:
@@ -337,8 +356,10 @@ class CallThreads:
                 self._changed.wait()
                 self._coming -= 1
             call = self._calls.popleft()
-            self._call_threads()
-            return call
+            needs_thread = self._wake_threads()
+        if needs_thread:
+            self._start_thread()
+        return call
 
     def _return(self, call: _Call, value: Any) -> None:
         self._returned.append((call, value))
@@ -356,9 +377,13 @@ class CallThreads:
             call.has_returned = True
             self.stuck -= call.is_stuck
             if call.answer.done():
-                call.on_late(value)
+                self._came_late(call, value)
             else:
                 call.answer.set_result(value)
+
+    def _came_late(self, call: _Call, value: Any) -> None:
+        if not isinstance(value, NoThread):
+            self._loop.call_soon(call.on_late, value)  # its errors concern no other call
 
 
 def _value_or_failure(function: Callable[[], Any], what: str) -> Any:

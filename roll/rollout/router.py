@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,22 +168,6 @@ class Router:
             if state.incarnation == incarnation:
                 state.draining = False
                 self._rank(replica_id)
-
-    @asynccontextmanager
-    async def lease(
-        self,
-        *,
-        timeout: float,
-        sticky_key: Hashable | None = None,
-        min_version: int | None = None,
-        reserved: bool = False,
-    ) -> AsyncIterator[str]:
-        """Acquire a lease for the duration of a block and yield the replica's id."""
-        lease = await self.acquire(timeout=timeout, sticky_key=sticky_key, min_version=min_version, reserved=reserved)
-        try:
-            yield lease.replica_id
-        finally:
-            self.release(lease)
 
     async def acquire(
         self,

@@ -172,7 +172,7 @@ class _Driver:
         for ended in self._doing:
             if not ended.done():
                 ended.set_result(None)
-        due, self._due = self._due, []
+        due, self._due = [each for each in self._due if not each[1].done()], []  # cancelled work is left out
         self._doing = [ended for _, ended in due]
         if due:
             self._host.at((self._host.now() if when is None else when) + sum(seconds for seconds, _ in due), self._turn)

@@ -3,7 +3,9 @@
 import asyncio
 import random
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,16 @@ def two_live(versions=(0, 0)):
     router.mark_live("a", versions[0])
     router.mark_live("b", versions[1])
     return router
+
+
+@asynccontextmanager
+async def leased(router: Router, **asked: Any) -> AsyncIterator[str]:
+    """Hold a lease during a block, and yield the id of its replica."""
+    lease = await router.acquire(**asked)
+    try:
+        yield lease.replica_id
+    finally:
+        router.release(lease)
 
 
 def test_requests_go_to_the_least_loaded_replica_and_ties_to_the_first():
@@ -33,19 +45,19 @@ def test_requests_go_to_the_least_loaded_replica_and_ties_to_the_first():
 def test_an_episode_returns_to_its_replica_while_that_lives():
     async def main():
         router = two_live()
-        async with router.lease(timeout=1, sticky_key="episode") as first:
+        async with leased(router, timeout=1, sticky_key="episode") as first:
             pass
         crowd = [await router.acquire(timeout=1, sticky_key=None) for _ in range(3)]
-        async with router.lease(timeout=1, sticky_key="episode") as again:
+        async with leased(router, timeout=1, sticky_key="episode") as again:
             assert again == first == "a"
         router.mark_dead("a", "killed")
-        async with router.lease(timeout=1, sticky_key="episode") as moved:
+        async with leased(router, timeout=1, sticky_key="episode") as moved:
             assert moved == "b"
         router.mark_live("a", 0)
-        async with router.lease(timeout=1, sticky_key="episode") as settled:
+        async with leased(router, timeout=1, sticky_key="episode") as settled:
             assert settled == "b"
         router.forget("episode")
-        async with router.lease(timeout=1, sticky_key="episode") as fresh:
+        async with leased(router, timeout=1, sticky_key="episode") as fresh:
             assert fresh == "a"
         assert len(crowd) == 3
 
@@ -62,7 +74,7 @@ def test_a_request_waits_for_a_replica_that_is_new_enough():
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(publish())
-            async with router.lease(timeout=10, min_version=4) as replica_id:
+            async with leased(router, timeout=10, min_version=4) as replica_id:
                 assert replica_id == "b"
                 assert asyncio.get_running_loop().time() == pytest.approx(5)
 
@@ -72,7 +84,7 @@ def test_a_request_waits_for_a_replica_that_is_new_enough():
 def test_a_draining_replica_attracts_no_request_although_it_looks_idle():
     async def main():
         router = two_live()
-        async with router.lease(timeout=1, sticky_key="episode") as first:
+        async with leased(router, timeout=1, sticky_key="episode") as first:
             assert first == "a"
         busy = [await router.acquire(timeout=1) for _ in range(3)]
         assert [lease.replica_id for lease in busy] == ["a", "b", "a"]
@@ -81,9 +93,9 @@ def test_a_draining_replica_attracts_no_request_although_it_looks_idle():
         with router.draining("a"):
             assert router.state("a").load < router.state("b").load
             for key in (None, "episode"):
-                async with router.lease(timeout=1, sticky_key=key) as chosen:
+                async with leased(router, timeout=1, sticky_key=key) as chosen:
                     assert chosen == "b"
-        async with router.lease(timeout=1) as chosen:
+        async with leased(router, timeout=1) as chosen:
             assert chosen == "a"
 
     run_virtual(main())
@@ -93,13 +105,13 @@ def test_a_draining_replica_takes_requests_where_no_other_can():
     async def main():
         router = two_live(versions=(0, 1))
         with router.draining("b"):
-            async with router.lease(timeout=1, min_version=1) as chosen:
+            async with leased(router, timeout=1, min_version=1) as chosen:
                 assert chosen == "b"
             router.mark_dead("b", "killed")
             router.mark_live("b", 1)
-            async with router.lease(timeout=1, min_version=1), router.lease(timeout=1) as chosen:
+            async with leased(router, timeout=1, min_version=1), leased(router, timeout=1) as chosen:
                 assert chosen == "a"
-            async with router.lease(timeout=1), router.lease(timeout=1) as chosen:
+            async with leased(router, timeout=1), leased(router, timeout=1) as chosen:
                 assert chosen == "b", "its successor is not draining"
 
     run_virtual(main())
@@ -108,10 +120,10 @@ def test_a_draining_replica_takes_requests_where_no_other_can():
 def test_a_sticky_episode_leaves_a_replica_that_is_too_old():
     async def main():
         router = two_live()
-        async with router.lease(timeout=1, sticky_key=7) as first:
+        async with leased(router, timeout=1, sticky_key=7) as first:
             assert first == "a"
         router.set_version("b", 1)
-        async with router.lease(timeout=1, sticky_key=7, min_version=1) as second:
+        async with leased(router, timeout=1, sticky_key=7, min_version=1) as second:
             assert second == "b"
 
     run_virtual(main())
@@ -142,7 +154,7 @@ def test_waiting_requests_are_served_in_order_when_a_replica_comes_back():
         served = []
 
         async def request(name):
-            async with router.lease(timeout=60):
+            async with leased(router, timeout=60):
                 served.append(name)
 
         async with asyncio.TaskGroup() as tasks:
@@ -162,7 +174,7 @@ def test_cancellation_leaks_no_load():
         router = Router(["a"])
 
         async def request():
-            async with router.lease(timeout=1000):
+            async with leased(router, timeout=1000):
                 await asyncio.sleep(100)
 
         waiting = asyncio.create_task(request())
@@ -217,13 +229,13 @@ def test_an_episode_is_not_bound_to_the_successor_of_its_replica():
 
     async def main():
         router = two_live()
-        async with router.lease(timeout=1, sticky_key="episode") as first:
+        async with leased(router, timeout=1, sticky_key="episode") as first:
             assert first == "a"
         router.mark_dead("a", "killed")
         router.mark_live("a", 0)
         crowd = [await router.acquire(timeout=1) for _ in range(3)]
         assert [lease.replica_id for lease in crowd] == ["a", "b", "a"]
-        async with router.lease(timeout=1, sticky_key="episode") as moved:
+        async with leased(router, timeout=1, sticky_key="episode") as moved:
             assert moved == "b"
 
     run_virtual(main())
@@ -320,7 +332,7 @@ def test_a_choice_among_thousands_costs_about_as_much_as_among_a_few():
 def test_a_reserved_replica_takes_no_request_but_those_that_want_one():
     async def main():
         router = two_live()
-        async with router.lease(timeout=1, sticky_key="episode") as before:
+        async with leased(router, timeout=1, sticky_key="episode") as before:
             assert before == "a"
         running = await router.acquire(timeout=1)  # goes on where it is
         router.reserve(["a"])
@@ -328,7 +340,7 @@ def test_a_reserved_replica_takes_no_request_but_those_that_want_one():
         for _ in range(3):
             assert (await router.acquire(timeout=1)).replica_id == "b"
             assert (await router.acquire(timeout=1, reserved=True)).replica_id == "a"
-        async with router.lease(timeout=1, sticky_key="episode") as moved:
+        async with leased(router, timeout=1, sticky_key="episode") as moved:
             assert moved == "b"
         router.mark_dead("a", "killed")
         with pytest.raises(NoReplica, match=r"a is not live: killed \(reserved\)"):
@@ -354,7 +366,7 @@ def test_versions_that_no_replica_has_any_more_cost_nothing():
             for name in ("a", "b"):
                 router.set_version(name, version)
             router.reserve(["a"] if version % 10 == 0 else [])
-            async with router.lease(timeout=1, min_version=version):
+            async with leased(router, timeout=1, min_version=version):
                 pass
         assert len(router._ranks) <= 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,12 +20,14 @@ from roll.cli.main import main
 from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, load_config
+from roll.rollout.clock import VirtualTimeLoop, run_virtual
 from roll.simulation.calibration import NEEDED, calibrated
 from roll.simulation.costs import Tokens, costs_of, engine_costs, shape_of
+from roll.simulation.engines import Host
 from roll.simulation.fit import busy_seconds
 from roll.simulation.inputs import SPREADS, Inputs, drawn_factors, dump_inputs, read_inputs, varied
 from roll.simulation.prediction import interval, predict, report
-from roll.simulation.run import simulate
+from roll.simulation.run import _Driver, simulate
 from roll.simulation.workload import groups, response_lengths
 from tests.simulation.test_prediction import random_settings
 
@@ -120,6 +124,27 @@ def test_what_comes_while_the_driver_works_is_passed_on_together():
     assert none == pytest.approx(5 * 20, rel=0.05), "a decoding step for each turn of all episodes"
     works = simulate(config, read_inputs(None, [*alike, "driver.sample_seconds=1"])).step_seconds
     assert works == pytest.approx(none + samples * 1, rel=0.01), "turn by turn, driver and engine wait for each other"
+
+
+def test_the_driver_leaves_out_cancelled_work_and_then_leaves_its_core():
+    async def ends() -> tuple[float, float]:
+        loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
+        host = Host(1, loop)
+        driver = _Driver(host)
+        first = asyncio.ensure_future(driver.work(3))
+        await asyncio.sleep(1)
+        cancelled, second = (asyncio.ensure_future(driver.work(seconds)) for seconds in (50, 2))
+        await asyncio.sleep(1)
+        cancelled.cancel()
+        await asyncio.gather(first, second)
+        done = loop.time()
+        only = asyncio.ensure_future(driver.work(50))
+        await asyncio.sleep(0)
+        only.cancel()
+        await host.work(4, 1)
+        return done, loop.time() - done
+
+    assert run_virtual(ends()) == pytest.approx((3 + 2, 4))
 
 
 def test_longer_episodes_have_more_turns_up_to_the_limit():
