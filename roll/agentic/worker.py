@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -229,7 +230,6 @@ class CallThreads:
         self._stack_bytes = stack_bytes
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
-        self._stack_size = threading.Lock()
         self._calls: deque[_Call] = deque()
         """Calls that no thread has taken yet."""
         self._idle = 0
@@ -297,7 +297,7 @@ class CallThreads:
         """Wake a thread for the next call, unless one is coming. Return True if one is to be started instead.
 
         The longer that call has waited, the more threads may be coming: they get their turns late if others compute.
-        One is started at a time, and goes on with this. The lock must be held.
+        One is started at a time. The lock must be held.
         """
         if not self._calls:
             return False
@@ -315,18 +315,20 @@ class CallThreads:
         return True
 
     def _start_thread(self) -> None:
-        """Start the thread that `_wake_threads` asked for, without its lock: a start takes long if others compute."""
+        """Start the thread that `_wake_threads` asked for, without its lock: a start takes long if others compute.
+
+        Call it in the event loop: a thread inherits cores and priority, which an environment may have set for its own.
+        """
         thread = threading.Thread(target=self._serve, name="environment", daemon=True)
         # The stack size is a process-wide setting, which the environments' own threads should not inherit.
-        with self._stack_size:
-            usual = threading.stack_size(self._stack_bytes)
-            try:
-                thread.start()
-                return
-            except RuntimeError as error:
-                failure = NoThread(str(error))
-            finally:
-                threading.stack_size(usual)
+        usual = threading.stack_size(self._stack_bytes)
+        try:
+            thread.start()
+            return
+        except RuntimeError as error:
+            failure = NoThread(str(error))
+        finally:
+            threading.stack_size(usual)
         with self._changed:
             self._is_starting = False
             self._coming -= 1
@@ -358,17 +360,18 @@ class CallThreads:
             call = self._calls.popleft()
             needs_thread = self._wake_threads()
         if needs_thread:
-            self._start_thread()
+            self._in_loop(self._start_thread)
         return call
 
     def _return(self, call: _Call, value: Any) -> None:
         self._returned.append((call, value))
         if not self._wakes_loop:
             self._wakes_loop = True
-            try:
-                self._loop.call_soon_threadsafe(self._take_returned)
-            except RuntimeError:
-                pass  # the event loop is closed
+            self._in_loop(self._take_returned)
+
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(work)
 
     def _take_returned(self) -> None:
         self._wakes_loop = False  # before the first value is taken: a thread that comes later wakes the loop again

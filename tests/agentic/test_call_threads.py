@@ -85,35 +85,19 @@ def test_a_call_begins_while_all_others_compute():
     run(use)
 
 
-def test_a_slow_start_of_a_thread_holds_up_one_call_at_most(monkeypatch):
-    start, is_starting, may_start = threading.Thread.start, threading.Event(), threading.Event()
-    is_busy, may_return = threading.Event(), threading.Event()
+def test_threads_inherit_nothing_that_environments_set_on_their_own(monkeypatch):
+    start, starters = threading.Thread.start, list[int]()
 
-    def slow_start(thread: threading.Thread) -> None:
-        if threading.current_thread().name == "environment":
-            is_starting.set()
-            may_start.wait(2 * LONG)
+    def noted(thread: threading.Thread) -> None:
+        starters.append(threading.get_ident())
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    meeting = threading.Barrier(20)
 
     async def use(threads: CallThreads) -> None:
-        busy = asyncio.ensure_future(call(threads, lambda: (is_busy.set(), may_return.wait(LONG))))
-        while not is_busy.is_set():
-            await asyncio.sleep(0.001)
-        await call(threads, lambda: None)  # leaves an idle thread, which will start another one
-        calls = [asyncio.ensure_future(call(threads, lambda: 1, 2 * LONG)) for _ in range(4)]
-        while not is_starting.is_set() and not all(each.done() for each in calls):
-            await asyncio.sleep(0.001)
-        may_return.set()
-        await busy
-        try:
-            async with asyncio.timeout(LONG):
-                while sum(not each.done() for each in calls) > 1:
-                    await asyncio.sleep(0.001)
-        finally:
-            may_start.set()
-        assert await asyncio.gather(*calls) == [1] * 4
+        await asyncio.gather(*(call(threads, lambda: meeting.wait(LONG)) for _ in range(20)))
+        assert len(starters) == 20 and set(starters) == {threading.get_ident()}
 
     run(use)
 
