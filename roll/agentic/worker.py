@@ -234,7 +234,7 @@ class CallThreads:
         """Calls that no thread has taken yet."""
         self._idle = 0
         self._coming = 0
-        """Number of threads that were woken or started, and have not looked at the calls yet."""
+        """Number of threads that will look at the calls next: woken, started, or at the end of a call."""
         self._is_starting = False
         self._has_ended = False
         self._returned: deque[tuple[_Call, Any]] = deque()
@@ -347,7 +347,7 @@ class CallThreads:
             del call, value
 
     def _next_call(self) -> _Call | None:
-        """Wait for a call, and call a thread for the one after it. Returns None after `end`."""
+        """Wait for a call, and have a thread woken or started for the one after it. Returns None after `end`."""
         with self._changed:
             self._coming -= 1
             while not self._calls:
