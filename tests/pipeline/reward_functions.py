@@ -30,6 +30,12 @@ async def late_reward(response, ground_truth):
     return digit_reward(response, ground_truth)
 
 
+async def straggling_reward(response, ground_truth):
+    """The same, for one prompt in eight a second later: the others are there long before."""
+    await asyncio.sleep(random.expovariate(20) if int(ground_truth) % 8 else 1.0)
+    return digit_reward(response, ground_truth)
+
+
 def raising_reward(response):
     raise RuntimeError("the verifier of this test always fails")
 

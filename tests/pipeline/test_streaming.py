@@ -128,13 +128,14 @@ def test_so_it_does_where_an_episode_is_several_samples(task):
 def assert_same_steps(task, address, steps, changes, streamed_only=None, make=tiny_config):
     changes = {
         "max_steps": steps,
-        **({"rewards__addition__verifier": "reward_functions:late_reward"} if make is tiny_config else {}),
         # Attention hardly feels key biases: their gradients are rounding, of which Adam alone would make whole steps.
         "actor_train__training_args__adam_epsilon": 1e-4,
         **changes,
     }
     plain = run_pipeline(task, address, make(task, **changes))
     streams = {"actor_train__stream_groups": True, **(streamed_only or {})}
+    if make is tiny_config:
+        streams["rewards__addition__verifier"] = "reward_functions:straggling_reward"
     streamed = run_pipeline(task, address, make(task, **changes | streams))
     assert len(streamed.metrics) == steps
     shares = [record["actor/streamed_share"] for record in streamed.metrics if "actor/loss" in record]
