@@ -1,16 +1,15 @@
 """Compare simulations with published step times of other systems.
 
-Of each family (a system's runs of one model on one kind of device) one row calibrates: the speeds of engine and trainer
-are fitted to its synchronous and its asynchronous step. The other rows are predicted with these speeds, and every row
-is predicted blind as well, with an interval. Lengths are the published means; where a source has none, the default.
-Where a source tells how the time went on, a step is one of the first hundred: lengths drift during training, and in
-each run differently.
+Of each family (a system's runs of one model on one kind of device) one row calibrates: inputs that its source does not
+tell (`UNKNOWN`) are fitted to its synchronous and its asynchronous step, each with its uncertainty, by the method of
+`roll simulate --calibrate`. The other rows are predicted with them, and every row is predicted blind as well, with an
+interval. Lengths have the published means; where a source has none, they are fitted too. Where a source tells how the
+time went on, a step is one of the first hundred: lengths drift during training, and in each run differently.
 
-Large systems are simulated as an eighth or a fourth of themselves: as many prompts, replicas and trainer ranks less.
-What that changes is put back: the trainer's imperfect scaling, the driver's work, the states of a rank. Schedules of
-other systems are mapped to the nearest of ours: their staleness threshold, or number of steps off, is the ratio. While
-weights move, their engines stand still, and all of them receive all weights (`REFIT_BANDWIDTH`). NeMo-RL's recipes have
-a KL penalty of 0.01 (`grpo_math_1B.yaml`), so the reference's log-probabilities are computed too.
+Schedules of other systems are mapped to the nearest of ours: their staleness threshold, or number of steps off, is the
+ratio. Where verl goes on with responses after updates (`partial_rollout`), it may do so after any number of them. While
+weights move, engines of other systems stand still, and all of them receive all weights (`REFIT_BANDWIDTH`). NeMo-RL's
+recipes have a KL penalty of 0.01 (`grpo_math_1B.yaml`), so the reference's log-probabilities are computed too.
 
     python benchmarks/published_runs.py published_runs.json
 """
@@ -21,10 +20,11 @@ import argparse
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,9 @@ import numpy as np
 from roll.check import memory_parts
 from roll.configs.loader import config_from_tree
 from roll.configs.run import PipelineConfig
-from roll.simulation.costs import PCIE_BANDWIDTH, STATE_BYTES, shape_of
-from roll.simulation.inputs import Inputs, LengthInputs, TrainerInputs, varied
-from roll.simulation.prediction import predict
+from roll.simulation.fit import NOISE, most_likely
+from roll.simulation.inputs import SPREADS, Inputs, LengthInputs, drawn_factors, varied
+from roll.simulation.prediction import interval
 from roll.simulation.run import simulate
 
 DEEPSEEK_V3 = memory_parts.ModelShape(
@@ -54,12 +54,36 @@ REFIT_BANDWIDTH = 3.8e10
 parameters, about 20 of them for moving states."""
 PROMPT = 150
 """Tokens of a prompt where the source gives the mean of prompt and response."""
-SIGMA = 0.8
 NODE = 8
 """GPUs of a node. Those of GB200 have 4, and NVLink between nodes."""
-LARGEST = 512
-"""Samples of a step that are simulated at most."""
+ANY_AGE = 16
+"""Bound of staleness, in versions, that responses of a hundred steps hardly reach."""
 WITHIN = 0.15
+UNKNOWN = {
+    **{path: SPREADS[path] for path in (
+        "engine.scale",
+        "trainer.scale",
+        "trainer.exponent",
+        "trainer.step_seconds",
+        "trainer.optimizer_seconds",
+        "weight_update.load_bandwidth",
+        "weight_update.exchange_bandwidth",
+        "lengths.median",
+        "lengths.sigma",
+        "lengths.prompt",
+        "lengths.correlation",
+    )},
+    "engine.overhead_seconds": 0.7,
+}  # fmt: skip
+"""Input -> standard deviation of the logarithm of what is known of it. These may be fitted to the row that calibrates,
+as far as its steps tell of them. The fixed time of a decoding step is an estimate, good for a factor of two."""
+TOLD = ("lengths.median", "lengths.prompt")
+"""Those that a published mean tells."""
+NOISE_OF_STEP = NOISE[2]
+STEPS = 4
+"""Steps that are averaged."""
+PASSES = 6
+"""How often a fit takes its derivatives."""
 
 
 @dataclass
@@ -77,30 +101,31 @@ class Case:
 
     @property
     def family(self) -> str:
-        """The rows that share speeds."""
+        """The rows that share what is fitted. Lengths are fitted as shares of the limits, which are the same in these
+        rows."""
         return f"{self.row['system'].split(' 0.')[0]}, {self.row['model']}, {self.row['gpus']['kind']}"
 
-    def build(self, inputs: Inputs) -> tuple[PipelineConfig, Inputs]:
-        """Return configuration and inputs of the simulation."""
+    @property
+    def mean(self) -> float | None:
+        """The published mean of prompt and response, in tokens."""
+        lengths = self.row["lengths"]
+        return lengths.get("mean") or lengths.get(f"mean_{self._name}")
+
+    def build(self, factors: Mapping[str, float] = MappingProxyType({})) -> tuple[PipelineConfig, Inputs]:
+        """Return configuration and inputs of the simulation. ``factors``: input -> factor of its default."""
         row, settings = self.row, self.row.get("settings", {})
         split, gpus = row["split"], row["gpus"]
         train, generate = split["train"], split["generate"]
         if not self.asynchronous:
             train = generate = gpus.get("sync") or gpus["count"]
         of_engine = settings.get("engine_tensor_parallel") or settings["engine_tp_" + self._name]
-        replicas, batch = max(1, generate // of_engine), row["batch"]
+        generate = max(1, generate // of_engine) * of_engine
         tensor, context, experts, stages = self._parallel
-        part, ranks, of_model = 1, train, max(tensor * context, experts) * stages
-        while batch * row["group"] / part > LARGEST and not (
-            math.gcd(replicas, batch, train) % (2 * part) or train % (2 * part * of_model)
-        ):
-            part *= 2
-        train, generate, batch = train // part, replicas * of_engine // part, batch // part
         devices = max(train, generate) if not self.asynchronous else train + generate
         first = train if self.asynchronous else 0
         ratio = row.get("staleness_threshold", row.get("steps_off", 1)) if self.asynchronous else 0
-        megatron = of_model > context or "Megatron" in settings.get("train", "")
-        optimizer_batch = settings.get("ppo_mini_batch_prompts", row["batch"]) // part * row["group"]
+        megatron = max(tensor * context, experts) * stages > context or "Megatron" in settings.get("train", "")
+        optimizer_batch = settings.get("ppo_mini_batch_prompts", row["batch"]) * row["group"]
         longest = row["lengths"].get("response_max") or row["lengths"]["total_max"] - PROMPT
         tree = {
             "pretrain": MODELS.get(row["model"], row["model"]),
@@ -109,7 +134,7 @@ class Case:
                 "num_devices_per_node": NODE,
                 "num_nodes": math.ceil(devices / NODE),
             },
-            "rollout_batch_size": batch,
+            "rollout_batch_size": row["batch"],
             "num_return_sequences_in_group": row["group"],
             "prompt_length": row["lengths"].get("prompt_max") or 2 * PROMPT,
             "response_length": longest,
@@ -149,28 +174,19 @@ class Case:
             tree["teacher"] = {"weights": "policy"}  # another forward pass of the trainer, for the reference
         if self.asynchronous and row["system"].startswith("verl fully"):
             tree["actor_train"]["stream_groups"] = True
-        mean = row["lengths"].get("mean") or row["lengths"].get(f"mean_{self._name}")
-        lengths = inputs.lengths
-        if mean:
-            lengths = LengthInputs(prompt=PROMPT, median=median_of(mean - PROMPT, longest), sigma=SIGMA)
-        config = config_from_tree(tree)
-        # Of so many parts the ranks together lose more than those of one, and the driver has as many samples more.
-        factors = {
-            "trainer.scale": part ** (1 - inputs.trainer.exponent),
-            "driver.sample_seconds": part,
-        }
-        origins = {**inputs.origins, **{path: inputs.origin(path) for path in factors}}
-        moved = shape_of(config, config.actor_train).parameters * (STATE_BYTES / ranks + 2 / of_engine) / 2
-        inputs = varied(inputs, factors, config)
+        if ratio and settings.get("partial_rollout"):
+            tree["max_staleness"] = ANY_AGE
+        config, known = config_from_tree(tree), Inputs()
+        lengths = known.lengths
+        if self.mean:
+            sigma = lengths.sigma * factors.get("lengths.sigma", 1.0)
+            lengths = LengthInputs(PROMPT, median_of(self.mean - PROMPT, longest, sigma), sigma)
+            factors = {path: factor for path, factor in factors.items() if path not in (*TOLD, "lengths.sigma")}
         update = replace(
-            inputs.weight_update,
-            exchange_seconds=moved / PCIE_BANDWIDTH,
-            gather_seconds=0.0,
-            send_seconds=0.0,
-            load_bandwidth=REFIT_BANDWIDTH / of_engine,
+            known.weight_update, gather_seconds=0.0, send_seconds=0.0, load_bandwidth=REFIT_BANDWIDTH / of_engine
         )
-        origins["weight_update.load_bandwidth"] = "default"
-        return config, replace(inputs, device=gpus["kind"], lengths=lengths, weight_update=update, origins=origins)
+        inputs = Inputs(device=gpus["kind"], lengths=lengths, weight_update=update)
+        return config, varied(inputs, factors, config)
 
     @property
     def _parallel(self) -> tuple[int, int, int, int]:
@@ -195,19 +211,19 @@ def algorithms_of(config: PipelineConfig) -> Any:
     return SimpleNamespace(streams=config.actor_train.stream_groups is True, correction=None, objective=objective)
 
 
-def simulated(case: Case, inputs: Inputs, steps: int) -> float:
+def simulated(case: Case, factors: Mapping[str, float]) -> float:
     """Return the time of a step."""
-    config, own = case.build(inputs)
-    return simulate(config, own, steps=steps, algorithms=algorithms_of(config)).step_seconds
+    config, inputs = case.build(factors)
+    return simulate(config, inputs, steps=STEPS, algorithms=algorithms_of(config)).step_seconds
 
 
-def median_of(mean: float, longest: int) -> float:
+def median_of(mean: float, longest: int, sigma: float) -> float:
     """Return the median of log-normal lengths whose mean is this after they were cut at the longest."""
     normal = NormalDist()
 
     def cut_mean(median: float) -> float:
-        score = math.log(longest / median) / SIGMA
-        return median * math.exp(SIGMA**2 / 2) * normal.cdf(score - SIGMA) + longest * (1 - normal.cdf(score))
+        score = math.log(longest / median) / sigma
+        return median * math.exp(sigma**2 / 2) * normal.cdf(score - sigma) + longest * (1 - normal.cdf(score))
 
     low, high = 1.0, 100.0 * longest
     for _ in range(60):
@@ -216,38 +232,17 @@ def median_of(mean: float, longest: int) -> float:
     return low
 
 
-def fit(cases: list[Case]) -> Inputs:
-    """Return inputs whose engine and trainer make the steps of these cases, with a weak pull to the defaults.
+def fit(cases: list[Case]) -> dict[str, float]:
+    """Return the factors of `UNKNOWN` inputs with which the steps of these cases take the times that they took."""
+    paths = [path for path in UNKNOWN if path not in TOLD or not all(case.mean for case in cases)]
 
-    A compass search in logarithms: a step is the longer one of two, and a search by slopes runs in circles about it.
-    """
+    def factors(logs: np.ndarray) -> dict[str, float]:
+        return dict(zip(paths, np.exp(logs).tolist(), strict=True))
 
-    def cost(logs: np.ndarray) -> float:
-        inputs = with_scales(logs)
-        errors = [math.log(simulated(case, inputs, 3) / case.seconds) for case in cases]
-        return float(np.sum(np.square(errors)) + 0.02 * np.sum(np.square(logs)))
+    def errors(logs: np.ndarray) -> list[float]:
+        return [math.log(simulated(case, factors(logs)) / case.seconds) / NOISE_OF_STEP for case in cases]
 
-    known, length = np.zeros(2), 1.0
-    best = cost(known)
-    while length > 0.1:
-        tried = [known + length * np.array(way) for way in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1))]
-        costs = [cost(each) for each in tried]
-        if min(costs) < best:
-            best, known = min(costs), tried[int(np.argmin(costs))]
-        else:
-            length /= 2
-    return with_scales(known)
-
-
-def with_scales(logs: np.ndarray) -> Inputs:
-    """Return default inputs with the scales of engine and trainer."""
-    engine, trainer = np.exp(logs)
-    return replace(
-        Inputs(),
-        engine=replace(Inputs().engine, scale=float(engine)),
-        trainer=replace(TrainerInputs(), scale=float(trainer)),
-        origins={"engine.scale": "fitted", "trainer.scale": "fitted"},
-    )
+    return factors(most_likely(errors, np.array([UNKNOWN[path] for path in paths]), passes=PASSES))
 
 
 def usable(row: dict[str, Any]) -> bool:
@@ -268,14 +263,15 @@ class Tally:
     signs: list[bool] = field(default_factory=list)
 
 
-def compare(case: Case, speeds: Inputs | None, fitted: bool, draws: int, tally: Tally) -> float:
+def compare(case: Case, factors: Mapping[str, float] | None, fitted: bool, draws: int, tally: Tally) -> float:
     """Print a line of the table. Returns the blind prediction of the step."""
-    config, inputs = case.build(Inputs())
-    blind = predict(config, inputs, draws=draws, steps=4, algorithms=algorithms_of(config))
-    tally.inside.append(blind.low <= case.seconds <= blind.high)
+    random, blind = np.random.default_rng(0), simulated(case, {})
+    drawn = [simulated(case, drawn_factors(Inputs(), random)) for _ in range(draws)]
+    low, high = interval(blind, drawn)
+    tally.inside.append(low <= case.seconds <= high)
     told = " | "
-    if speeds is not None:
-        seconds = simulated(case, speeds, 4)
+    if factors is not None:
+        seconds = simulated(case, factors)
         off = seconds / case.seconds - 1
         told = f"{seconds:.0f} | {off:+.0%}{' (fitted)' if fitted else ''}"
         if not fitted:
@@ -284,39 +280,40 @@ def compare(case: Case, speeds: Inputs | None, fitted: bool, draws: int, tally: 
         case.row["id"],
         "asynchronous" if case.asynchronous else "synchronous",
         f"{case.seconds:.0f}",
-        f"{blind.outcome.step_seconds:.0f}",
-        f"{blind.low:.0f}-{blind.high:.0f}",
+        f"{blind:.0f}",
+        f"{low:.0f}-{high:.0f}",
         "yes" if tally.inside[-1] else "no",
         told,
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
-    return blind.outcome.step_seconds
+    return blind
 
 
-def compare_family(members: list[dict[str, Any]], draws: int, tally: Tally) -> None:
-    """Print the lines of a family; the first row with both steps calibrates the others."""
+def compare_family(members: list[dict[str, Any]], draws: int, tally: Tally) -> dict[str, float] | None:
+    """Print the lines of a family; the first row with both steps calibrates the others. Returns what was fitted."""
     members.sort(key=lambda row: row.get("sync_step_seconds") is None)
     first = members[0]
     fits = len(members) > 1 and first.get("sync_step_seconds") is not None
-    speeds = fit([Case(first, False), Case(first, True)]) if fits else None
+    factors = fit([Case(first, False), Case(first, True)]) if fits else None
     seen: set[tuple[int, float]] = set()
     for row in members:
         blind: dict[bool, float] = {}
         synchronous = (row["gpus"].get("sync") or row["gpus"]["count"], row.get("sync_step_seconds"))
         if synchronous[1] is not None and synchronous not in seen:  # several rows repeat one synchronous run
-            blind[False] = compare(Case(row, False), speeds, row is first, draws, tally)
+            blind[False] = compare(Case(row, False), factors, row is first, draws, tally)
             seen.add(synchronous)
-        blind[True] = compare(Case(row, True), speeds, row is first, draws, tally)
+        blind[True] = compare(Case(row, True), factors, row is first, draws, tally)
         if len(blind) == 2 and row["gpus"].get("sync") == row["gpus"].get("async"):
             pays = row["async_step_seconds"] < row["sync_step_seconds"]
             tally.signs.append((blind[True] < blind[False]) == pays)
+    return factors
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--draws", type=int, default=16)
+    parser.add_argument("--draws", type=int, default=12, help="simulations behind an interval; at least 9")
     parser.add_argument("--only", default="", help="families whose name contains this")
     options = parser.parse_args()
     memory_parts.KNOWN["deepseek-v3"] = DEEPSEEK_V3
@@ -329,10 +326,12 @@ def main() -> None:
     print("| row | step | published s | blind s | interval | inside | calibrated s | off |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     tally = Tally()
-    for members in families.values():
-        compare_family(members, options.draws, tally)
+    fits = [(name, compare_family(members, options.draws, tally)) for name, members in families.items()]
     print(f"\ninside of the blind interval: {sum(tally.inside)} of {len(tally.inside)}")
     print(f"calibrated on another row, within {WITHIN:.0%}: {sum(tally.close)} of {len(tally.close)}")
+    for name, factors in fits:
+        if factors is not None:
+            print(f"{name}: {', '.join(f'{path} x {factor:.2f}' for path, factor in factors.items())}")
     print(f"right about what pays, blind, on as many devices: {sum(tally.signs)} of {len(tally.signs)}")
 
 

@@ -50,6 +50,7 @@ SENTENCES = {
     "training": "the trainer is the slow side",
     "micro-batches": "the trainer's fixed time for each micro-batch dominates: they are small",
     "weight updates": "weight updates are waited for",
+    "moving states": "roles that share devices wait while states move between device and host",
     "rewards": "responses wait for their reward: too few workers, or slow ones",
     "environments": "episodes wait for their environments: too few workers, or slow ones",
     "messages": "turns of episodes wait for messages between processes",
@@ -207,6 +208,8 @@ def _without(config: PipelineConfig, inputs: Inputs) -> Iterator[tuple[str, Inpu
         yield "micro-batches", replace(inputs, trainer=replace(inputs.trainer, micro_batch_seconds=0.0))
     free = dict.fromkeys(("gather_seconds", "send_seconds", "fetch_seconds", "load_seconds"), 0.0)
     yield "weight updates", replace(inputs, weight_update=replace(inputs.weight_update, **free))
+    if derived.shares_devices(config, "actor_infer"):
+        yield "moving states", replace(inputs, weight_update=replace(inputs.weight_update, exchange_seconds=0.0))
     if isinstance(config, AgenticConfig):
         yield "environments", replace(inputs, environments=replace(inputs.environments, seconds=0.0))
     else:

@@ -39,8 +39,6 @@ from roll.simulation.inputs import Inputs
 
 MFU, MFU_OF_EXPERTS = 0.4, 0.3
 """Default of `trainer.mfu` for dense models, and for mixtures of experts."""
-PCIE_BANDWIDTH = 2e10
-"""Bandwidth between host and device, bytes per second."""
 STATE_BYTES = 16
 """Bytes on the device per trained weight: weight, gradient and two moments in float32."""
 
@@ -149,10 +147,10 @@ def costs_of(config: PipelineConfig, inputs: Inputs) -> Costs:
     update = inputs.weight_update
     moved = {
         role: (STATE_BYTES if role in ("actor_train", "critic") else 2) * shape_of(config, section).parameters
-        / (len(parse_device_mapping(section.device_mapping)) or 1) / PCIE_BANDWIDTH
+        / (len(parse_device_mapping(section.device_mapping)) or 1) / update.exchange_bandwidth
         for role, section in roles.items()
     }  # fmt: skip
-    moved["actor_infer"] = size / infer.num_gpus_per_engine / PCIE_BANDWIDTH
+    moved["actor_infer"] = size / infer.num_gpus_per_engine / update.exchange_bandwidth
     if update.exchange_seconds is not None:
         moved = dict.fromkeys(moved, update.exchange_seconds)
     engine = engine_costs(config, inputs, shape, hardware)

@@ -11,7 +11,7 @@ unknown of which the runs tell little keeps its value: a run at ratio 0 says not
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -140,7 +140,7 @@ def _simulated(inputs: Inputs, runs: Sequence[Observed]) -> list[Outcome]:
 
 
 def _refined(inputs: Inputs, runs: Sequence[Observed]) -> Inputs:
-    """Return the inputs after some steps of Levenberg and Marquardt's method."""
+    """Return the inputs with the unknowns that explain the runs best."""
     unknowns = _unknowns(inputs, runs)
     deviations, least = (np.array([getattr(each, name) for each in unknowns]) for name in ("deviation", "least"))
 
@@ -150,14 +150,34 @@ def _refined(inputs: Inputs, runs: Sequence[Observed]) -> Inputs:
             own = unknown.put(own, distance) if distance else own
         return own
 
-    def errors(values: np.ndarray) -> np.ndarray:
+    def errors(values: np.ndarray) -> list[float]:
         outcomes = _simulated(put(values), runs)
-        seen = [error for run, outcome in zip(runs, outcomes, strict=True) for error in run.errors(outcome)]
-        return np.concatenate([seen, values / deviations])
+        return [error for run, outcome in zip(runs, outcomes, strict=True) for error in run.errors(outcome)]
 
-    values = np.zeros(len(unknowns))
-    found, damping, still = errors(values), DAMPING, np.zeros(len(unknowns))
-    for _ in range(PASSES):
+    return put(most_likely(errors, deviations, least))
+
+
+def most_likely(
+    errors_of: Callable[[np.ndarray], Sequence[float]],
+    deviations: np.ndarray,
+    least: np.ndarray | None = None,
+    passes: int = PASSES,
+) -> np.ndarray:
+    """Return the most likely distances of unknowns from what is known of them before, float ``[n]``, by some steps of
+    Levenberg and Marquardt's method.
+
+    ``errors_of`` tells what distances do not explain, in units of its uncertainty; ``deviations`` are the standard
+    deviations of the distances, and ``least`` their smallest values; see `PASSES`. An unknown of which little is told
+    keeps its value.
+    """
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors_of(values), values / deviations])
+
+    least = np.full(len(deviations), -math.inf) if least is None else least
+    values = np.zeros(len(deviations))
+    found, damping, still = errors(values), DAMPING, np.zeros(len(deviations))
+    for _ in range(passes):
         changes = np.diag(CHANGE * deviations)
         slopes = np.stack([(errors(values + change) - found) / change.sum() for change in changes], axis=1)
         told = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes))) <= TOLD * deviations
@@ -174,7 +194,7 @@ def _refined(inputs: Inputs, runs: Sequence[Observed]) -> Inputs:
                 values, found = values + move, moved
             if 0 <= gain < LEAST_GAIN:
                 break
-    return put(values)
+    return values
 
 
 def _least_squares(slopes: np.ndarray, found: np.ndarray, least: np.ndarray) -> np.ndarray:

@@ -131,8 +131,11 @@ class UpdateInputs:
     gather_bandwidth: Positive = option(2e10, "Bytes a second.")
     send_bandwidth: Positive = option(1e10, "Bytes a second.")
     load_bandwidth: Positive = option(2e10, "Bytes a second of one GPU.")
+    exchange_bandwidth: Positive = option(2e10, "Bytes a second between one device and its host.")
     exchange_seconds: NotNegative | None = option(
-        None, "Shared devices: time to move a role's states away, and to bring them back. Default: over PCIe, 2e10 B/s."
+        None,
+        "Shared devices: time to move a role's states away, and to bring them back. Default: bytes / devices that they "
+        "are spread over / `exchange_bandwidth`.",
     )
 
 
@@ -387,6 +390,7 @@ SPREADS: Mapping[str, float] = {
     "driver.turn_seconds": 0.3,
     "host.slowdown": 0.5,
     "trainer.part_seconds": 0.5,
+    "weight_update.exchange_bandwidth": 1.0,
 }
 """Uncertain input -> uncertainty of its default: the standard deviation of the logarithm of its relative error. An
 estimate, checked against published runs (`docs/simulation.md`)."""
@@ -400,6 +404,7 @@ STANDS_FOR: Mapping[str, Mapping[str, float]] = {
     "weight_update.gather_bandwidth": {"weight_update.gather_seconds": 0},
     "weight_update.send_bandwidth": {"weight_update.send_seconds": 0},
     "weight_update.load_bandwidth": {"weight_update.load_seconds": 0},
+    "weight_update.exchange_bandwidth": {"weight_update.exchange_seconds": 0, "driver.step_seconds": 0.25},
 }
 """Input -> related inputs -> fraction of the input's uncertainty that remains if the related one is known."""
 LARGEST: Mapping[str, float] = {"lengths.correlation": 1.0, "trainer.exponent": 1.0, "filtered_share": 0.95}

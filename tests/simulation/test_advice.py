@@ -129,6 +129,20 @@ def test_what_makes_a_run_slow_is_named_and_the_first_advice_helps(tmp_path, cau
     assert first.gain == pytest.approx(before / after - 1, rel=0.35)
 
 
+def test_roles_that_share_devices_are_told_if_they_wait_for_states_that_move(tmp_path):
+    shared = {"actor_train__device_mapping": "0-7", "actor_infer__device_mapping": "0-7", "async_generation_ratio": 0}
+    inputs = read_inputs(None, [*KNOWN, "weight_update.exchange_bandwidth=2e8"])
+
+    def saved(**changes):
+        config = gpus(tmp_path, **USUAL | changes)
+        return advice.causes(advice.Trials(lambda overrides: config, inputs, draws=0))
+
+    apart, together = saved(), saved(**shared)
+    assert "moving states" not in apart
+    assert advice.main_cause(together) == "moving states" and together["moving states"] > 0.5, together
+    assert "moving states" in advice.SENTENCES
+
+
 def test_turns_that_wait_for_messages_are_told_from_a_driver_that_is_slow():
     def load(overrides):
         few = ["rollout_batch_size=8", "train_env_manager.group_size=4", "val_env_manager=null"]

@@ -6,11 +6,12 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree, load_config
-from roll.simulation.fit import Observed, busy_seconds, fitted
+from roll.simulation.fit import Observed, busy_seconds, fitted, most_likely
 from roll.simulation.inputs import read_inputs
 from roll.simulation.run import simulate
 from roll.simulation.workload import groups
@@ -142,3 +143,13 @@ def test_each_part_of_a_batch_costs_its_fixed_times(tmp_path):
     whole = cpu(tmp_path)
     plain, with_part = (simulate(whole, inputs, replayed=works(whole)).step_seconds for inputs in (free, trainer))
     assert plain == with_part
+
+
+def test_unknowns_share_what_is_told_by_their_uncertainty_and_one_of_which_nothing_is_told_stays():
+    def errors(values):
+        return [(values[0] + values[1] - 1.0) / 0.001]
+
+    values = most_likely(errors, np.array([1.0, 2.0, 5.0]))
+    assert values == pytest.approx([0.2, 0.8, 0.0], abs=1e-3)
+    bounded = most_likely(lambda values: errors(-values), np.array([1.0, 2.0, 5.0]), np.array([-0.1, -9.0, 0.0]))
+    assert bounded == pytest.approx([-0.1, -0.9, 0.0], abs=1e-3)

@@ -92,6 +92,14 @@ def test_roles_on_the_same_devices_take_turns_and_move_their_states(tmp_path):
     assert moved.idle["actor_infer"] + moved.idle["actor_train"] >= 1.0
     # Each role leaves and comes back once in a step.
     assert moved.step_seconds - free.step_seconds == pytest.approx(40, abs=1)
+    usual, slow = (
+        simulate(gpus(tmp_path, **shared), read_inputs(None, [f"weight_update.exchange_bandwidth={speed}"]))
+        for speed in (2e10, 2e9)
+    )
+    assert usual.step_seconds > free.step_seconds
+    assert slow.step_seconds - free.step_seconds == pytest.approx(
+        10 * (usual.step_seconds - free.step_seconds), rel=0.05
+    )
 
 
 def test_an_episode_waits_for_its_environment_after_each_turn():
@@ -404,6 +412,10 @@ def test_an_input_set_to_its_default_is_given_and_one_may_stand_for_another(tmp_
     assert not {"engine.scale", "filtered_share"} & drawn("engine.scale=1.0", "filtered_share=0.3").keys()
     assert "lengths.sigma" in drawn("lengths.median=300") and "trainer.scale" not in drawn("trainer.mfu=0.35")
     assert 1 < drawn("engine.bandwidth=0.7")["engine.scale"] ** (1 / 0.3) == pytest.approx(drawn()["engine.scale"])
+    moved = "weight_update.exchange_bandwidth"
+    assert moved not in drawn("weight_update.exchange_seconds=3")
+    # What a calibration attributes to a whole step has the error of states that move in it.
+    assert 1 != drawn("driver.step_seconds=0.1")[moved] ** 4 == pytest.approx(drawn()[moved])
     changed = varied(Inputs(), dict.fromkeys(SPREADS, 9.0), gpus(tmp_path))
     assert changed.lengths.correlation == changed.trainer.exponent == 1 and changed.filtered_share < 1
     assert changed.lengths.prompt == 9 * 256 and changed.lengths.median == 9 * 512
