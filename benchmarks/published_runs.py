@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -254,6 +254,13 @@ def usable(row: dict[str, Any]) -> bool:
     return name in memory_parts.KNOWN and kind in ("H20", "H100", "GB200") and told and text
 
 
+class Predicted(NamedTuple):
+    """Seconds of a step, blind and with what was fitted to another row."""
+
+    blind: float
+    calibrated: float | None
+
+
 @dataclass
 class Tally:
     """Counts over all rows."""
@@ -261,15 +268,16 @@ class Tally:
     inside: list[bool] = field(default_factory=list)
     close: list[bool] = field(default_factory=list)
     signs: list[bool] = field(default_factory=list)
+    calibrated_signs: list[bool] = field(default_factory=list)
 
 
-def compare(case: Case, factors: Mapping[str, float] | None, fitted: bool, draws: int, tally: Tally) -> float:
-    """Print a line of the table. Returns the blind prediction of the step."""
+def compare(case: Case, factors: Mapping[str, float] | None, fitted: bool, draws: int, tally: Tally) -> Predicted:
+    """Print a line of the table. Returns the predictions of the step."""
     random, blind = np.random.default_rng(0), simulated(case, {})
     drawn = [simulated(case, drawn_factors(Inputs(), random)) for _ in range(draws)]
     low, high = interval(blind, drawn)
     tally.inside.append(low <= case.seconds <= high)
-    told = " | "
+    told, seconds = " | ", None
     if factors is not None:
         seconds = simulated(case, factors)
         off = seconds / case.seconds - 1
@@ -286,7 +294,7 @@ def compare(case: Case, factors: Mapping[str, float] | None, fitted: bool, draws
         told,
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
-    return blind
+    return Predicted(blind, seconds)
 
 
 def compare_family(members: list[dict[str, Any]], draws: int, tally: Tally) -> dict[str, float] | None:
@@ -297,15 +305,17 @@ def compare_family(members: list[dict[str, Any]], draws: int, tally: Tally) -> d
     factors = fit([Case(first, False), Case(first, True)]) if fits else None
     seen: set[tuple[int, float]] = set()
     for row in members:
-        blind: dict[bool, float] = {}
+        made: dict[bool, Predicted] = {}
         synchronous = (row["gpus"].get("sync") or row["gpus"]["count"], row.get("sync_step_seconds"))
         if synchronous[1] is not None and synchronous not in seen:  # several rows repeat one synchronous run
-            blind[False] = compare(Case(row, False), factors, row is first, draws, tally)
+            made[False] = compare(Case(row, False), factors, row is first, draws, tally)
             seen.add(synchronous)
-        blind[True] = compare(Case(row, True), factors, row is first, draws, tally)
-        if len(blind) == 2 and row["gpus"].get("sync") == row["gpus"].get("async"):
-            pays = row["async_step_seconds"] < row["sync_step_seconds"]
-            tally.signs.append((blind[True] < blind[False]) == pays)
+        made[True] = compare(Case(row, True), factors, row is first, draws, tally)
+        if len(made) == 2 and row["gpus"].get("sync") == row["gpus"].get("async"):
+            pays = Case(row, True).seconds < Case(row, False).seconds
+            tally.signs.append((made[True].blind < made[False].blind) == pays)
+            if (ahead := made[True].calibrated) is not None and (behind := made[False].calibrated) is not None:
+                tally.calibrated_signs.append((ahead < behind) == pays)
     return factors
 
 
@@ -332,7 +342,8 @@ def main() -> None:
     for name, factors in fits:
         if factors is not None:
             print(f"{name}: {', '.join(f'{path} x {factor:.2f}' for path, factor in factors.items())}")
-    print(f"right about what pays, blind, on as many devices: {sum(tally.signs)} of {len(tally.signs)}")
+    for how, signs in (("blind", tally.signs), ("calibrated", tally.calibrated_signs)):
+        print(f"right about what pays on as many devices, {how}: {sum(signs)} of {len(signs)}")
 
 
 if __name__ == "__main__":
