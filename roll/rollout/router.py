@@ -59,8 +59,7 @@ class ReplicaState:
     incarnation: int = 0
     """Number of times it has become live."""
     rank: Rank = (False, 0, 0)
-    """Current sort key. Heap entries are compared with it by identity: an equal tuple that is another object is
-    outdated."""
+    """Its entry in the heap, at most its current sort key. Another entry, even an equal tuple, is outdated."""
     group: ReplicaGroup = ReplicaGroup(-1, False)
     """Group whose heap holds `rank`."""
     cause: str | None = None
@@ -90,7 +89,8 @@ class Router:
         self._names = names
         self._place = {name: place for place, name in enumerate(names)}
         self._ranks: dict[ReplicaGroup, list[Rank]] = {}
-        """Group -> heap of the ranks of its live replicas. Outdated ranks are removed when they reach the top."""
+        """Group -> heap with a rank of each of its live replicas. A rank that has grown is updated, and an outdated
+        one is removed, when it reaches the top."""
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
         self._reserved: frozenset[str] = frozenset()
@@ -161,13 +161,12 @@ class Router:
         state = self.state(replica_id)
         incarnation = state.incarnation
         state.draining = True
-        self._rank(replica_id)
         try:
             yield
         finally:
             if state.incarnation == incarnation:
                 state.draining = False
-                self._rank(replica_id)
+                self._lower(replica_id)
 
     async def acquire(
         self,
@@ -188,7 +187,6 @@ class Router:
             replica_id = await self._wait_for_one(timeout, sticky_key, min_version, reserved)
         state = self._replicas[replica_id]
         state.load += 1
-        self._rank(replica_id)
         lease = Lease(replica_id, state.incarnation)
         if sticky_key is not None:
             self._sticky[sticky_key] = lease
@@ -202,7 +200,7 @@ class Router:
         if state.load == 0:
             raise RuntimeError(f"replica {lease.replica_id} was released more often than acquired")
         state.load -= 1
-        self._rank(lease.replica_id)
+        self._lower(lease.replica_id)
         if state.load == 0:
             self._became_idle.set()
 
@@ -251,8 +249,14 @@ class Router:
         state.group = ReplicaGroup(state.version, replica_id in self._reserved)
         self._rank(replica_id)
 
+    def _lower(self, replica_id: str) -> None:
+        """Update the rank of a replica that may have become less."""
+        state = self._replicas[replica_id]
+        if state.live and (state.draining, state.load) < state.rank[:2]:
+            self._rank(replica_id)
+
     def _rank(self, replica_id: str) -> None:
-        """Update the rank of a replica that has changed, and push it on the heap of its group if it is live."""
+        """Push the current rank of a replica on the heap of its group if it is live."""
         state = self._replicas[replica_id]
         if not state.live:
             return
@@ -264,18 +268,21 @@ class Router:
             heapq.heapify(ranks)
 
     def _first(self, group: ReplicaGroup) -> Rank | None:
-        """Return the smallest current rank of a group. If it has no live replica, delete it and return None."""
+        """Return the smallest rank of a group. If it has no live replica, delete it and return None."""
         ranks = self._ranks[group]
-        while ranks and not self._is_rank(ranks[0]):
-            heapq.heappop(ranks)
-        if not ranks:
-            del self._ranks[group]
-            return None
-        return ranks[0]
-
-    def _is_rank(self, rank: Rank) -> bool:
-        state = self._replicas[self._names[rank[-1]]]
-        return state.live and state.rank is rank
+        while ranks:
+            first = ranks[0]
+            draining, load, place = first
+            state = self._replicas[self._names[place]]
+            if not state.live or state.rank is not first:
+                heapq.heappop(ranks)
+            elif state.load == load and state.draining == draining:
+                return first
+            else:
+                state.rank = (state.draining, state.load, place)
+                heapq.heapreplace(ranks, state.rank)
+        del self._ranks[group]
+        return None
 
     def _is_for(self, replica_id: str, reserved: bool) -> bool:
         """Return True if the replica serves requests with this value of ``reserved``."""

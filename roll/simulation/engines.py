@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -105,20 +105,19 @@ class Host:
     def _fire(self) -> None:
         self._timer, self._firing = None, True
         events, loop = self._events, self._loop
-        due = events[0][0]
         while True:
+            due, now = events[0][0], loop.time()
             # Because of rounding, `now` may be just before the event that time was advanced to.
-            self._done, self._seen = max(self.now(), due), loop.time()
+            self._done, self._seen = max(self._done + (now - self._seen) * self._speed, due), now
             while events and events[0][0] <= self._done:
                 when, _, call = heapq.heappop(events)
                 call(when)
             if not events:
                 break
-            due, now = events[0][0], loop.time()
-            at = now + max(0.0, due - self._done) / self._speed
-            if at >= loop.idle_until():
+            seconds = max(0.0, events[0][0] - self._done) / self._speed
+            if now + seconds >= loop.idle_until():
                 break
-            loop.advance(at - now)
+            loop.advance(seconds)
         self._firing = False
         self._arm()
 
@@ -155,25 +154,31 @@ class Replica:
 
     def __init__(self, name: str, costs: EngineCosts, host: Host) -> None:
         self.name, self.version = name, 0
-        self.generated = self.recomputed = self.busy_seconds = 0.0
+        self.generated = self.recomputed = 0.0
         self.computed: Callable[[float, float], None] = lambda start, end: None
         """Called with the beginning and the end of each time in which it computed."""
-        self._computes_since = 0.0
+        self._busy = self._computes_since = 0.0
         self._costs, self._host, self._loop = costs, host, asyncio.get_running_loop()
         self._steps = self._cached = self._stall = 0.0
-        self._seen, self._seen_at = host.now(), self._loop.time()
+        self._seen = host.now()
         self._ends: list[tuple[float, int, Request]] = []
         """Heap of (decoding step, number, request) by the step at which a request ends. Entries of preempted requests
         are removed lazily."""
         self._running: dict[Request, None] = {}
         """Running requests in the order of admission."""
-        self._prompts: Counter[int] = Counter()
+        self._prompts: dict[int, int] = {}
+        """Prompt id -> number of running requests with it."""
         self._waiting: deque[Request] = deque()
         self._paused = 0
         self._computes = self._scheduled = False
         self._next: float | None = None
         """Work time of the next event. Scheduled events with another time are outdated."""
         self._number = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which it has computed."""
+        return self._busy + (self._loop.time() - self._computes_since if self._computes else 0.0)
 
     def submit(self, request: Request) -> None:
         """Queue a request for admission."""
@@ -212,11 +217,8 @@ class Replica:
 
     def advance(self) -> None:
         """Advance the replica to the current simulated time: credit the tokens generated since the last call."""
-        now, at = self._host.now(), self._loop.time()
+        now = self._host.now()
         seconds, self._seen = now - self._seen, now
-        if self._computes:
-            self.busy_seconds += at - self._seen_at
-        self._seen_at = at
         requests = len(self._running)
         if self._paused or not requests:
             return
@@ -278,22 +280,24 @@ class Replica:
         self._host.at(self._next, self._event)
 
     def _admit(self) -> None:
+        waiting, running, prompts = self._waiting, self._running, self._prompts
         room = WATERMARK * self._costs.cache_tokens
-        while self._waiting and len(self._running) < self._costs.max_running:
-            request = self._waiting[0]
+        while waiting and len(running) < self._costs.max_running:
+            request = waiting[0]
             if request.over:
-                self._waiting.popleft()
+                waiting.popleft()
                 continue
-            if self._running and self._cached + request.context > room:
+            if running and self._cached + request.context > room:
                 return
-            self._waiting.popleft()
-            if not self._prompts[request.prompt]:
+            waiting.popleft()
+            same = prompts.get(request.prompt, 0)
+            if not same:
                 self._stall += self._costs.prefill_token * request.prefill
-            self._prompts[request.prompt] += 1
+            prompts[request.prompt] = same + 1
             self._cached += request.context
             request.since = self._steps
             request.end = self._steps + request.tokens
-            self._running[request] = None
+            running[request] = None
             self._number += 1
             heapq.heappush(self._ends, (request.end, self._number, request))
 
@@ -331,8 +335,8 @@ class Replica:
             if computes:
                 self._computes_since = self._loop.time()
             else:
+                self._busy += self._loop.time() - self._computes_since
                 self.computed(self._computes_since, self._loop.time())
-            self._seen_at = self._loop.time()
             self._host.compute(self._costs.threads if computes else -self._costs.threads)
 
 
