@@ -309,6 +309,18 @@ class SampleBatch:
             per_sample={name: values[rows] for name, values in self.per_sample.items()},
         )
 
+    def split(self, sizes: Sequence[int]) -> list[SampleBatch]:
+        """Return consecutive batches of these numbers of samples, which share this one's arrays."""
+        offsets, ends = self.offsets.tolist(), np.cumsum(sizes).tolist()
+        return [
+            SampleBatch(
+                self.lengths[start:end],
+                {name: values[offsets[start] : offsets[end]] for name, values in self.tokens.items()},
+                {name: values[start:end] for name, values in self.per_sample.items()},
+            )
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+
     def padded(self, name: str, fill: float = 0, length: int | None = None) -> np.ndarray:
         """Return a token field as ``[samples, length, ...]``, padded on the right with ``fill``."""
         width = int(self.lengths.max(initial=0)) if length is None else length

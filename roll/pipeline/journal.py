@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Prompt, decode_group, encode_group
 from roll.rollout.buffer import FinishedGroup
@@ -72,10 +74,8 @@ class JournalKeeper(SchedulerObserver[Any, Group]):
 
     def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
         result = group.result
-        newest = max(
-            [group.start_version, result.baseline_version]
-            + [int(sample.versions.max(initial=sample.newest_version)) for sample in result.samples]
-        )
+        versions = [group.start_version, result.baseline_version, *(sample.newest_version for sample in result.samples)]
+        newest = int(np.concatenate([versions, *(sample.versions for sample in result.samples)]).max())
         start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
         payload = start + encode_group(result)
         self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))

@@ -27,7 +27,7 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs import derived
 from roll.configs.roles import COMPARED_ROLES
 from roll.configs.run import AgenticConfig, PipelineConfig
-from roll.data.records import SampleBatch
+from roll.data.records import Group, SampleBatch
 
 if TYPE_CHECKING:
     from roll.pipeline.algorithm import TrainingBatch
@@ -122,13 +122,12 @@ async def join(parts: list[TrainingBatch]) -> TrainingBatch:
 
 def joined(parts: list[TrainingBatch]) -> TrainingBatch:
     """Return the batch made of these parts, sorted by group id. All parts share the same metrics."""
-    groups = [group for part in parts for group in part.groups]
-    order = sorted(range(len(groups)), key=lambda index: groups[index].group_id)
-    samples = np.array([len(group.samples) for group in groups])
-    first = np.cumsum(samples) - samples
-    rows = np.concatenate([np.arange(first[index], first[index] + samples[index]) for index in order])
-    data = SampleBatch.concatenated([part.data for part in parts]).select(rows)
-    return replace(parts[-1], groups=[groups[index] for index in order], data=data)
+    made: list[tuple[Group, SampleBatch]] = []
+    for part in parts:
+        made += zip(part.groups, part.data.split([len(group.samples) for group in part.groups]), strict=True)
+    made.sort(key=lambda each: each[0].group_id)
+    data = SampleBatch.concatenated([samples for _, samples in made])
+    return replace(parts[-1], groups=[group for group, _ in made], data=data)
 
 
 @dataclass
