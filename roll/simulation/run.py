@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,8 +47,6 @@ LONGEST_PERIOD = 16
 """Most steps from one simulated validation to the next."""
 WARM_UP_STEPS = 2
 """Number of first steps of a real run, or of its replay, to ignore, because they take longer than later ones."""
-LONGEST_TURN = 0.5
-"""Seconds of work from which on a turn of the driver takes nothing more. The real one starts at most 256 groups in a turn."""
 LEAST_STEPS = 3
 """Minimum number of steps after the warm-up for a calibration or a replay."""
 
@@ -151,11 +148,11 @@ class _Workers:
 
 
 class _Driver:
-    """The driver's event loop: in each of its turns it does what has come meanwhile, and then passes it on."""
+    """The driver's event loop: in each of its turns it does all that has come meanwhile, and then passes it on."""
 
     def __init__(self, host: Host) -> None:
         self._host, self._loop = host, asyncio.get_running_loop()
-        self._due: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._due: list[tuple[float, asyncio.Future[None]]] = []
         self._doing: list[asyncio.Future[None]] = []
         self._works = False
 
@@ -175,14 +172,10 @@ class _Driver:
         for ended in self._doing:
             if not ended.done():
                 ended.set_result(None)
-        self._doing, total = [], 0.0
-        while self._due and total < LONGEST_TURN:
-            seconds, ended = self._due.popleft()
-            if not ended.done():  # cancelled work is left out
-                self._doing.append(ended)
-                total += seconds
-        if self._doing:
-            self._host.at((self._host.now() if when is None else when) + total, self._turn)
+        due, self._due = [each for each in self._due if not each[1].done()], []  # cancelled work is left out
+        self._doing = [ended for _, ended in due]
+        if due:
+            self._host.at((self._host.now() if when is None else when) + sum(seconds for seconds, _ in due), self._turn)
         else:
             self._works = False
             self._host.compute(-1)
