@@ -310,7 +310,12 @@ class SampleBatch:
         )
 
     def split(self, sizes: Sequence[int]) -> list[SampleBatch]:
-        """Return consecutive batches of these numbers of samples, which share this one's arrays."""
+        """Return consecutive batches of these numbers of samples, which share this one's arrays.
+
+        Raises `ValueError` if the numbers do not add up to the samples.
+        """
+        if sum(sizes) != len(self):
+            raise ValueError(f"{list(sizes)} are no parts of {len(self)} samples")
         offsets, ends = self.offsets.tolist(), np.cumsum(sizes).tolist()
         return [
             SampleBatch(

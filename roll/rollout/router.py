@@ -59,7 +59,7 @@ class ReplicaState:
     incarnation: int = 0
     """Number of times it has become live."""
     rank: Rank = (False, 0, 0)
-    """Its entry in the heap, at most its current sort key. Another entry, even an equal tuple, is outdated."""
+    """Its entry in the heap, while live at most its current sort key. Any other, even an equal tuple, is outdated."""
     group: ReplicaGroup = ReplicaGroup(-1, False)
     """Group whose heap holds `rank`."""
     cause: str | None = None
@@ -252,7 +252,7 @@ class Router:
     def _lower(self, replica_id: str) -> None:
         """Update the rank of a replica that may have become less."""
         state = self._replicas[replica_id]
-        if state.live and (state.draining, state.load) < state.rank[:2]:
+        if (state.draining, state.load) < state.rank[:2]:
             self._rank(replica_id)
 
     def _rank(self, replica_id: str) -> None:

@@ -187,6 +187,18 @@ def test_joined_samples_share_their_tokens():
             data.joined(wrong)
 
 
+def test_the_parts_of_a_split_batch_share_its_arrays_and_are_all_of_it():
+    data = SampleBatch.from_samples([sample(number, turns, 0.0) for number, turns in enumerate(EPISODES)])
+    parts = data.split([2, 0, 1])
+    assert [len(part) for part in parts] == [2, 0, 1]
+    for name, values in data.tokens.items():
+        assert np.array_equal(np.concatenate([part.tokens[name] for part in parts]), values)
+        assert np.shares_memory(parts[2].tokens[name], values)
+    for wrong in ([1, 1], [4]):
+        with pytest.raises(ValueError, match="parts"):
+            data.split(wrong)
+
+
 MOST_TOKENS = 4
 """Sampled tokens of a turn, at most."""
 

@@ -262,32 +262,33 @@ def test_the_choice_is_the_least_loaded_one_whatever_happened_before(seed):
     draw = random.Random(seed)
     names = [f"r{number}" for number in range(draw.randint(1, 9))]
 
-    def least_loaded(router, oldest):
-        states = [router.state(name) for name in names]
+    def least_loaded(router, oldest, candidates):
         usable = [
-            (state.draining, state.load, place)
-            for place, state in enumerate(states)
-            if state.live and (oldest is None or state.version >= oldest)
+            (state.draining, state.load, names.index(name))
+            for name in candidates
+            if (state := router.state(name)).live and (oldest is None or state.version >= oldest)
         ]
         return names[min(usable)[-1]] if usable else None
 
     async def main():
-        router, leases, drains = Router(names), [], {}
+        router, leases, drains, reserved = Router(names), [], {}, set()
         for _ in range(600):
             name, oldest = draw.choice(names), draw.choice([None, 0, 1, 2, 3])
             state = router.state(name)
-            others = ["die", "live", "live", "load", "drain", "drained", "oldest"]
+            others = ["die", "live", "live", "load", "drain", "drained", "oldest", "reserve"]
             event = draw.choice(["acquire"] * 6 + ["release"] * 5 + others)
             if event == "oldest":
-                reserved = set(draw.sample(names, draw.randint(0, len(names))))
-                router.reserve(reserved)
                 free = [router.state(each) for each in names if each not in reserved]
                 assert router.oldest() == min((each.version for each in free if each.live), default=None)
-                router.reserve(())
+            elif event == "reserve":
+                reserved = set(draw.sample(names, draw.choice([0, 0, draw.randint(0, len(names))])))
+                router.reserve(reserved)
             elif event == "acquire":
-                expected = least_loaded(router, oldest)
+                wanted = draw.random() < 0.3
+                candidates = [each for each in names if not reserved or (each in reserved) == wanted]
+                expected = least_loaded(router, oldest, candidates)
                 try:
-                    leases.append(await router.acquire(timeout=0.1, min_version=oldest))
+                    leases.append(await router.acquire(timeout=0.1, min_version=oldest, reserved=wanted))
                     assert leases[-1].replica_id == expected
                 except NoReplica:
                     assert expected is None

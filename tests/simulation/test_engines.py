@@ -53,6 +53,19 @@ def test_requests_share_steps_and_a_step_takes_longer_with_more_of_them():
     assert replica.generated == pytest.approx(50) and replica.busy_seconds == pytest.approx(45)
 
 
+def test_a_replica_is_busy_while_it_computes_and_not_while_it_is_paused():
+    found = []
+
+    async def during(replica):
+        for change in (replica.pause, replica.resume, lambda: None):
+            await asyncio.sleep(4)
+            found.append(replica.busy_seconds)
+            change()
+
+    run(costs(), [10], during=during)
+    assert found == pytest.approx([4, 4, 8])
+
+
 def test_a_growing_cache_slows_steps_as_their_sum_says():
     ends, _ = run(costs(cached=0.01), [100, 100], context=30)
     steps = sum(1 + 0.01 * (60 + 2 * number) for number in range(100))
