@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -151,6 +151,10 @@ class EnvPool:
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         """Return the spans in which at least one environment was busy; see `BusySpans`."""
         return {"environments": self.busy.recent()}
+
+    def cpu_seconds(self) -> dict[str, dict[Hashable, float]]:
+        """Return the processor time of each process up to its last report; see `Report`."""
+        return {"environments": {process.name: process.cpu_seconds for process in self._processes}}
 
     async def shutdown(self) -> None:
         """Close all environments and end all worker processes. May be called twice.
@@ -294,6 +298,7 @@ class EnvPool:
             await self._end(process)
 
     def _take_report(self, process: EnvProcess, report: Report) -> None:
+        process.cpu_seconds = report.cpu_seconds
         self._counts.update({f"environments/{name}": number for name, number in report.counts.items()})
         if report.retire_because is not None and not process.retiring:
             self._replace(process, "retired", f"{process.name} is replaced, since {report.retire_because}")
@@ -466,6 +471,8 @@ class EnvProcess(ProcessHandle):
         self.sessions: set[int] = set()
         self.retiring = False
         """True if the process ends with its last session."""
+        self.cpu_seconds = 0.0
+        """See `Report`."""
         self.lost_because: str | None = None
         """Why the process has ended or no longer answers; None while it works."""
         self.suspects: frozenset[EpisodeKey] = frozenset()

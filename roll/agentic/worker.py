@@ -173,6 +173,8 @@ class Report:
     """Why the process should get no new sessions; None: it may."""
     counts: dict[str, int]
     """Number of environments ``made``, ``reused`` and ``closed``, and ``close_failures``."""
+    cpu_seconds: float
+    """Processor time of the process since its start, and of its children that have ended."""
 
 
 def holdings() -> Counter[str]:
@@ -694,7 +696,7 @@ class EnvWorker:
             self._retire_because = self._host.retire_because()
         outcomes, self._outcomes = self._outcomes, []
         counts, self._host.counts = self._host.counts, dict.fromkeys(self._host.counts, 0)
-        return Report(outcomes, self._retire_because, counts)
+        return Report(outcomes, self._retire_because, counts, sum(os.times()[:4]))
 
     async def close(self) -> None:
         """Close all environments, as far as their time limit allows."""

@@ -34,7 +34,7 @@ from roll.engines.response import PartialResponse
 from roll.engines.updates import Loaded, Pinned, Pulls, WeightSource
 from roll.engines.worker import EngineSpec
 from roll.rollout.router import Router
-from roll.runtime.pool import all_or_none
+from roll.runtime.pool import Pace, all_or_none
 from roll.runtime.workers import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.tracking.waits import VALIDATION, part, waiting
 from roll.weights.buckets import HeldWeights
@@ -44,6 +44,8 @@ from roll.weights.transports import TRANSPORTS
 from roll.weights.verify import CanaryScores, compare_canaries
 
 VERIFIERS = "replicas that verify for their node"
+LOOKS_A_TURN = 64
+"""Maximum number of replicas whose progress is asked for in one turn of the event loop. Asking takes about 0.4 ms."""
 FETCHED_AT_ONCE = 4
 """Number of replicas from which new tokens are fetched per interval, in turn. If an engine dies, tokens that were not
 fetched are generated again."""
@@ -92,6 +94,7 @@ class InferencePool:
         self._deadlines = StoppableDeadlines()
         self._router = Router(self._names, limit=self._deadlines.limit)
         self._replicas: dict[str, Replica] = {}
+        self._looks = Pace(LOOKS_A_TURN)
         self._publication: Publication | None = None
         self._canaries: CanaryScores | None = None
         self._loaded = Loaded()
@@ -368,6 +371,7 @@ class InferencePool:
             handle,
             self._settings,
             fetches=(turn % turns == 0 for turn in itertools.count(index)),
+            looks=self._looks,
             on_death=self._report_death,
             on_tokens=self._count_tokens,
             on_abandoned=self._count_abandoned,

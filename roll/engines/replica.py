@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from roll.engines.base import Completion, GenerateRequest
 from roll.engines.response import PartialResponse
 from roll.engines.worker import RequestFailed
+from roll.runtime.pool import Pace
 from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.tracking.waits import WORKER, holding, unobserved, waiting
 
@@ -57,11 +58,13 @@ class Replica:
         settings: PoolSettings,
         *,
         fetches: Iterator[bool],
+        looks: Pace,
         on_death: Callable[[Replica, WorkerDied], None],
         on_tokens: Callable[[int], None],
         on_abandoned: Callable[[int], None],
     ) -> None:
-        """``fetches`` yields, for each progress check, True if new tokens are to be fetched.
+        """``fetches`` yields, for each progress check, True if new tokens are to be fetched. ``looks`` sets the pace of
+        checks.
 
         ``on_death`` is called with the replica and the cause when it dies, ``on_tokens`` with each increase of its
         token count, ``on_abandoned`` with the number of sampled tokens of each request that was cancelled."""
@@ -70,7 +73,7 @@ class Replica:
         self.asleep = False
         self._silence_seconds = settings.silence_timeout_seconds
         self._request_silence_seconds = settings.request_timeout_seconds
-        self._fetches, self._tokens_seen = fetches, 0
+        self._fetches, self._looks, self._tokens_seen = fetches, looks, 0
         self._on_death, self._on_tokens, self._on_abandoned = on_death, on_tokens, on_abandoned
         self._death: WorkerDied | None = None
         self._changing = asyncio.Lock()
@@ -192,6 +195,7 @@ class Replica:
         """Check the engine's progress until the process dies or its engine does not answer for too long."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
+            await self._looks.turn()
             await self._look()
 
     async def _look(self) -> None:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -162,6 +162,9 @@ class EpisodeProcesses(WorkerProcesses):
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         return self.pool.busy_spans()
+
+    def cpu_seconds(self) -> dict[str, dict[Hashable, float]]:
+        return self.pool.cpu_seconds()
 
 
 def manager_settings(

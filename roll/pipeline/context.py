@@ -37,7 +37,6 @@ from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import (
     EngineGate,
-    Pace,
     RolloutSide,
     ValidationGenerator,
     Validator,
@@ -48,15 +47,16 @@ from roll.pipeline.streaming import PartsOfBatch, StreamedStep, least_groups
 from roll.rollout.journal import Recovered, read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
+from roll.runtime.pool import Pace
 from roll.tracking.waits import CRITIC, GROUP, LOGP, PUBLISHER, WaitBoard, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 from roll.weights.publisher import Publication, WeightsDiffer
 from roll.weights.verify import CanaryScores, canary_sequences
 
 MOST_KEYS_NAMED = 5
-SAMPLES_BEGUN_A_TURN = 256
-"""Maximum number of samples whose rollouts begin in one turn of the event loop, unless a single group has more.
-Starting one takes about 0.1 ms."""
+SAMPLES_A_TURN = 256
+"""Maximum number of samples whose rollouts begin, or end, in one turn of the event loop, unless a single group has
+more. Either takes about 0.1 ms."""
 
 
 class RunContext:
@@ -205,16 +205,17 @@ class RunContext:
 def paced(
     make_group: Callable[[GroupRequest[Any]], Awaitable[Group]], group_size: int, board: WaitBoard
 ) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
-    """Wrap ``make_group`` so that groups start at a limited rate (`Pace`), each as an actor on the wait board, and have
-    their times."""
-    pace = Pace(max(1, SAMPLES_BEGUN_A_TURN // group_size))
+    """Wrap ``make_group`` so that groups start and end at a limited rate (`Pace`), each as an actor on the wait board,
+    and have their times."""
+    starts, ends = (Pace(max(1, SAMPLES_A_TURN // group_size)) for _ in range(2))
 
     async def rollout(request: GroupRequest[Any]) -> Group:
         issued = time.time()
         with acting(f"{GROUP}{request.group_id}", board):
-            await pace.turn()
+            await starts.turn()
             group = await make_group(request)
-        group.times |= {"issued": issued, "judged": time.time()}
+            group.times |= {"issued": issued, "judged": time.time()}
+            await ends.turn()
         return group
 
     return rollout

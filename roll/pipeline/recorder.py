@@ -417,6 +417,7 @@ class RunRecorder:
                         role: {(rank, each.process_id): each.cpu_seconds for rank, each in enumerate(ranks)}
                         for role, ranks in zip(trainers, used, strict=True)
                     },
+                    **workers.cpu_seconds(),
                 }
             ),
             **{

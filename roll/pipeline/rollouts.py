@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -69,6 +68,10 @@ class WorkerProcesses(Protocol):
 
     def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
         """Return the recent busy spans by role, as (start, end) in seconds since the epoch."""
+
+    def cpu_seconds(self) -> Mapping[str, Mapping[Hashable, float]]:
+        """Return the processor seconds so far, by role and process, of those that tell."""
+        return {}
 
 
 class RolloutSide(Protocol):
@@ -156,41 +159,6 @@ class EngineGate(Generator):
                     self._open.clear()
                     for wait in waits:
                         wait.cancel()
-
-
-class Pace:
-    """Limits how many groups start per turn of the event loop, because a step may admit thousands at once.
-
-    Groups start in the order in which they call `turn`.
-    """
-
-    def __init__(self, most: int) -> None:
-        """Allow at most ``most`` starts per turn."""
-        self._most = most
-        self._begun = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def turn(self) -> None:
-        """Wait for a turn of the event loop with a free place."""
-        loop = asyncio.get_running_loop()
-        if self._begun == 0:
-            loop.call_soon(self._next_turn)
-        elif self._begun >= self._most:
-            turn: asyncio.Future[None] = loop.create_future()
-            self._waiting.append(turn)
-            await turn
-            return
-        self._begun += 1
-
-    def _next_turn(self) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < self._most:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                self._begun += 1
-        if self._begun:
-            asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 @dataclass(frozen=True)

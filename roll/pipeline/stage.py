@@ -130,14 +130,9 @@ class Stage:
                 if not result.complete and not self.passes_parts:
                     self._enter(StageState.WAITING_INPUT)
                     continue
-                if self.finish is not None:
-                    await self.finish(result)
-                if self.side is not None and result.complete:
-                    self._enter(StageState.WAITING_OUTPUT)
-                    await self.side.put(result.beside())
-                if self.outbox is not None:
-                    self._enter(StageState.WAITING_OUTPUT)
-                    await self.outbox.put(result)
+                passing_on = self._pass_on(result)
+                del item, result  # the last stage's `finish` may free them
+                await passing_on
                 self._enter(StageState.WAITING_INPUT)
             for channel in (self.side, self.outbox):
                 if channel is not None:
@@ -149,6 +144,19 @@ class Stage:
             self._enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
             raise
         self._enter(StageState.DONE)
+
+    async def _pass_on(self, result: Any) -> None:
+        if self.finish is not None:
+            finishing = self.finish(result)
+            del result
+            await finishing
+            return
+        if self.side is not None and result.complete:
+            self._enter(StageState.WAITING_OUTPUT)
+            await self.side.put(result.beside())
+        if self.outbox is not None:
+            self._enter(StageState.WAITING_OUTPUT)
+            await self.outbox.put(result)
 
     async def _with_waiting_parts(self, item: Any) -> Any:
         if self.join is None or self.inbox is None:

@@ -1,9 +1,10 @@
-"""Building blocks of process pools: slots whose process can be replaced, and tasks that end with the pool."""
+"""Building blocks of process pools: slots whose process can be replaced, tasks that end with the pool, and a pace."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -109,6 +110,41 @@ class Tasks:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
+
+
+class Pace:
+    """Limits how many tasks go on per turn of the event loop, where thousands may be ready at once.
+
+    They go on in the order in which they call `turn`.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Allow at most ``most`` tasks per turn."""
+        self._most = most
+        self._taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Wait for a turn of the event loop with a free place."""
+        loop = asyncio.get_running_loop()
+        if self._taken == 0:
+            loop.call_soon(self._next_turn)
+        elif self._taken >= self._most:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+            return
+        self._taken += 1
+
+    def _next_turn(self) -> None:
+        self._taken = 0
+        while self._waiting and self._taken < self._most:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._taken += 1
+        if self._taken:
+            asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 async def all_or_none(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

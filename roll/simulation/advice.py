@@ -211,7 +211,7 @@ def _without(config: PipelineConfig, inputs: Inputs) -> Iterator[tuple[str, Inpu
     if derived.shares_devices(config, "actor_infer"):
         yield "moving states", replace(inputs, weight_update=replace(inputs.weight_update, exchange_seconds=0.0))
     if isinstance(config, AgenticConfig):
-        yield "environments", replace(inputs, environments=replace(inputs.environments, seconds=0.0))
+        yield "environments", replace(inputs, environments=replace(inputs.environments, seconds=0.0, cpu_seconds=0.0))
     else:
         yield "rewards", replace(inputs, rewards=LatencyInputs(seconds=0.0))
     if inputs.validation.seconds and config.eval_steps:
@@ -257,10 +257,11 @@ def changes(config: PipelineConfig, inputs: Inputs, slow: int | None = None) -> 
             yield [Change(f"{times} times as many reward workers",
                           tuple(f"rewards.{name}.num_workers={times * number}" for name, number in workers.items()),
                           (f"rewards.workers={times * inputs.rewards.workers}",))]  # fmt: skip
-    if isinstance(config, AgenticConfig) and inputs.environments.workers is not None:
+    at_once = inputs.environments.workers
+    if isinstance(config, AgenticConfig) and (at_once is not None or inputs.environments.cpu_seconds):
         written = f"env_workers.num_workers={2 * config.env_workers.num_workers}"
-        number = f"environments.workers={2 * inputs.environments.workers}"
-        yield [Change("twice as many environment workers", (written,), (number,))]
+        numbers = () if at_once is None else (f"environments.workers={2 * at_once}",)
+        yield [Change("twice as many environment workers", (written,), numbers)]
     if inputs.trainer.micro_batch_seconds:
         yield [_larger_micro_batches(config, times) for times in (8, 4, 2)]
     if inputs.validation.seconds and config.eval_steps:

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
@@ -71,6 +71,9 @@ def calibrated(
     ]
     observed, records = found[-1]
     given = [path for path, _ in inputs.told() if inputs.origin(path) == "given"]
+    if config.cluster.device == "cpu" and (threads := list(filter(None, starmap(_engine_threads, found)))):
+        # Where fewer others compute, an engine waits less for cores.
+        inputs = with_value(inputs, "engine.threads", max(1.0, *threads), "measured")
     inputs, lines = fitted(
         _measured(observed.config, inputs, records, folders[-1]), [each for each, _ in found], rounds
     )
@@ -151,6 +154,12 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
     return Observed(config, middle(steps), busy, works), records
 
 
+def _engine_threads(run: Observed, records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the cores that a replica's processes occupied while it generated; 0 if the run has not recorded it."""
+    used, busy = all_numbers(records, "cpu_seconds/actor_infer"), run.busy["actor_infer"]
+    return fmean(used) / busy / derived.engine_replicas(run.config) if used and busy else 0.0
+
+
 def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
     """Return the inputs with the values that a run's files contain directly."""
     samples = derived.samples_per_step(config)
@@ -189,7 +198,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         inputs = with_value(inputs, "driver.sample_seconds", of_samples / samples, "measured")
     if isinstance(config, PromptConfig):
         return _rewards_measured(config, inputs, records, groups)
-    return _environments_measured(inputs, folder)
+    return _environments_measured(inputs, records, folder)
 
 
 def _rewards_measured(
@@ -240,8 +249,16 @@ def _rewards_measured(
     return inputs
 
 
-def _environments_measured(inputs: Inputs, folder: Path) -> Inputs:
-    """Return the inputs with turns and latencies of environments, if the run recorded its groups."""
+def _environments_measured(inputs: Inputs, records: Sequence[Mapping[str, Any]], folder: Path) -> Inputs:
+    """Return the inputs with turns and latencies of environments, if the run recorded its groups, and with the
+    processor time of a turn."""
+    names = ("cpu_seconds/environments", "env_workers/steps")
+    known = [each for each in records if all(is_number(each.get(name)) for name in names)]
+    pairs = [(now[names[0]], now[names[1]] - before[names[1]]) for before, now in pairwise(known)]
+    told = [pair for pair in pairs if pair[1] > 0]  # the totals of a resumed run begin again
+    if told:
+        seconds = sum(used for used, _ in told) / sum(played for _, played in told)
+        inputs = with_value(inputs, "environments.cpu_seconds", seconds, "measured")
     episodes = [each for work in recorded_groups(folder) for each in work.latencies]
     logs = [math.log(each[0]) for each in episodes if each[0] > 0]  # the turns of an episode share its wait
     if not logs:

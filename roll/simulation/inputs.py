@@ -156,6 +156,9 @@ class EnvironmentInputs(LatencyInputs):
     turns_sigma: NotNegative = option(
         0.0, "Standard deviation of the logarithm of an episode's turns. Longer responses have more turns."
     )
+    cpu_seconds: NotNegative = option(
+        0.0, "Processor time of a turn in its worker process, messages included; a process does one after another."
+    )
 
 
 @dataclass
@@ -384,6 +387,7 @@ SPREADS: Mapping[str, float] = {
     "weight_update.load_bandwidth": 1.0,
     "rewards.seconds": 0.5,
     "environments.seconds": 0.5,
+    "environments.cpu_seconds": 0.5,
     "driver.sample_seconds": 0.3,
     "driver.part_seconds": 0.3,
     "driver.step_seconds": 0.3,

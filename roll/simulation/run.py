@@ -238,6 +238,8 @@ class _Run:
             replica.computed = partial(self.timeline.busy, "actor_infer", worker=replica.name.rpartition("/")[2])
         self._judges = _Workers(self.workers)
         self._drive = _Driver(self.host).work
+        processes = config.env_workers.num_workers if isinstance(config, AgenticConfig) else 0
+        self._env_workers = cycle([asyncio.Lock() for _ in range(processes)])
         self.locks = role_locks(config)
         for role in derived.present_roles(config):
             resident = self.pool if role == "actor_infer" else _States(self.costs.exchange[role])
@@ -309,6 +311,7 @@ class _Run:
     async def _play(self, asked: GroupRequest[GroupWork], sample: int, tokens: float, spans: dict[int, float]) -> None:
         """Simulate one episode of a group, turn by turn."""
         work, key, driver = asked.item, f"{asked.group_id}-{asked.attempt}-{sample}", self.inputs.driver
+        worker, handling = next(self._env_workers), self.inputs.environments.cpu_seconds
         own = max(1.0, tokens / len(work.latencies[sample]))
         for turn, seconds in enumerate(work.latencies[sample]):
             # In later turns, the tokens before the turn are in the replica's prefix cache.
@@ -318,8 +321,11 @@ class _Run:
             await self._drive(driver.sample_seconds / len(work.latencies[sample]))
             await self.gate.generate([request], sticky_key=key, min_version=asked.start_version)
             _add(spans, request.spans)
+            began = self._loop.time()
+            async with worker:
+                await self.host.work(handling, 1)
             now = self._loop.time()
-            await asyncio.sleep(self._judges.end_of(now, seconds) - now + driver.turn_seconds)
+            await asyncio.sleep(self._judges.end_of(now, max(0.0, seconds - (now - began))) - now + driver.turn_seconds)
         self.pool.forget(key)
 
     # The stages, as in `roll.pipeline.stages`

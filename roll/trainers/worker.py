@@ -429,8 +429,9 @@ class TrainerGroup:
 
     async def forward(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
         """Return the result of one of `TrainWorker`'s methods without gradients."""
-        # Arrays from the object store are read-only; the caller gets a writable copy.
-        return np.array((await self._call(method, await _stored(batch), *args))[0])
+        (found, *_) = await self._call(method, await _stored(batch), *args)
+        # Arrays from the object store are read-only; the caller gets a writable copy. A large one takes long.
+        return await asyncio.to_thread(np.array, found)
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """Run one training step and return the metrics of rank 0 (equal on all ranks)."""

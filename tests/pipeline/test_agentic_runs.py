@@ -123,6 +123,7 @@ def test_environments_that_raise_hang_lie_or_die_cost_their_group_and_nothing_el
     for trouble in troubles:
         assert f"environment `{trouble}`, seed " in log
     assert last["env_workers/restarts"] > 0
+    assert sum(step.get("cpu_seconds/environments", 0.0) for step in run.metrics) > 0
 
 
 @pytest.mark.timeout(120)

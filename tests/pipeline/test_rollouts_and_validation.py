@@ -3,8 +3,10 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +16,19 @@ from roll.algorithms.routing import RoutingShape
 from roll.data.records import Group, Prompt, Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
+from roll.pipeline.context import SAMPLES_A_TURN, paced
 from roll.pipeline.preflight import _weight_problems
 from roll.pipeline.rlvr import PromptValidator, RolloutFunction, sample_from_completion
-from roll.pipeline.rollouts import MixedVersions, Pace
-from roll.pipeline.stages import StepGroups
+from roll.pipeline.rollouts import MixedVersions
+from roll.pipeline.stages import GROUPS_FREED_A_TURN, StepGroups, record
 from roll.pipeline.stages import rollout as rollout_stage
 from roll.rewards.base import RewardOutput
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import run_virtual
 from roll.rollout.ledger import Ledger
+from roll.rollout.scheduler import GroupRequest
+from roll.runtime.pool import Pace
+from roll.tracking.waits import WaitBoard
 
 
 class Engine:
@@ -283,6 +289,31 @@ def test_groups_that_start_together_begin_a_few_in_a_turn_of_the_loop_in_their_o
     run_virtual(scenario())
 
 
+def test_groups_that_end_together_end_a_few_in_a_turn_of_the_loop():
+    async def scenario():
+        ready, ended, turn = asyncio.Event(), [], 0
+
+        async def make(asked):
+            await ready.wait()
+            return Group(asked.group_id, prompt(), [])
+
+        async def group(make_group, number):
+            made = await make_group(GroupRequest(number, None, 0, 0))
+            ended.append((turn, made.group_id, set(made.times)))
+
+        paced_group = paced(make, SAMPLES_A_TURN // 3, WaitBoard())
+        tasks = [asyncio.create_task(group(paced_group, number)) for number in range(10)]
+        for turn in range(40):
+            if turn == 10:
+                ready.set()
+            await asyncio.sleep(0)
+        assert [number for _, number, _ in ended] == list(range(10)) and all(task.done() for task in tasks)
+        assert all(times == {"issued", "judged"} for _, _, times in ended)
+        assert max(Counter(when for when, _, _ in ended).values()) == 3
+
+    run_virtual(scenario())
+
+
 def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
     made_in = []
     make = TrainingBatch.from_groups
@@ -304,3 +335,33 @@ def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
     batch = asyncio.run(rollout_stage(run, finished))
     assert batch.metrics["response/tokens"] == 1.0
     assert made_in != [threading.get_ident()] and len(made_in) == 1
+    assert not finished.groups and len(batch.groups) == 1
+
+
+def test_a_recorded_batch_is_freed_bit_by_bit():
+    async def nothing(*_):
+        await asyncio.sleep(0)
+
+    async def main():
+        groups = [Group(number, prompt(), []) for number in range(3 * GROUPS_FREED_A_TURN + 1)]
+        left = [weakref.ref(group) for group in groups]
+        put = []
+        run = SimpleNamespace(
+            critic=None, trainer=None, scheduler=None, pool=None, side=SimpleNamespace(workers=None),
+            recorder=SimpleNamespace(step=nothing), config=SimpleNamespace(max_steps=9),
+            records=SimpleNamespace(put=lambda *record: put.append(record)),
+        )  # fmt: skip
+        data = SimpleNamespace(tokens={name: np.empty(9) for name in "ab"})
+        batch = SimpleNamespace(step=4, groups=groups, metrics={"loss": 1.0}, data=data)
+        arrays = [weakref.ref(array) for array in data.tokens.values()]
+        recording = asyncio.create_task(record(run, batch))
+        del groups, data, batch
+        counts = []
+        while not recording.done():
+            await asyncio.sleep(0)
+            counts.append(sum(reference() is not None for reference in left))
+        assert put == [(5, {"loss": 1.0})] and counts[-1] == 0
+        assert not any(reference() is not None for reference in arrays)
+        assert max(before - after for before, after in pairwise(counts)) == GROUPS_FREED_A_TURN
+
+    asyncio.run(main())

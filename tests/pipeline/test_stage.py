@@ -1,4 +1,5 @@
 import asyncio
+import weakref
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -248,3 +249,38 @@ def test_a_busy_stage_takes_the_parts_that_wait_as_one_but_none_of_the_next_batc
         return taken
 
     assert run_virtual(main()) == [(0, 1), (2, 2), (3, 1), (6, 3), (8, 2)]
+
+
+def test_a_stage_lets_go_of_what_it_has_passed_on_so_that_the_last_one_can_free_it():
+    async def main():
+        made, left = [], []
+
+        async def slowly():
+            for number in range(3):
+                yield number
+                await asyncio.sleep(5)
+
+        async def make(number):
+            item = Item(number)
+            made.append(weakref.ref(item))
+            return item
+
+        async def same(item):
+            return item
+
+        async def finish(item):
+            await asyncio.sleep(1)
+            del item
+            left.append([reference() is not None for reference in made])
+
+        first, second = Channel("first"), Channel("second")
+        await StageGraph(
+            [
+                Stage("source", make, slowly(), Recorded(), outbox=first),
+                Stage("between", same, first, Recorded(), outbox=second),
+                Stage("sink", same, second, Recorded(), finish=finish),
+            ]
+        ).run()
+        return left
+
+    assert run_virtual(main()) == [[False] * number for number in (1, 2, 3)]

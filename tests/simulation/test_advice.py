@@ -143,7 +143,7 @@ def test_roles_that_share_devices_are_told_if_they_wait_for_states_that_move(tmp
     assert "moving states" in advice.SENTENCES
 
 
-def test_turns_that_wait_for_messages_are_told_from_a_driver_that_is_slow():
+def test_turns_that_wait_for_messages_are_told_from_a_driver_or_environment_workers_that_are_slow():
     def load(overrides):
         few = ["rollout_batch_size=8", "train_env_manager.group_size=4", "val_env_manager=null"]
         return load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B", "async_generation_ratio=0", *few, *overrides])
@@ -155,11 +155,18 @@ def test_turns_that_wait_for_messages_are_told_from_a_driver_that_is_slow():
         "engine.scale=0.01",
         "trainer.scale=0.01",
     )
-    for slower, cause in (("turn_seconds=5", "messages"), ("sample_seconds=1", "the driver")):
-        inputs = read_inputs(None, [*fast, f"driver.{slower}"])
+    slow = {"driver.turn_seconds=5": "messages", "driver.sample_seconds=1": "the driver",
+            "environments.cpu_seconds=0.5": "environments"}  # fmt: skip
+    for slower, cause in slow.items():
+        inputs = read_inputs(None, [*fast, slower])
         saved = advice.causes(advice.Trials(load, inputs, draws=0))
         assert advice.main_cause(saved) == cause and saved[cause] > 0.5, saved
         assert cause in advice.SENTENCES
+        more = [each for change in advice.changes(load(()), inputs) for each in change if "env_workers" in str(each)]
+        assert len(more) == (cause == "environments")
+        for change in more:
+            faster = simulate(load(change.overrides), inputs).step_seconds
+            assert faster < 0.7 * simulate(load(()), inputs).step_seconds
 
 
 def test_what_the_check_refuses_or_is_too_stale_is_never_advised(tmp_path):

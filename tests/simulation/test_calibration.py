@@ -11,7 +11,7 @@ import pytest
 
 from roll.configs.loader import dump_config, load_config
 from roll.simulation.calibration import NEEDED, calibrated
-from roll.simulation.inputs import Inputs
+from roll.simulation.inputs import Inputs, read_inputs
 from tests.simulation.test_simulate import gpus
 
 LAKE = Path(__file__).parents[2] / "examples" / "frozen_lake-tiny-cpu" / "agentic.yaml"
@@ -119,8 +119,37 @@ def test_turns_and_waits_of_environments_are_measured(tmp_path):
          "waits": [0.04 * math.exp(0.5 * random.standard_normal()) * number for number in row]}
         for row in turns
     ]  # fmt: skip
-    found = written(tmp_path / "run", config, groups, lambda step: {})
+
+    def metrics(step):
+        """Totals begin again at step 30; 600 turns of a step take 0.3 s of the workers' processor time."""
+        return {"env_workers/steps": 600.0 * (step if step < 30 else step - 29), "cpu_seconds/environments": 0.3}
+
+    found = written(tmp_path / "run", config, groups, metrics)
+    assert found.environments.cpu_seconds == pytest.approx(0.3 / 600)
+    assert found.origin("environments.cpu_seconds") == "measured"
     assert found.environments.turns == round(np.exp(np.log(turns).mean()))
     assert found.environments.turns_sigma == pytest.approx(np.log(turns).std())
     assert found.environments.seconds == pytest.approx(0.04, rel=0.05)
     assert found.environments.sigma == pytest.approx(0.5, rel=0.05)
+
+
+def test_on_a_cpu_the_cores_of_an_engine_are_those_of_the_run_in_which_it_waited_least(tmp_path):
+    config = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"])
+    groups = [{"judged": 9.0, "responses": [9] * 8}] * (16 * STEPS)
+    runs = {"ratio-0": 1.4, "ratio-1": 1.2, "little": 0.6, "untold": None}  # it generates for 1 s of a step
+    for name, seconds in runs.items():
+        written(tmp_path / name, config, groups, lambda step, seconds=seconds: {"cpu_seconds/actor_infer": seconds})
+
+    def threads(*names, given=()):
+        found, _ = calibrated(config, read_inputs(None, given), [tmp_path / name for name in names], rounds=0)
+        return found.engine.threads, found.origin("engine.threads")
+
+    assert threads("ratio-0", "ratio-1") == (pytest.approx(1.4), "measured")
+    assert threads("little") == (1.0, "measured"), "a core, even if the run did not always have it"
+    assert threads("untold") == (1.0, "default")
+    assert threads("ratio-0", given=["engine.threads=3"]) == (3.0, "given")
+    beyond = gpus(tmp_path)
+    own = written(
+        tmp_path / "gpus", beyond, [{"judged": 1.5}] * (8 * STEPS), lambda step: {"cpu_seconds/actor_infer": 9}
+    )
+    assert own.origin("engine.threads") == "default", "on GPUs nobody waits for cores"

@@ -111,6 +111,27 @@ def test_an_episode_waits_for_its_environment_after_each_turn():
     assert simulate(on_policy, slow).step_seconds >= 5 * 20
 
 
+def test_an_environment_worker_does_one_turn_after_another_and_occupies_a_core():
+    config = replace(load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"]), async_generation_ratio=0.0)
+    turns = 5 * config.rollout_batch_size * derived.group_size(config)
+    alike = ["environments.turns=5", "environments.seconds=0", "environments.sigma=0", "host.slowdown=0"]
+
+    def step(cpu_seconds, workers, *overrides):
+        own = replace(config, env_workers=replace(config.env_workers, num_workers=workers))
+        inputs = read_inputs(None, [*alike, f"environments.cpu_seconds={cpu_seconds}", *overrides])
+        return simulate(own, inputs).step_seconds
+
+    none = step(0, 1, "host.cores=64")
+    one, four = (step(0.5, workers, "host.cores=64") for workers in (1, 4))
+    assert turns * 0.5 <= one <= turns * 0.5 + none
+    assert turns * 0.5 / 4 <= four <= turns * 0.5 / 4 + none
+    assert step(0.5, 4, "host.cores=1") >= turns * 0.5, "the processes share one core"
+    within = step(0.5, 1, "host.cores=64", "environments.seconds=0.4")
+    assert within == pytest.approx(one, rel=0.01), "the environment's own time is a part of the processor's"
+    beyond = step(0.5, 1, "host.cores=64", "environments.seconds=1000")
+    assert beyond >= 5 * 1000
+
+
 def test_each_turn_waits_for_messages_and_takes_its_share_of_the_driver():
     config = replace(load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"]), async_generation_ratio=0.0)
     samples = config.rollout_batch_size * derived.group_size(config)
