@@ -116,6 +116,7 @@ class EnvPool:
         self.busy = BusySpans()
         self._closed_because: str | None = None
         self._counts: Counter[str] = Counter()
+        self._cpu_seconds: dict[Hashable, float] = {}
 
     async def start(self) -> None:
         """Start all worker processes. If one fails to start, stop the others and raise `EnvPoolClosed`."""
@@ -153,8 +154,8 @@ class EnvPool:
         return {"environments": self.busy.recent()}
 
     def cpu_seconds(self) -> dict[str, dict[Hashable, float]]:
-        """Return the processor time of each process up to its last report; see `Report`."""
-        return {"environments": {process.name: process.cpu_seconds for process in self._processes}}
+        """Return the processor time of each process up to its last report (`Report`), also of those that have ended."""
+        return {"environments": {**self._cpu_seconds}}
 
     async def shutdown(self) -> None:
         """Close all environments and end all worker processes. May be called twice.
@@ -298,7 +299,7 @@ class EnvPool:
             await self._end(process)
 
     def _take_report(self, process: EnvProcess, report: Report) -> None:
-        process.cpu_seconds = report.cpu_seconds
+        self._cpu_seconds[process.name] = report.cpu_seconds
         self._counts.update({f"environments/{name}": number for name, number in report.counts.items()})
         if report.retire_because is not None and not process.retiring:
             self._replace(process, "retired", f"{process.name} is replaced, since {report.retire_because}")
@@ -471,8 +472,6 @@ class EnvProcess(ProcessHandle):
         self.sessions: set[int] = set()
         self.retiring = False
         """True if the process ends with its last session."""
-        self.cpu_seconds = 0.0
-        """See `Report`."""
         self.lost_because: str | None = None
         """Why the process has ended or no longer answers; None while it works."""
         self.suspects: frozenset[EpisodeKey] = frozenset()

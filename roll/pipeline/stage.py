@@ -128,6 +128,7 @@ class Stage:
             async for item in self.source:
                 result = await self._worked(await self._with_waiting_parts(item))
                 if not result.complete and not self.passes_parts:
+                    del item, result
                     self._enter(StageState.WAITING_INPUT)
                     continue
                 passing_on = self._pass_on(result)

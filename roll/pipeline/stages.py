@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,8 +47,8 @@ from roll.trainers.step import REFERENCE_MEANS
 from roll.trainers.worker import TrainPlan, optimizer_batches
 from roll.weights.verify import CanaryScores, canary_metrics
 
-GROUPS_FREED_A_TURN = 64
-"""Number of groups of a finished step that are freed in one turn of the event loop."""
+SAMPLES_FREED_A_TURN = 512
+"""Number of samples of a finished step that are freed in one turn of the event loop, in whole groups."""
 SORTING_BYTES = 2**16
 """Size of an allocation for which glibc sorts all freed pieces of memory by size. Without one in each turn, the next
 large allocation, wherever it is, would sort those of the whole step: 0.1 s."""
@@ -59,6 +60,7 @@ class StepGroups:
 
     step: int
     groups: list[FinishedGroup[Any, Group]]
+    """`rollout` empties it, so that nothing but the batch keeps the groups."""
     complete: bool = True
     """False if more groups of this step follow."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -94,7 +96,7 @@ async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
 
     # In a thread: a large batch takes seconds.
     batch = await asyncio.to_thread(make)
-    finished.groups.clear()  # the batch has their content, and `record` frees it
+    finished.groups.clear()
     batch.metrics.update(run.side.metrics())
     is_part = len(batch.groups) < run.config.rollout_batch_size
     if run.logp is not None and is_part and batch.step >= run.config.critic_warmup:
@@ -327,12 +329,20 @@ async def record(run: RunContext, batch: TrainingBatch) -> None:
     run.records.put(step, batch.metrics)
     if step == run.config.max_steps:
         await run.records.written()
-    arrays, groups = list(batch.data.tokens.values()), list(batch.groups)
+    arrays, groups = _pieces(batch)
+    a_turn = math.ceil(len(groups) * SAMPLES_FREED_A_TURN / max(1, len(batch.data)))
     del batch
     while arrays or groups:
-        del arrays[-1:], groups[-GROUPS_FREED_A_TURN:]
+        del arrays[-1:], groups[-a_turn:]
         bytes(SORTING_BYTES)
         await asyncio.sleep(0)
+
+
+def _pieces(batch: TrainingBatch) -> tuple[list[np.ndarray], list[Group]]:
+    """Return the arrays and the groups of a batch, and of what it has of its own for a streamed step."""
+    parts = [batch] if batch.untrained is None else [batch, batch.untrained]
+    fields = [values for part in parts for values in (part.data.tokens, part.data.per_sample)]
+    return [array for values in fields for array in values.values()], [each for part in parts for each in part.groups]
 
 
 def train_plan(config: PipelineConfig, role: str, batch: TrainingBatch) -> TrainPlan:

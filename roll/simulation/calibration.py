@@ -53,6 +53,8 @@ SLOW_WAIT = 0.9
 """Quantile of the waits of groups that, with their median, tells how much latencies vary."""
 FORWARD_SHARE = 0.25
 """Assumed time of a log-probability pass over that of training, if a run has recorded none of its own."""
+WORKER_TOTALS = tuple(f"env_workers/{name}" for name in ("steps", "restarts", "retired", "quarantined"))
+"""Totals of the environment workers: turns, and what makes them start another process."""
 PARTS_OF_TRAINER = ("forward", "forward_backward", "optimizer")
 """Parts of the trainer's time that a run records."""
 
@@ -155,9 +157,11 @@ def _observed(folder: Path) -> tuple[Observed, list[dict[str, Any]]]:
 
 
 def _engine_threads(run: Observed, records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the cores that a replica's processes occupied while it generated; 0 if the run has not recorded it."""
-    used, busy = all_numbers(records, "cpu_seconds/actor_infer"), run.busy["actor_infer"]
-    return fmean(used) / busy / derived.engine_replicas(run.config) if used and busy else 0.0
+    """Return the cores that a replica's processes occupied while it generated, for validations too; 0 if unrecorded."""
+    known = [each for each in records if is_number(each.get("cpu_seconds/actor_infer"))]
+    busy = sum((1 - each["idle/actor_infer"]) * each["time/step"] for each in known)
+    used = sum(each["cpu_seconds/actor_infer"] for each in known)
+    return used / busy / derived.engine_replicas(run.config) if busy else 0.0
 
 
 def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, Any]], folder: Path) -> Inputs:
@@ -198,7 +202,7 @@ def _measured(config: PipelineConfig, inputs: Inputs, records: list[dict[str, An
         inputs = with_value(inputs, "driver.sample_seconds", of_samples / samples, "measured")
     if isinstance(config, PromptConfig):
         return _rewards_measured(config, inputs, records, groups)
-    return _environments_measured(inputs, records, folder)
+    return _environments_measured(config, inputs, records, folder)
 
 
 def _rewards_measured(
@@ -249,16 +253,22 @@ def _rewards_measured(
     return inputs
 
 
-def _environments_measured(inputs: Inputs, records: Sequence[Mapping[str, Any]], folder: Path) -> Inputs:
+def _environments_measured(
+    config: PipelineConfig, inputs: Inputs, records: Sequence[Mapping[str, Any]], folder: Path
+) -> Inputs:
     """Return the inputs with turns and latencies of environments, if the run recorded its groups, and with the
     processor time of a turn."""
-    names = ("cpu_seconds/environments", "env_workers/steps")
-    known = [each for each in records if all(is_number(each.get(name)) for name in names)]
-    pairs = [(now[names[0]], now[names[1]] - before[names[1]]) for before, now in pairwise(known)]
-    told = [pair for pair in pairs if pair[1] > 0]  # the totals of a resumed run begin again
-    if told:
-        seconds = sum(used for used, _ in told) / sum(played for _, played in told)
-        inputs = with_value(inputs, "environments.cpu_seconds", seconds, "measured")
+    used = turns = 0.0
+    # At ratio r the environments have nothing to do in the last r steps, while their last turns are counted before.
+    for before, now in pairwise(records[: len(records) - math.ceil(config.async_generation_ratio)]):
+        if not all(is_number(each.get(name)) for each in (before, now) for name in WORKER_TOTALS):
+            continue
+        played, *started = (now[name] - before[name] for name in WORKER_TOTALS)
+        goes_on = now["step"] == before["step"] + 1 and played > 0 and not any(started)
+        if goes_on and is_number(now.get("cpu_seconds/environments")):
+            used, turns = used + now["cpu_seconds/environments"], turns + played
+    if turns:
+        inputs = with_value(inputs, "environments.cpu_seconds", used / turns, "measured")
     episodes = [each for work in recorded_groups(folder) for each in work.latencies]
     logs = [math.log(each[0]) for each in episodes if each[0] > 0]  # the turns of an episode share its wait
     if not logs:

@@ -157,7 +157,8 @@ class EnvironmentInputs(LatencyInputs):
         0.0, "Standard deviation of the logarithm of an episode's turns. Longer responses have more turns."
     )
     cpu_seconds: NotNegative = option(
-        0.0, "Processor time of a turn in its worker process, messages included; a process does one after another."
+        0.0,
+        "Processor time of a turn in its worker process, messages and resets included; it does one after another.",
     )
 
 

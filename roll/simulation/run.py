@@ -321,8 +321,8 @@ class _Run:
             await self._drive(driver.sample_seconds / len(work.latencies[sample]))
             await self.gate.generate([request], sticky_key=key, min_version=asked.start_version)
             _add(spans, request.spans)
-            began = self._loop.time()
             async with worker:
+                began = self._loop.time()
                 await self.host.work(handling, 1)
             now = self._loop.time()
             await asyncio.sleep(self._judges.end_of(now, max(0.0, seconds - (now - began))) - now + driver.turn_seconds)

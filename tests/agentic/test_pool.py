@@ -706,3 +706,15 @@ def test_shutdown_ends_calls_and_waiting_at_once_and_nothing_starts_after_it(tmp
         assert (pool.counts()["sessions"], pool.counts()["workers"]) == (0, 0)
 
     run(pool_of(max_sessions=1), use)
+
+
+def test_the_processor_time_of_a_process_that_has_ended_is_still_known():
+    async def play(pool: EnvPool) -> float:
+        session = pool.session("a")
+        await session.reset(0)
+        await session.close()
+        return sum(pool.cpu_seconds()["environments"].values())
+
+    pool = pool_of()
+    used = run(pool, play)
+    assert 0 < used <= pool.cpu_seconds()["environments"]["environments/0"]

@@ -13,6 +13,7 @@ from roll.engines.pool import FETCHED_AT_ONCE
 from roll.engines.replica import PROGRESS_SECONDS
 from roll.engines.worker import InferWorker
 from roll.rollout.clock import run_virtual
+from roll.runtime.pool import Pace
 from roll.runtime.workers import WorkerDied, WorkerFailed, WorkerTimeout
 from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
@@ -57,11 +58,19 @@ def test_of_many_replicas_tokens_are_fetched_of_a_few_at_a_time_and_kept(monkeyp
                 fetched.extend([asked[-1]] if known is not None else [])
                 return seen, chunks
 
-            asked, fetched = [], []
+            asked, fetched, turns = [], [], []
+            take_turn = Pace.turn
+
+            async def turn(pace):
+                turns.append(pace)
+                await take_turn(pace)
+
+            monkeypatch.setattr(Pace, "turn", turn)
             monkeypatch.setattr(InferWorker, "progress", counted)
             running = [asyncio.create_task(local.pool.generate(request(f"r{i}", 60))) for i in range(replicas)]
             await asyncio.sleep(looks * PROGRESS_SECONDS + 1)
             assert len(asked) == replicas * looks, "each engine gives a sign of life at each look"
+            assert len(turns) == len(asked) and len(set(turns)) == 1, "all at one pace"
             assert max(Counter(fetched).values()) <= FETCHED_AT_ONCE
             assert local.pool.tokens_seen >= replicas * (looks - 1) * PROGRESS_SECONDS, "all tokens are counted"
             assert all(carried[rank] <= looks * PROGRESS_SECONDS for rank in range(replicas)), "each travels once"

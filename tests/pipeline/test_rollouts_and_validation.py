@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from roll.algorithms.routing import RoutingShape
-from roll.data.records import Group, Prompt, Sample
+from roll.data.records import Group, Prompt, Sample, SampleBatch
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
 from roll.pipeline.context import SAMPLES_A_TURN, paced
 from roll.pipeline.preflight import _weight_problems
 from roll.pipeline.rlvr import PromptValidator, RolloutFunction, sample_from_completion
 from roll.pipeline.rollouts import MixedVersions
-from roll.pipeline.stages import GROUPS_FREED_A_TURN, StepGroups, record
+from roll.pipeline.stages import SAMPLES_FREED_A_TURN, StepGroups, record
 from roll.pipeline.stages import rollout as rollout_stage
 from roll.rewards.base import RewardOutput
 from roll.rollout.buffer import FinishedGroup
@@ -338,30 +338,43 @@ def test_a_batch_is_made_beside_the_event_loop(monkeypatch):
     assert not finished.groups and len(batch.groups) == 1
 
 
-def test_a_recorded_batch_is_freed_bit_by_bit():
+@pytest.mark.parametrize("samples", [1, 8, 4096])
+def test_a_recorded_batch_is_freed_bit_by_bit(samples):
     async def nothing(*_):
         await asyncio.sleep(0)
 
+    def made(number, untrained=None):
+        data = SampleBatch(
+            np.full(number * samples, 1), {"a": np.ones(number * samples)}, {"b": np.ones(number * samples)}
+        )
+        groups = [Group(index, prompt(), []) for index in range(number)]
+        return SimpleNamespace(step=4, metrics={"loss": 1.0}, groups=groups, data=data, untrained=untrained)
+
     async def main():
-        groups = [Group(number, prompt(), []) for number in range(3 * GROUPS_FREED_A_TURN + 1)]
+        batch, put = made(1200, made(40)), []
+        groups = [*batch.groups, *batch.untrained.groups]
+        fields = (
+            batch.data.tokens,
+            batch.untrained.data.tokens,
+            batch.data.per_sample,
+            batch.untrained.data.per_sample,
+        )
+        arrays = [weakref.ref(array) for values in fields for array in values.values()]
         left = [weakref.ref(group) for group in groups]
-        put = []
         run = SimpleNamespace(
             critic=None, trainer=None, scheduler=None, pool=None, side=SimpleNamespace(workers=None),
             recorder=SimpleNamespace(step=nothing), config=SimpleNamespace(max_steps=9),
             records=SimpleNamespace(put=lambda *record: put.append(record)),
         )  # fmt: skip
-        data = SimpleNamespace(tokens={name: np.empty(9) for name in "ab"})
-        batch = SimpleNamespace(step=4, groups=groups, metrics={"loss": 1.0}, data=data)
-        arrays = [weakref.ref(array) for array in data.tokens.values()]
         recording = asyncio.create_task(record(run, batch))
-        del groups, data, batch
+        del groups, fields, batch
         counts = []
         while not recording.done():
             await asyncio.sleep(0)
             counts.append(sum(reference() is not None for reference in left))
         assert put == [(5, {"loss": 1.0})] and counts[-1] == 0
         assert not any(reference() is not None for reference in arrays)
-        assert max(before - after for before, after in pairwise(counts)) == GROUPS_FREED_A_TURN
+        most = max(before - after for before, after in pairwise(counts))
+        assert max(1, SAMPLES_FREED_A_TURN // samples) <= most <= SAMPLES_FREED_A_TURN / samples * 1.1 + 1
 
     asyncio.run(main())

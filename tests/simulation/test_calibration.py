@@ -121,8 +121,13 @@ def test_turns_and_waits_of_environments_are_measured(tmp_path):
     ]  # fmt: skip
 
     def metrics(step):
-        """Totals begin again at step 30; 600 turns of a step take 0.3 s of the workers' processor time."""
-        return {"env_workers/steps": 600.0 * (step if step < 30 else step - 29), "cpu_seconds/environments": 0.3}
+        """600 turns of a step take 0.3 s of the workers' processor time. Step 30 is the first after a resume, at step
+        40 another process is started, and in the last step nothing is left to do."""
+        own = {} if step == 30 else {"cpu_seconds/environments": {40: 4.0, STEPS: 0.0}.get(step, 0.3)}
+        totals = {"steps": 600.0 * (step if step < 30 else step - 28), "restarts": float(step >= 40)}
+        return own | {
+            f"env_workers/{name}": total for name, total in {"retired": 1, "quarantined": 0, **totals}.items()
+        }
 
     found = written(tmp_path / "run", config, groups, metrics)
     assert found.environments.cpu_seconds == pytest.approx(0.3 / 600)
@@ -131,6 +136,20 @@ def test_turns_and_waits_of_environments_are_measured(tmp_path):
     assert found.environments.turns_sigma == pytest.approx(np.log(turns).std())
     assert found.environments.seconds == pytest.approx(0.04, rel=0.05)
     assert found.environments.sigma == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_cores_of_an_engine_do_not_count_validations_twice(tmp_path):
+    """It occupies one core, for 1 s of a step and, in every second step, for a validation of 2.5 s."""
+    config = load_config(LAKE, ["pretrain=Qwen/Qwen2.5-0.5B"])
+
+    def metrics(step):
+        validates = {"val/reward": 1.0, "time/param_update": 2.5} if step % 2 else {}
+        busy = 3.5 if step % 2 else 1.0
+        return {"time/step": 5.0, "idle/actor_infer": 1 - busy / 5, "cpu_seconds/actor_infer": busy, **validates}
+
+    found = written(tmp_path / "run", config, [{"judged": 9.0, "responses": [9] * 8}] * (16 * STEPS), metrics)
+    assert found.validation.seconds == pytest.approx(2.5)
+    assert found.engine.threads == pytest.approx(1.0)
 
 
 def test_on_a_cpu_the_cores_of_an_engine_are_those_of_the_run_in_which_it_waited_least(tmp_path):
