@@ -26,13 +26,13 @@ import heapq
 import json
 import pickle
 import random
+import select
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,21 @@ PROMPT_TOKENS = 200
 VOCABULARY = 32_000
 
 
+class LeftOut:
+    """Measures blocks in which stand-ins compute. There are some for each sample, so this is no generator."""
+
+    __slots__ = ("began", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.thread_time()
+
+    def __exit__(self, *failure: object) -> None:
+        self.seconds += time.thread_time() - self.began
+
+
 class Meter:
     """The CPU time and the bytes of the driver, without those of the stand-ins."""
 
@@ -96,7 +111,7 @@ class Meter:
         self.longest_turn = 0.0
         self.has_requests = False
         self.tokens = self.samples = 0
-        self._outside = 0.0
+        self.outside = LeftOut()
         self._turn: tuple[float, float] = (0.0, 0.0)
         self.start()
 
@@ -105,20 +120,11 @@ class Meter:
         self.bytes.clear()
         self.calls.clear()
         self.tokens = self.samples = 0
-        self._began = time.process_time() - self._outside
+        self._began = time.process_time() - self.outside.seconds
 
     def cpu_seconds(self) -> float:
         """Return the driver's CPU seconds since `start`."""
-        return time.process_time() - self._outside - self._began
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Leave out what a stand-in computes."""
-        began = time.thread_time()
-        try:
-            yield
-        finally:
-            self._outside += time.thread_time() - began
+        return time.process_time() - self.outside.seconds - self._began
 
     def first_request(self) -> None:
         """Measure turns from here on: what came before, above all a collection of garbage, keeps nothing waiting."""
@@ -127,12 +133,12 @@ class Meter:
 
     def turn_begins(self) -> None:
         """Note the beginning of a turn of the event loop."""
-        self._turn = time.thread_time(), self._outside
+        self._turn = time.thread_time(), self.outside.seconds
 
     def turn_ends(self) -> None:
         """Note its end."""
         began, outside = self._turn
-        self.longest_turn = max(self.longest_turn, time.thread_time() - began - (self._outside - outside))
+        self.longest_turn = max(self.longest_turn, time.thread_time() - began - (self.outside.seconds - outside))
 
     def to_process(self, kind: str, value: object) -> bytes:
         """Return what Ray would send, at the driver's cost."""
@@ -143,7 +149,7 @@ class Meter:
     def from_process(self, kind: str, value: object) -> Any:
         """Return what the driver would get, at the driver's cost. Arrays are views of what was received, as in Ray."""
         arrays: list[pickle.PickleBuffer] = []
-        with self.outside():
+        with self.outside:
             sent = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
             received = [bytes(array.raw()) for array in arrays]
         self.bytes[kind] += len(sent) + sum(map(len, received))
@@ -173,7 +179,7 @@ class MeteredLoop(VirtualTimeLoop):
 
     def _skip(self, seconds: float | None) -> None:
         if self._in_threads or self.is_over:
-            time.sleep(0.0005)
+            select.select([self._ssock], [], [], 0.1)  # to which threads write, and signals
         else:
             super()._skip(seconds)
 
@@ -181,6 +187,30 @@ class MeteredLoop(VirtualTimeLoop):
         self._meter.turn_begins()
         super()._run_once()  # type: ignore[misc]
         self._meter.turn_ends()
+
+
+@dataclass
+class Outside:
+    """Awaits what a stand-in does, whose own steps are left out of the measurement."""
+
+    meter: Meter
+    work: Coroutine[Any, Any, Any]
+
+    def __await__(self) -> Iterator[Any]:
+        """Run the work to its end, and return its result."""
+        proceed = partial(self.work.send, None)
+        while True:
+            with self.meter.outside:
+                try:
+                    awaited = proceed()
+                except StopIteration as end:
+                    return end.value
+            try:
+                yield awaited
+            except BaseException as error:
+                proceed = partial(self.work.throw, error)
+            else:
+                proceed = partial(self.work.send, None)
 
 
 @dataclass
@@ -210,9 +240,9 @@ class Handle:
         """Carry a call there and its answer back."""
         self._meter.calls[method] += 1
         sent = self._meter.to_process(f"{method}, to", args)
-        with self._meter.outside():
+        with self._meter.outside:
             received = pickle.loads(sent)
-        answer = await getattr(self, method)(*received)
+        answer = await Outside(self._meter, getattr(self, method)(*received))
         return self._meter.from_process(f"{method}, from", answer)
 
     def tell(self, method: str, *args: Any) -> None:
@@ -252,14 +282,13 @@ class EngineHandle(Handle):
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Begin these requests. Lengths are log-normal."""
         self._meter.first_request()
-        with self._meter.outside():
-            now = asyncio.get_running_loop().time()
-            for request in requests:
-                drawn = random.Random(request.sampling.seed).lognormvariate(-0.125, 0.5)
-                length = min(max(1, round(self._tokens * drawn)), request.sampling.max_new_tokens)
-                self._running[request.request_id] = Running(request, now, length)
-                heapq.heappush(self._ends, (now + length * self._token_seconds, request.request_id))
-            self._wait_for_next()
+        now = asyncio.get_running_loop().time()
+        for request in requests:
+            drawn = random.Random(request.sampling.seed).lognormvariate(-0.125, 0.5)
+            length = min(max(1, round(self._tokens * drawn)), request.sampling.max_new_tokens)
+            self._running[request.request_id] = Running(request, now, length)
+            heapq.heappush(self._ends, (now + length * self._token_seconds, request.request_id))
+        self._wait_for_next()
 
     def _wait_for_next(self) -> None:
         if self._timer is not None:
@@ -267,7 +296,7 @@ class EngineHandle(Handle):
         self._timer = asyncio.get_running_loop().call_at(self._ends[0][0], self._end_due) if self._ends else None
 
     def _end_due(self) -> None:
-        with self._meter.outside():
+        with self._meter.outside:
             now = asyncio.get_running_loop().time()
             while self._ends and self._ends[0][0] <= now:
                 running = self._running.pop(heapq.heappop(self._ends)[1])
@@ -295,14 +324,13 @@ class EngineHandle(Handle):
         self._looks += 1
         if known is None:
             return self._looks, {}
-        with self._meter.outside():
-            now = asyncio.get_running_loop().time()
-            chunks = {}
-            for name, running in self._running.items():
-                there, before = int((now - running.began) / self._token_seconds), known.get(name, 0)
-                if there > before:
-                    chunks[name] = TokenChunk(*self._content(running, before, min(there, running.length)))
-            return self._looks, chunks
+        now = asyncio.get_running_loop().time()
+        chunks = {}
+        for name, running in self._running.items():
+            there, before = int((now - running.began) / self._token_seconds), known.get(name, 0)
+            if there > before:
+                chunks[name] = TokenChunk(*self._content(running, before, min(there, running.length)))
+        return self._looks, chunks
 
     async def verify_weights(self, publication: Publication) -> float:
         """Compare nothing."""

@@ -5,9 +5,9 @@ response. An entry describes *that* token (its log-probability given the tokens 
 a trainer shifts it. If the response mask is 0, the other arrays hold 0 (versions: -1) and have no meaning.
 
 A finished group is encoded as bytes without loss, so that it outlives the process that made it: a JSON header, then the
-arrays; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground truth, metadata, messages) are
-left out, since a finished group has been scored; they are in the data. A picture is left out as well, since training
-uses its latents.
+arrays and the responses' texts; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground
+truth, metadata, messages) are left out, since a finished group has been scored; they are in the data. A picture is left
+out as well, since training uses its latents.
 
 A run's seed and a name give the same derived seed on any machine, in any order (`derive_seed`). No random generator is
 shared between parts of a run, so drawing in one part never changes another.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,35 +28,53 @@ from roll.configs.roles import PictureSampling
 _SCORING_ONLY = ("ground_truth", "metadata", "messages")
 _SEEN_ONLY = ("image",)
 _SIZE_BYTES = 8
+_TEXT = "text"
+"""In the header, in the place of an array's dtype: UTF-8, whose length is in bytes."""
 ROUTED = "routed_experts"
 """Name of the recorded experts in samples and batches."""
 
 
-def encode_group(group: Group) -> bytes:
-    """Return the bytes of a finished group."""
-    arrays: list[np.ndarray] = []
+def encode_group(group: Group, before: bytes = b"") -> bytes:
+    """Return the bytes of a finished group, after the bytes ``before``."""
+    contents: list[memoryview | bytes] = []
 
     def form(value: Any) -> Any:
-        """Return the header's entry for an array, or for a NumPy number."""
+        """Return the header's entry for an array, for a text that is written like one, or for a NumPy number."""
+        if isinstance(value, _Text):
+            contents.append(value.content.encode(errors="surrogatepass"))
+            return {"dtype": _TEXT, "length": len(contents[-1])}
         if not isinstance(value, np.ndarray):
             return float(value)
-        arrays.append(value)
+        contents.append(np.ascontiguousarray(value).data)
         own = {"shape": value.shape} if value.ndim > 1 else {}
         return {"dtype": value.dtype.str, "length": value.size, **own}
 
     prompt = {name: value for name, value in _declared(group.prompt).items() if name not in _SCORING_ONLY}
     header = _declared(group) | {"prompt": prompt, "samples": [_sample(sample) for sample in group.samples]}
     text = json.dumps(header, default=form).encode()
-    return b"".join([len(text).to_bytes(_SIZE_BYTES, "little"), text, *(array.tobytes() for array in arrays)])
+    # The only copy: arrays are joined as they are.
+    return b"".join([before, len(text).to_bytes(_SIZE_BYTES, "little"), text, *contents])
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A long text. As a part of the header it would be escaped letter by letter."""
+
+    content: str
 
 
 def _sample(sample: Sample) -> dict[str, Any]:
-    return {name: value for name, value in _declared(sample).items() if name not in _SEEN_ONLY}
+    declared = {name: value for name, value in _declared(sample).items() if name not in _SEEN_ONLY}
+    return declared | {"response_text": _Text(sample.response_text)}
 
 
 def _declared(record: Prompt | Sample | Group) -> dict[str, Any]:
-    """Return the declared fields of a record, without attributes that a plug-in may have added."""
-    return {item.name: getattr(record, item.name) for item in fields(record)}
+    """Return the declared fields of a record, without attributes that a plug-in may have added.
+
+    Fields with the value None are left out, since this is the default of those that may be None.
+    """
+    values = vars(record)
+    return {name: values[name] for name in type(record).__dataclass_fields__ if values[name] is not None}
 
 
 def decode_group(data: bytes) -> Group:
@@ -70,6 +88,9 @@ def decode_group(data: bytes) -> Group:
         nonlocal offset
         if not isinstance(fields.get("dtype"), str):
             return fields
+        if fields["dtype"] == _TEXT:
+            begin, offset = offset, offset + fields["length"]
+            return data[begin:offset].decode(errors="surrogatepass")
         array = np.frombuffer(data, dtype=np.dtype(fields["dtype"]), count=fields["length"], offset=offset).copy()
         offset += array.nbytes
         return array.reshape(fields["shape"]) if "shape" in fields else array

@@ -46,7 +46,7 @@ from roll.weights.verify import CanaryScores, compare_canaries
 VERIFIERS = "replicas that verify for their node"
 LOOKS_A_TURN = 64
 """Maximum number of replicas whose progress is asked for in one turn of the event loop. Asking takes about 0.4 ms."""
-FETCHED_AT_ONCE = 4
+FETCHED_AT_ONCE = 2
 """Number of replicas from which new tokens are fetched per interval, in turn. If an engine dies, tokens that were not
 fetched are generated again."""
 

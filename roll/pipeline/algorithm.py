@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 MOST_LAGS_REPORTED = 8
 """Highest lag that has its own metric, which also includes all greater lags."""
+SLICE_TOKENS = 2**20
+"""Maximum number of padded tokens for which advantages are estimated at once, in some 35 bytes each."""
 SHAPING_KEYS = ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty", "repetition_penalty")
 """Configuration keys that shape the reward of a response or an episode."""
 FAR = 0.01
@@ -112,8 +115,67 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         batch.data.per_sample["sample_weights"] = _sample_weights(batch, settings.sample_weight)
     if settings.by_episode:
         batch.share_episodes()
-    # Estimators need whole episodes; an episode may be several samples for the trainer.
-    data = batch.data.joined([len(parts) for parts in batch.episodes])
+    slices = [_estimated(part, settings) for part in _slices(batch, settings)]
+    found = {name: np.concatenate([each[name] for each in slices]) for name in slices[0]}
+    tokens = batch.data.tokens
+    tokens["advantages"] = found["advantages"]
+    if "returns" in found:
+        tokens["returns"], tokens["old_values"] = found["returns"], tokens["values"]
+    sampled = found["advantages"][tokens["response_mask"]]
+    if "reverse_kl" in found:
+        metrics["distillation/reverse_kl"] = float(found["reverse_kl"].sum() / max(1, len(sampled)))
+    if (penalty := settings.kl_controller) is not None:
+        divergence = float(found["divergence"].mean())
+        metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
+        penalty.update(divergence, len(found["divergence"]))
+    return metrics | _spread("advantage", sampled) if sampled.size else metrics
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Groups of a batch whose advantages are computed together."""
+
+    groups: list[Group]
+    data: SampleBatch
+    """Each episode is one sample, as estimators need it; for the trainer it may be several."""
+    group_of_episode: np.ndarray
+    """int64 ``[episodes]``: number of each episode's group."""
+
+
+def _slices(batch: TrainingBatch, settings: AdvantageSettings) -> Iterator[_Slice]:
+    """Yield the slices of a batch: a single one, unless a group's advantages depend on this group only."""
+    parts, numbers = [len(samples) for samples in batch.episodes], batch.group_of_episode
+    data = batch.data.joined(parts)
+    ends = [len(batch.groups)]
+    if settings.estimator.requirements.by_group and not settings.whitened:
+        ends = list(_ends(np.bincount(numbers).tolist(), data.lengths.tolist()))
+    begins = [0, *ends[:-1]]
+    cuts = np.searchsorted(numbers, [0, *ends]).tolist()
+    split = data.split([end - begin for begin, end in pairwise(cuts)])
+    for begin, end, own, (first, last) in zip(begins, ends, split, pairwise(cuts), strict=True):
+        yield _Slice(batch.groups[begin:end], own, numbers[first:last])
+
+
+def _ends(sizes: Sequence[int], lengths: Sequence[int]) -> Iterator[int]:
+    """Yield the number of groups before the end of each slice, given the episodes of each group and the tokens of each
+    episode."""
+    episodes = width = first = 0
+    for group, size in enumerate(sizes):
+        widest = max(lengths[first : first + size], default=0)
+        if episodes and (episodes + size) * max(width, widest) > SLICE_TOKENS:
+            yield group
+            episodes = width = 0
+        episodes, width, first = episodes + size, max(width, widest), first + size
+    yield len(sizes)
+
+
+def _estimated(part: _Slice, settings: AdvantageSettings) -> dict[str, np.ndarray]:
+    """Estimate the advantages of some groups.
+
+    Returns ``advantages`` and, with values, ``returns`` (float32 ``[tokens]``); with a KL penalty, ``divergence``
+    (float32 ``[episodes]``); with a teacher, ``reverse_kl`` (float64 ``[episodes]``).
+    """
+    data, found = part.data, {}
 
     def padded(name: str, fill: float = 0.0) -> torch.Tensor:
         return torch.from_numpy(data.padded(name, fill=fill))
@@ -122,7 +184,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     logprobs = padded("behaviour_logprobs") if penalty else None
     reference = padded("reference_logprobs") if penalty else None
     values = padded("values") if settings.estimator.requirements.needs_values else None
-    baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
+    baselines = [group.baseline_score for group in part.groups for _ in group.episodes]
     turns = padded("turns", fill=-1) if "turns" in data.tokens else None
     if settings.turn_weight and turns is None:
         raise ValueError(
@@ -135,7 +197,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     if (teaching := settings.distillation) is not None:
         # As in the KL penalty, the policy's log-probabilities are those recorded at sampling.
         reverse_kl = token_kl(padded("behaviour_logprobs"), padded("teacher_logprobs"), mask, "k1")
-        metrics["distillation/reverse_kl"] = (reverse_kl.double().sum() / mask.sum().clamp(min=1)).item()
+        found["reverse_kl"] = reverse_kl.double().sum(-1).numpy()
         if teaching.use == "rewards":
             reward_weight = teaching.reward_coef
             of_turns = 0.0 if token_rewards is None else reward_weight * token_rewards
@@ -147,7 +209,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         settings.estimator,
         reward_weight * settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
         mask,
-        batch.group_of_episode,
+        part.group_of_episode,
         logprobs=logprobs,
         reference_logprobs=reference,
         kl_coef=penalty.coef if penalty else 0.0,
@@ -155,24 +217,20 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         values=values,
         baseline_rewards=None if None in baselines else reward_weight * torch.tensor(baselines, dtype=torch.float32),
         token_rewards=token_rewards,
-        **(_parts(batch, settings.part_weights) if settings.estimator.requirements.needs_parts else {}),
+        **(_parts(part.groups, settings.part_weights) if settings.estimator.requirements.needs_parts else {}),
         turns=turns,
         states=None if turns is None else _states(turns, padded("turn_states", fill=-1)),
     )
     clip = settings.advantage_clip
     shaped = shape_advantages(estimated, mask, settings.whitened, clip, advantage_weight, taught).numpy()
-    if penalty and logprobs is not None and reference is not None:
-        divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
-        metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
-        penalty.update(divergence, len(data))
+    if logprobs is not None and reference is not None:
+        found["divergence"] = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).numpy()
     inside = np.arange(shaped.shape[1])[None, :] < data.lengths[:, None]
-    data.tokens["advantages"] = np.ascontiguousarray(shaped[inside], dtype=np.float32)
+    found["advantages"] = np.ascontiguousarray(shaped[inside], dtype=np.float32)
     if values is not None:
         returns = torch.where(mask, estimated + values, 0.0).numpy()
-        data.tokens["returns"] = np.ascontiguousarray(returns[inside], dtype=np.float32)
-        data.tokens["old_values"] = data.tokens["values"]
-    sampled = shaped[mask.numpy()]
-    return metrics | _spread("advantage", sampled) if sampled.size else metrics
+        found["returns"] = np.ascontiguousarray(returns[inside], dtype=np.float32)
+    return found
 
 
 def with_own_advantages(part: TrainingBatch, settings: AdvantageSettings) -> TrainingBatch:
@@ -239,11 +297,11 @@ def _sample_weights(batch: TrainingBatch, name: str) -> np.ndarray:
     return np.array(weights, dtype=np.float32)
 
 
-def _parts(batch: TrainingBatch, weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
+def _parts(groups: Sequence[Group], weights: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
     """Return each episode's reward components and weights, ``[episodes, names]``. `ValueError` if one is missing."""
     names = sorted({name for own in weights.values() for name in own})
     parts, part_weights = [], []
-    for group in batch.groups:
+    for group in groups:
         own = weights.get(group.prompt.domain, {})
         for episode in group.episodes:
             missing = [name for name in own if name not in episode[0].metrics]

@@ -77,7 +77,7 @@ class JournalKeeper(SchedulerObserver[Any, Group]):
         versions = [group.start_version, result.baseline_version, *(sample.newest_version for sample in result.samples)]
         newest = int(np.concatenate([versions, *(sample.versions for sample in result.samples)]).max())
         start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
-        payload = start + encode_group(result)
+        payload = encode_group(result, before=start)
         self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))
 
     def group_dropped(self, group_id: int, reason: DropReason, version: int) -> None:

@@ -104,8 +104,10 @@ class Journal:
 
     def append(self, record: JournalRecord) -> None:
         """Add a record."""
-        body = _BODY.pack(record.kind, record.group_id, record.version) + record.payload
-        self._file.write(_FRAME.pack(len(body), zlib.crc32(body)) + body)
+        head = _BODY.pack(record.kind, record.group_id, record.version)
+        frame = _FRAME.pack(len(head) + len(record.payload), zlib.crc32(record.payload, zlib.crc32(head)))
+        self._file.write(frame + head)
+        self._file.write(record.payload)
         self._file.flush()
         if record.kind is not RecordKind.WENT_BACK:
             self._members[self._path].add(record.group_id)

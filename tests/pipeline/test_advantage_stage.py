@@ -12,7 +12,9 @@ from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.rewards import LengthPenalty, RepetitionPenalty, RewardShaping, RunningMoments
+from roll.configs.run import DistillationConfig
 from roll.data.records import Group, Prompt, Sample
+from roll.pipeline import algorithm
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction, select_tokens
 
 PROMPT = Prompt("p", "sums", np.array([7, 8], dtype=np.int32), "p")
@@ -114,6 +116,52 @@ def test_the_kl_penalty_uses_the_coefficient_of_before_and_then_steers_it():
     assert metrics["kl_penalty/coef"] == 0.1 and metrics["kl_penalty/nats_per_response"] == pytest.approx(1.5)
     assert first_advantages(batch) == pytest.approx([-0.15, -0.15])
     assert controller.coef > 0.1
+
+
+def large_batch():
+    """Groups of different sizes and lengths, with all fields that an estimator, a penalty and a teacher read."""
+    rng = np.random.default_rng(0)
+    sizes = [3, 1, 4, 2, 5]
+    groups = [([sample(float(rng.normal()), tokens=int(rng.integers(1, 9))) for _ in range(n)], n / 4) for n in sizes]
+    batch = batch_of(*groups)
+    tokens = batch.data.tokens
+    for name in ("reference_logprobs", "teacher_logprobs", "values"):
+        tokens[name] = np.where(tokens["response_mask"], rng.normal(size=tokens["lags"].shape), 0).astype(np.float32)
+    return batch
+
+
+@pytest.mark.parametrize("limit", [1, 40, 70])
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "remax", "reinforce"])
+def test_a_batch_in_slices_gets_the_advantages_and_metrics_of_the_whole(estimator, limit, monkeypatch):
+    found = []
+    for most in (10**6, limit):
+        monkeypatch.setattr(algorithm, "SLICE_TOKENS", most)
+        batch, controller = large_batch(), AdaptiveKLController(0.1, 0.01, 100)
+        teaching = DistillationConfig(use="rewards", coef=0.5)
+        asked = settings(estimator, kl_controller=controller, distillation=teaching, advantage_clip=1.5)
+        slices = [(len(part.groups), part.data.padded("lags").size) for part in algorithm._slices(batch, asked)]
+        assert all(groups == 1 or size <= most for groups, size in slices)
+        metrics = add_advantages(batch, asked)
+        values = [
+            batch.data.tokens[name] for name in ("advantages", "returns", "old_values") if name in batch.data.tokens
+        ]
+        found.append((slices, values, metrics, controller.coef))
+    (one, whole, *rest), (several, parts, *others) = found
+    assert len(one) == 1 and len(several) > 1
+    assert len(whole) == (3 if estimator == "gae" else 1)
+    for mine, theirs in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert rest[0].keys() == others[0].keys()
+    assert list(rest[0].values()) + [rest[1]] == pytest.approx(list(others[0].values()) + [others[1]], rel=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "whitened"), [("reinforce_plus_plus", False), ("grpo", True)])
+def test_moments_of_the_batch_are_not_those_of_slices(estimator, whitened, monkeypatch):
+    monkeypatch.setattr(algorithm, "SLICE_TOKENS", 1)
+    batch = large_batch()
+    metrics = add_advantages(batch, settings(estimator, whitened=whitened))
+    assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["advantage/std"] == pytest.approx(1, rel=0.05)
 
 
 def test_running_moments_remember_earlier_batches():

@@ -19,7 +19,7 @@ from roll.algorithms.advantages.shared import response_segments, spread_over_tok
     source="ROLL; Williams 1992",
     use="Whole trajectories with the environment's tokens in between, where no turns are recorded: the mask alone "
     "tells the segments.",
-    requirements=AdvantageRequirements(for_episodes=True),
+    requirements=AdvantageRequirements(by_group=True, for_episodes=True),
 )
 def agentic_reinforce(
     inputs: AdvantageInputs,

@@ -2,9 +2,9 @@
 
 Rewards are given per token: a sequence's reward is on its last response token, KL penalties are on each token. They are
 never modified in place. Tokens that the policy did not generate have no advantage, but do not interrupt a return: a
-reward after a tool's answer still reaches the tokens before that answer. Group and batch statistics need the whole
-batch, so an estimator is called once per batch, never per micro-batch. To add an estimator, add a file; the keyword
-arguments of its function are its settings.
+reward after a tool's answer still reaches the tokens before that answer. An estimator is called with whole groups, and
+with the whole batch unless it declares that it looks at one group only; never per micro-batch. To add an estimator, add
+a file; the keyword arguments of its function are its settings.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ advantage_estimator = About
 class AdvantageRequirements:
     """Requirements and properties of an advantage estimator, for its callers and for configuration checks."""
 
+    by_group: bool = False
+    """True if a group's advantages depend on this group only. A large batch is then estimated in slices, in less
+    memory."""
     group_relative: bool = False
     """True if it compares the samples of a group."""
     least_samples: int = 2

@@ -21,7 +21,7 @@ from roll.algorithms.aggregation import keep, needed
     formula="A[t] = d[t] + gamma · lambda_ · A[t+1], d[t] = r[t] + gamma · V[t+1] − V[t], over response tokens alone",
     source="GAE, arXiv 1506.02438",
     use="With a critic: credit for single tokens, and one sample a prompt is enough.",
-    requirements=AdvantageRequirements(needs_values=True, returns_to_go=True),
+    requirements=AdvantageRequirements(by_group=True, needs_values=True, returns_to_go=True),
 )
 def gae(
     inputs: AdvantageInputs,

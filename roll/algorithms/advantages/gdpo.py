@@ -14,7 +14,9 @@ from roll.algorithms.aggregation import needed
 
 
 def _requirements(normalize_by_batch: bool, **others: Any) -> AdvantageRequirements:
-    return AdvantageRequirements(group_relative=True, needs_parts=True, whitens=normalize_by_batch)
+    return AdvantageRequirements(
+        by_group=not normalize_by_batch, group_relative=True, needs_parts=True, whitens=normalize_by_batch
+    )
 
 
 @advantage_estimator(

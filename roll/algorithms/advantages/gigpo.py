@@ -26,7 +26,9 @@ from roll.algorithms.aggregation import needed
     "G of turn k = Σ over turns j ≥ k of gamma^(j − k) · r[turn j]",
     source="GiGPO, arXiv 2505.10978",
     use="Episodes of one environment seed that pass through the same states: credit for single turns without a critic.",
-    requirements=AdvantageRequirements(group_relative=True, needs_turns=True, needs_states=True, for_episodes=True),
+    requirements=AdvantageRequirements(
+        by_group=True, group_relative=True, needs_turns=True, needs_states=True, for_episodes=True
+    ),
 )
 def gigpo(
     inputs: AdvantageInputs,

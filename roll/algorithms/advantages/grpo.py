@@ -13,7 +13,10 @@ from roll.algorithms.advantages.shared import Eps, compared, group_normalised
 
 def _requirements(normalize_by_std: bool, **others: Any) -> AdvantageRequirements:
     return AdvantageRequirements(
-        group_relative=True, shifts_cancel="group", scales_cancel="group" if normalize_by_std else "none"
+        by_group=True,
+        group_relative=True,
+        shifts_cancel="group",
+        scales_cancel="group" if normalize_by_std else "none",
     )
 
 

@@ -13,7 +13,7 @@ from roll.algorithms.advantages.shared import compared, group_mean
     source="OPO, arXiv 2505.23585",
     use="The baseline of least variance where the squared gradient grows with the length; for on-policy training on "
     "responses of very different lengths. A sample is part of its own baseline, so the gradient is biased by O(1/n).",
-    requirements=AdvantageRequirements(group_relative=True, shifts_cancel="group"),
+    requirements=AdvantageRequirements(by_group=True, group_relative=True, shifts_cancel="group"),
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
     """Return the reward minus the length-weighted group mean (tokens), ``[batch, seq]`` (arXiv 2505.23585)."""

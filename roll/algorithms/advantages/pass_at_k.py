@@ -16,6 +16,7 @@ from roll.algorithms.advantages.shared import Eps, compared
 
 def _requirements(k: int, baseline: str, **others: Any) -> AdvantageRequirements:
     return AdvantageRequirements(
+        by_group=True,
         group_relative=True,
         least_samples=k + 1,
         shifts_cancel="group",

@@ -13,7 +13,7 @@ from roll.algorithms.advantages.shared import TokenDiscount, token_returns
     source="Williams 1992, Machine Learning 8",
     use="The plain return: unbiased, with the highest variance. For rewards that are centred already, or with "
     "whitening.",
-    requirements=AdvantageRequirements(returns_to_go=True),
+    requirements=AdvantageRequirements(by_group=True, returns_to_go=True),
 )
 def reinforce(inputs: AdvantageInputs, *, gamma: TokenDiscount = 1.0) -> Tensor:
     """Return the return-to-go of each token, discounted per response token, ``[batch, seq]`` (Williams 1992)."""

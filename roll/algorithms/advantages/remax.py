@@ -12,7 +12,7 @@ from roll.algorithms.aggregation import needed
     formula="A = R − R(greedy response to the same prompt)",
     source="ReMax, arXiv 2310.10505",
     use="One sample a prompt without a critic, at the price of one greedy response more. Unbiased.",
-    requirements=AdvantageRequirements(needs_greedy_baseline=True),
+    requirements=AdvantageRequirements(by_group=True, needs_greedy_baseline=True),
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
     """Return the sequence's reward (sum of its token rewards) minus the greedy response's reward, ``[batch, seq]``."""

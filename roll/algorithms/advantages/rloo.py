@@ -12,7 +12,7 @@ from roll.algorithms.advantages.shared import compared, group_mean, group_sizes
     formula="A = R − mean(R of the other samples of the group)",
     source="RLOO, arXiv 2402.14740; Kool et al. 2019",
     use="Unbiased for any group size, with the variance of a good baseline. For rewards whose scale is to be kept.",
-    requirements=AdvantageRequirements(group_relative=True, shifts_cancel="group"),
+    requirements=AdvantageRequirements(by_group=True, group_relative=True, shifts_cancel="group"),
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """Return the reward minus the mean of the group's other rewards, ``[batch, seq]`` (arXiv 2402.14740)."""

@@ -18,7 +18,7 @@ from roll.algorithms.advantages.shared import checked_turns, spread_over_tokens,
     formula="A[turn k] = Σ over turns j ≥ k of gamma^(j − k) · r[turn j], for every token of turn k",
     source="Williams 1992, counted in turns as in ROLL",
     use="Episodes with rewards along the way: each turn answers for what comes after it, whatever its length.",
-    requirements=AdvantageRequirements(needs_turns=True, for_episodes=True),
+    requirements=AdvantageRequirements(by_group=True, needs_turns=True, for_episodes=True),
 )
 def step_reinforce(
     inputs: AdvantageInputs, *, gamma: Annotated[float, Field(ge=0, le=1, description="Discount per turn.")] = 1.0
