@@ -735,7 +735,7 @@ class TrainingBatch:
             _check_experts(groups, routing)
         data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
         mask, versions = data.tokens["response_mask"], data.tokens["versions"]
-        lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
+        lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32, copy=False)
         # If weights changed during a response, its later tokens have this version but were sampled with an older cache.
         fresh = np.maximum.reduceat(lags, data.offsets[:-1]) == 0
         data.tokens["same_weights"] = np.repeat(fresh, data.lengths)
@@ -771,8 +771,8 @@ class TrainingBatch:
 
     @property
     def lags(self) -> np.ndarray:
-        """int64 ``[sampled tokens]``: training step minus version."""
-        return self.data.tokens["lags"][self.data.tokens["response_mask"]].astype(np.int64)
+        """int32 ``[sampled tokens]``: training step minus version."""
+        return self.data.tokens["lags"][self.data.tokens["response_mask"]]
 
     def leave_out(self, kept: np.ndarray) -> None:
         """Remove tokens from the loss mask where ``kept`` (bool ``[total_tokens]``) is false."""
@@ -841,9 +841,9 @@ class TrainingBatch:
             for group in self.groups
             if any("success" in sample.metrics and sample.episode is not None for sample in group.samples)
         }
-        for group in self.groups:
+        for group, values in zip(self.groups, per_group, strict=True):
             domain = group.prompt.domain
-            scores_of[domain].append(group.scores)
+            scores_of[domain].append(values)
             if domain in succeeding:  # all episodes of the others were cut before they reported a success
                 for parts in group.episodes:
                     parts[0].metrics.setdefault("success", 0.0)
