@@ -1,5 +1,6 @@
 """A group comes back with the same bits, whatever it holds."""
 
+import json
 from dataclasses import fields
 
 import numpy as np
@@ -99,3 +100,33 @@ def test_other_bytes_are_refused(change):
     data = encode_group(Group(1, Prompt("p", "d", np.zeros(2, np.int32), ""), [sample]))
     with pytest.raises(ValueError):
         decode_group(change(data))
+
+
+def test_groups_of_earlier_versions_are_read():
+    """They had the texts in the header, and all fields."""
+    ids, half, text = np.arange(3, dtype=np.int32), np.full(3, 0.5, np.float32), "é\ud800"
+    array = {"dtype": "<i4", "length": 3}
+    sample = {
+        "token_ids": array,
+        "response_mask": {"dtype": "|b1", "length": 3},
+        "behaviour_logprobs": {"dtype": "<f4", "length": 3},
+        "versions": array,
+        "finish_reason": "stop",
+        "response_text": text,
+        "turns": None,
+    }
+    prompt = {"prompt_id": "p", "domain": "d", "token_ids": array, "text": "a", "pictures": []}
+    header = {"group_id": 7, "prompt": prompt, "samples": [sample], "baseline_score": None, "times": {}, "waits": []}
+    encoded = json.dumps(header).encode()
+    arrays = [ids, ids, ids > 0, half, ids + 1]
+    data = len(encoded).to_bytes(8, "little") + encoded + b"".join(each.tobytes() for each in arrays)
+    made = Sample(ids, ids > 0, half, ids + 1, "stop", text)
+    assert_same(decode_group(data), Group(7, Prompt("p", "d", ids, "a"), [made]))
+
+
+def test_a_text_is_written_as_it_is():
+    sample = Sample(np.zeros(1, np.int32), np.ones(1, bool), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+    sample.response_text = 'a "quoted"\nline, é\ud800'
+    data = encode_group(Group(0, Prompt("a", "d", np.zeros(1, np.int32), ""), [sample]), before=b"before")
+    assert data.startswith(b"before") and sample.response_text.encode(errors="surrogatepass") in data
+    assert decode_group(data[6:]).samples[0].response_text == sample.response_text
