@@ -3,8 +3,8 @@
 Everything is the driver's own code: scheduler, stages, gate, pool of replicas, router, groups of RLVR, journal, batch,
 advantages, records of the run, status. Stand-ins begin below the handle of a worker process: engines that make tokens
 at a fixed rate in virtual time, one trainer and one reference rank, a reward that answers at once. What crosses to a
-process is pickled, and what comes back is unpickled, as Ray does; the stand-ins' own share is not counted. Ray's cost
-of a call is measured beside it, on one real actor.
+process is pickled, and what comes back is unpickled, as Ray does; what the stand-ins compute is not counted, but for
+their timers in the loop. Ray's cost of a call is measured beside it, on one real actor.
 
 - ``cpu``: CPU seconds of the driver for a million generated tokens. At a million tokens a second that is the number of
   cores that it needs. A sample costs the same whatever its length, so shorter responses cost more a token.
@@ -88,18 +88,24 @@ VOCABULARY = 32_000
 
 
 class LeftOut:
-    """Measures blocks in which stand-ins compute. There are some for each sample, so this is no generator."""
+    """Measures blocks in which stand-ins compute. They do not nest. Each sample has several, so this is no generator,
+    which costs more."""
 
-    __slots__ = ("began", "seconds")
+    __slots__ = ("_began", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._began: float | None = None
 
     def __enter__(self) -> None:
-        self.began = time.thread_time()
+        if self._began is not None:
+            raise RuntimeError("this would be left out twice")
+        self._began = time.thread_time()
 
     def __exit__(self, *failure: object) -> None:
-        self.seconds += time.thread_time() - self.began
+        if self._began is not None:
+            self.seconds += time.thread_time() - self._began
+        self._began = None
 
 
 class Meter:
@@ -213,13 +219,9 @@ class Outside:
                 proceed = partial(self.work.send, None)
 
 
-@dataclass
-class Running:
-    """A request in an engine."""
-
-    request: GenerateRequest
-    began: float
-    length: int
+Running = tuple[float, int, int, bool]
+"""A request in an engine: when it began, its length and seed, and if the text is wanted. Garbage collections of the
+driver do not visit plain tuples of numbers; an object would be visited as if it were the driver's."""
 
 
 class Handle:
@@ -286,7 +288,7 @@ class EngineHandle(Handle):
         for request in requests:
             drawn = random.Random(request.sampling.seed).lognormvariate(-0.125, 0.5)
             length = min(max(1, round(self._tokens * drawn)), request.sampling.max_new_tokens)
-            self._running[request.request_id] = Running(request, now, length)
+            self._running[request.request_id] = now, length, request.sampling.seed, request.with_text
             heapq.heappush(self._ends, (now + length * self._token_seconds, request.request_id))
         self._wait_for_next()
 
@@ -299,19 +301,19 @@ class EngineHandle(Handle):
         with self._meter.outside:
             now = asyncio.get_running_loop().time()
             while self._ends and self._ends[0][0] <= now:
-                running = self._running.pop(heapq.heappop(self._ends)[1])
-                content = self._content(running, 0, running.length)
-                text = self._text[: self._letters * running.length] if running.request.with_text else None
-                ended = Completion(running.request.request_id, *content, "stop", text)
-                self._outbox.add(ended, PATIENCE * (now - running.began))
-                self._meter.tokens += running.length
+                name = heapq.heappop(self._ends)[1]
+                began, length, seed, with_text = self._running.pop(name)
+                text = self._text[: self._letters * length] if with_text else None
+                ended = Completion(name, *self._content(began, seed, 0, length), "stop", text)
+                self._outbox.add(ended, PATIENCE * (now - began))
+                self._meter.tokens += length
                 self._meter.samples += 1
             self._wait_for_next()
 
-    def _content(self, running: Running, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        first = running.request.sampling.seed % (1 << 15)
+    def _content(self, began: float, seed: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first = seed % (1 << 15)
         chosen = slice(first + start, first + end)
-        times = running.began + self._token_seconds * np.arange(start, end)
+        times = began + self._token_seconds * np.arange(start, end)
         versions = np.array(self._versions, np.int32)[np.searchsorted(self._switches, times, side="right") - 1]
         return self._token_ids[chosen], self._logprobs[chosen], versions
 
@@ -326,10 +328,10 @@ class EngineHandle(Handle):
             return self._looks, {}
         now = asyncio.get_running_loop().time()
         chunks = {}
-        for name, running in self._running.items():
-            there, before = int((now - running.began) / self._token_seconds), known.get(name, 0)
+        for name, (began, length, seed, _) in self._running.items():
+            there, before = int((now - began) / self._token_seconds), known.get(name, 0)
             if there > before:
-                chunks[name] = TokenChunk(*self._content(running, before, min(there, running.length)))
+                chunks[name] = TokenChunk(*self._content(began, seed, before, min(there, length)))
         return self._looks, chunks
 
     async def verify_weights(self, publication: Publication) -> float:
@@ -405,8 +407,12 @@ class Reward:
         """Return a score for each response."""
         self.meter.calls["judge"] += 1
         self.meter.to_process("judge, to", records)
+        outputs = await Outside(self.meter, self._judged(len(records)))
+        return self.meter.from_process("judge, from", outputs)
+
+    async def _judged(self, number: int) -> list[RewardOutput]:
         await asyncio.sleep(0.05)
-        return self.meter.from_process("judge, from", [RewardOutput(float(i % 2)) for i in range(len(records))])
+        return [RewardOutput(float(index % 2)) for index in range(number)]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def encode_group(group: Group, before: bytes = b"") -> bytes:
     prompt = {name: value for name, value in _declared(group.prompt).items() if name not in _SCORING_ONLY}
     header = _declared(group) | {"prompt": prompt, "samples": [_sample(sample) for sample in group.samples]}
     text = json.dumps(header, default=form).encode()
-    # The only copy: arrays are joined as they are.
+    # The only copy of the arrays, if they are contiguous.
     return b"".join([before, len(text).to_bytes(_SIZE_BYTES, "little"), text, *contents])
 
 
@@ -65,16 +65,20 @@ class _Text:
 
 def _sample(sample: Sample) -> dict[str, Any]:
     declared = {name: value for name, value in _declared(sample).items() if name not in _SEEN_ONLY}
-    return declared | {"response_text": _Text(sample.response_text)}
+    text = declared.get("response_text")
+    return declared | {"response_text": _Text(text)} if isinstance(text, str) else declared
 
 
 def _declared(record: Prompt | Sample | Group) -> dict[str, Any]:
     """Return the declared fields of a record, without attributes that a plug-in may have added.
 
-    Fields with the value None are left out, since this is the default of those that may be None.
+    Fields that are None by default are left out while they are.
     """
-    values = vars(record)
-    return {name: values[name] for name in type(record).__dataclass_fields__ if values[name] is not None}
+    return {
+        item.name: value
+        for item in fields(record)
+        if (value := getattr(record, item.name)) is not None or item.default is not None
+    }
 
 
 def decode_group(data: bytes) -> Group:
@@ -83,17 +87,17 @@ def decode_group(data: bytes) -> Group:
         raise ValueError("these bytes are no group")
     offset = start = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
 
-    def take(fields: dict[str, Any]) -> Any:
-        """Return the next array if ``fields`` describe one, else ``fields``. Arrays come in that order."""
+    def take(found: dict[str, Any]) -> Any:
+        """Return the next array or text if ``found`` describes one, else ``found``. They come in that order."""
         nonlocal offset
-        if not isinstance(fields.get("dtype"), str):
-            return fields
-        if fields["dtype"] == _TEXT:
-            begin, offset = offset, offset + fields["length"]
+        if not isinstance(found.get("dtype"), str):
+            return found
+        if found["dtype"] == _TEXT:
+            begin, offset = offset, offset + found["length"]
             return data[begin:offset].decode(errors="surrogatepass")
-        array = np.frombuffer(data, dtype=np.dtype(fields["dtype"]), count=fields["length"], offset=offset).copy()
+        array = np.frombuffer(data, dtype=np.dtype(found["dtype"]), count=found["length"], offset=offset).copy()
         offset += array.nbytes
-        return array.reshape(fields["shape"]) if "shape" in fields else array
+        return array.reshape(found["shape"]) if "shape" in found else array
 
     header = json.loads(data[_SIZE_BYTES:start], object_hook=take)
     if offset != len(data):
@@ -284,15 +288,15 @@ class SampleBatch:
     def concatenated(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
         """Return the samples of all batches. They have the same fields, but for ``loss_mask`` and ``prompt_pictures``,
         which only some may have."""
-        fields, own = [batch.tokens for batch in batches], [batch.per_sample for batch in batches]
-        if any("loss_mask" in tokens for tokens in fields):
-            fields = [{"loss_mask": tokens["response_mask"], **tokens} for tokens in fields]
+        whole, own = [batch.tokens for batch in batches], [batch.per_sample for batch in batches]
+        if any("loss_mask" in tokens for tokens in whole):
+            whole = [{"loss_mask": tokens["response_mask"], **tokens} for tokens in whole]
         if any("prompt_pictures" in values for values in own):
             none = np.frompyfunc(lambda _: (), 1, 1)
             own = [{"prompt_pictures": none(batch.lengths), **batch.per_sample} for batch in batches]
         return cls(
             lengths=np.concatenate([batch.lengths for batch in batches]),
-            tokens={name: np.concatenate([tokens[name] for tokens in fields]) for name in fields[0]},
+            tokens={name: np.concatenate([tokens[name] for tokens in whole]) for name in whole[0]},
             per_sample={name: np.concatenate([values[name] for values in own]) for name in own[0]},
         )
 

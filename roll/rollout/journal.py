@@ -24,7 +24,9 @@ from roll.tracking.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"rolljnl1"
+_MAGIC = b"rolljnl2"
+_EARLIER = b"rolljnl1"
+"""Of segments whose groups have their texts elsewhere. They are read as well."""
 _FRAME = struct.Struct("<II")
 """Length of the body in bytes, and its CRC-32."""
 _BODY = struct.Struct("<Bqq")
@@ -211,7 +213,7 @@ def _reason(record: JournalRecord) -> DropReason:
 
 def _read_segment(path: Path) -> Iterator[JournalRecord]:
     with open(path, "rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+        if file.read(len(_MAGIC)) not in (_MAGIC, _EARLIER):
             logger.warning("%s is no segment of a journal: its groups are made again", path)
             return
         while frame := file.read(_FRAME.size):

@@ -465,17 +465,25 @@ def test_traits_say_what_estimators_need():
     assert not make_advantage_estimator("gdpo", {"normalize_by_batch": False}).requirements.whitens
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        *((name, {}) for name in NAMES),
+        ("gdpo", {"normalize_by_batch": False}),
+        ("pass_at_k", {"k": 2}),
+        ("gae", {"gamma": 0.9}),
+    ],
+)
 @pytest.mark.parametrize("seed", range(5))
-def test_an_estimator_looks_at_one_group_if_and_only_if_it_says_so(name, seed):
+def test_an_estimator_looks_at_one_group_if_and_only_if_it_says_so(name, args, seed):
     case = random_case(seed, rows=24)
-    alone = torch.zeros_like(case.estimate(name))
+    alone = torch.zeros_like(case.estimate(name, **args))
     for group in case.groups.unique():
         rows = case.groups == group
         part = Case(**{field.name: getattr(case, field.name)[rows] for field in fields(Case)})
-        alone[rows] = part.estimate(name)
-    is_alike = torch.allclose(alone, case.estimate(name), rtol=1e-12, atol=1e-12)
-    assert is_alike == make_advantage_estimator(name).requirements.by_group
+        alone[rows] = part.estimate(name, **args)
+    is_alike = torch.allclose(alone, case.estimate(name, **args), rtol=1e-12, atol=1e-12)
+    assert is_alike == make_advantage_estimator(name, args).requirements.by_group
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """A group comes back with the same bits, whatever it holds."""
 
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -122,6 +123,17 @@ def test_groups_of_earlier_versions_are_read():
     data = len(encoded).to_bytes(8, "little") + encoded + b"".join(each.tobytes() for each in arrays)
     made = Sample(ids, ids > 0, half, ids + 1, "stop", text)
     assert_same(decode_group(data), Group(7, Prompt("p", "d", ids, "a"), [made]))
+
+
+def test_records_of_a_plug_in_are_written_as_their_declared_fields():
+    @dataclass
+    class Mine(Sample):
+        kind: ClassVar[str] = "x"
+
+    mine = Mine(np.zeros(1, np.int32), np.ones(1, bool), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+    mine.response_text, mine.note = None, "an attribute of its own"
+    (back,) = decode_group(encode_group(Group(0, Prompt("a", "d", np.zeros(1, np.int32), ""), [mine]))).samples
+    assert back.response_text is None and back.finish_reason == "stop" and not hasattr(back, "note")
 
 
 def test_a_text_is_written_as_it_is():

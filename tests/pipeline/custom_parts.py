@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from roll.algorithms.advantages.base import AdvantageRequirements, advantage_estimator
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline import stages
 from roll.pipeline.algorithm import StalenessViolation
@@ -21,6 +22,12 @@ def centred(inputs):
     """Rewards minus their mean over the batch."""
     rewards = inputs.token_rewards.sum(-1)
     return (rewards - rewards.mean())[:, None].expand(inputs.response_mask.shape)
+
+
+@advantage_estimator(requirements=AdvantageRequirements(by_group=True))
+def said_to_look_at_one_group(inputs):
+    """The same, with a wrong claim."""
+    return centred(inputs)
 
 
 def doubled(inputs, *, factor: float):

@@ -131,13 +131,14 @@ def large_batch():
 
 
 @pytest.mark.parametrize("limit", [1, 40, 70])
+@pytest.mark.parametrize("use", ["rewards", "advantages"])
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "remax", "reinforce"])
-def test_a_batch_in_slices_gets_the_advantages_and_metrics_of_the_whole(estimator, limit, monkeypatch):
+def test_a_batch_in_slices_gets_the_advantages_and_metrics_of_the_whole(estimator, use, limit, monkeypatch):
     found = []
     for most in (10**6, limit):
         monkeypatch.setattr(algorithm, "SLICE_TOKENS", most)
         batch, controller = large_batch(), AdaptiveKLController(0.1, 0.01, 100)
-        teaching = DistillationConfig(use="rewards", coef=0.5)
+        teaching = DistillationConfig(use=use, coef=0.5)
         asked = settings(estimator, kl_controller=controller, distillation=teaching, advantage_clip=1.5)
         slices = [(len(part.groups), part.data.padded("lags").size) for part in algorithm._slices(batch, asked)]
         assert all(groups == 1 or size <= most for groups, size in slices)
@@ -153,6 +154,11 @@ def test_a_batch_in_slices_gets_the_advantages_and_metrics_of_the_whole(estimato
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
     assert rest[0].keys() == others[0].keys()
     assert list(rest[0].values()) + [rest[1]] == pytest.approx(list(others[0].values()) + [others[1]], rel=1e-6)
+
+
+def test_groups_of_a_streamed_run_are_compared_with_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(algorithm, "SLICE_TOKENS", 1)
+    assert len(list(algorithm._slices(large_batch(), settings(in_slices=False)))) == 1
 
 
 @pytest.mark.parametrize(("estimator", "whitened"), [("reinforce_plus_plus", False), ("grpo", True)])
@@ -178,7 +184,8 @@ def test_advantages_are_clipped_last():
     assert first_advantages(batch).tolist() == [2.0, -2.0]
 
 
-def test_several_rewards_are_compared_by_name_within_their_domain():
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_several_rewards_are_compared_by_name_within_their_domain(limit, monkeypatch):
     rows = [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.0}], [{"kind": 2.0}, {"kind": 4.0, "right": 9.0}]]
     batch = batch_of(*(([sample(0.0), sample(0.0)], None) for _ in rows))
     for group, metrics, domain in zip(batch.groups, rows, ("sums", "talk"), strict=True):
@@ -187,6 +194,7 @@ def test_several_rewards_are_compared_by_name_within_their_domain():
             each.metrics = numbers
     weights = {"sums": {"right": 1.0, "short": 0.5}, "talk": {"kind": 0.5}}
     estimator = make_advantage_estimator("gdpo", {"normalize_by_batch": False})
+    monkeypatch.setattr(algorithm, "SLICE_TOKENS", limit)
     add_advantages(batch, replace(settings(part_weights=weights), estimator=estimator))
     half = 0.5**0.5
     assert first_advantages(batch) == pytest.approx([half, -half, -half / 2, half / 2], abs=1e-5)

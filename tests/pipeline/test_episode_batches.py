@@ -18,6 +18,7 @@ from roll.algorithms.metrics import TRAINED_SEQUENCES, TRAINED_TOKENS, combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.algorithms.rewards import RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample, SampleBatch
+from roll.pipeline import algorithm
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
 from roll.trainers.step import TrainingStep
 from tests.tiers import examples
@@ -100,6 +101,20 @@ def test_an_episode_in_turns_gets_the_advantages_of_the_whole(estimator, weights
         found.append(filled.data.tokens["advantages"][filled.data.tokens["response_mask"]])
     assert np.abs(found[0]).max() > 0.1
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("estimator", ["gigpo", "step_reinforce", "agentic_reinforce", "grpo"])
+def test_groups_one_by_one_get_the_advantages_of_the_whole(estimator, in_turns, monkeypatch):
+    found = []
+    for limit in (10**6, 1):
+        monkeypatch.setattr(algorithm, "SLICE_TOKENS", limit)
+        filled, asked = batch(in_turns), settings(estimator, episode_weight=0.5, turn_weight=0.5)
+        assert len(list(algorithm._slices(filled, asked))) == (2 if limit == 1 else 1)
+        add_advantages(filled, asked)
+        found.append(filled.data.tokens["advantages"])
+    assert np.abs(found[0]).max() > 0.1
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("estimator", ["step_reinforce", "agentic_reinforce"])

@@ -19,6 +19,7 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group
+from roll.pipeline import algorithm
 from roll.pipeline.algorithm import TrainingBatch, build_algorithms, with_own_advantages
 from roll.pipeline.resume import changes
 from roll.pipeline.stages import stage_chain
@@ -298,11 +299,13 @@ def test_advantages_of_a_part_change_nothing_and_are_those_of_its_batch():
         step.check(whole, shaped.estimator)
 
 
-def test_an_estimator_that_looks_at_other_groups_ends_the_run_before_it_is_trained_on(task):
+@pytest.mark.parametrize("estimator", ["centred", "said_to_look_at_one_group"])
+def test_an_estimator_that_looks_at_other_groups_ends_the_run_before_it_is_trained_on(task, estimator, monkeypatch):
+    monkeypatch.setattr(algorithm, "SLICE_TOKENS", 1)
     config = tiny_config(
         task,
         actor_train__stream_groups=True,
-        adv_estimator="custom_parts:centred",
+        adv_estimator=f"custom_parts:{estimator}",
         rewards__addition__verifier="reward_functions:late_reward",
     )
     run = run_pipeline(task, IN_THIS_PROCESS, config, expect=1)

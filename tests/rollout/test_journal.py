@@ -48,6 +48,17 @@ def test_a_torn_record_is_left_out_and_later_segments_are_read(tmp_path, keep):
     assert [record.group_id for record in read_journal(tmp_path)] == [0, 2]
 
 
+def test_segments_of_earlier_versions_are_read_and_those_of_others_are_not(tmp_path):
+    record = finished_record(3, 0, b"three")
+    write(tmp_path, record)
+    (path,) = segments(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"rolljnl2", b"rolljnl1", 1))
+    assert list(read_journal(tmp_path)) == [record]
+    path.write_bytes(whole.replace(b"rolljnl2", b"rolljnl3", 1))
+    assert list(read_journal(tmp_path)) == []
+
+
 def test_damage_is_noticed_wherever_it_is(tmp_path):
     records = [finished_record(number, 0, b"payload of some length") for number in range(3)]
     write(tmp_path, *records)

@@ -126,7 +126,7 @@ class AdvantageEstimator:
     def __call__(
         self, token_rewards: Tensor, response_mask: Tensor, groups: Groups | None = None, **fields: Tensor | None
     ) -> Tensor:
-        """Return the advantages ``[batch, seq]`` of a whole batch, without gradient.
+        """Return the advantages ``[batch, seq]`` of whole groups, without gradient.
 
         They are 0 outside the mask, whatever the inputs hold there. Computed in float64; returned as float64 if the
         rewards are float64, else as float32. ``groups`` ``[batch]`` are group ids; without them each sample is a group
@@ -171,7 +171,7 @@ def estimate_advantages(
     token_rewards: Tensor | None = None,
     **fields: Tensor | None,
 ) -> Tensor:
-    """Compute per-token advantages ``[batch, seq]`` from per-sample rewards ``[batch]``, for a whole batch.
+    """Compute per-token advantages ``[batch, seq]`` from per-sample rewards ``[batch]``, for whole groups.
 
     The reward of a sample is placed on its last response token. With ``logprobs`` and ``reference_logprobs`` (both or
     neither, else ``ValueError``), a KL penalty weighted by ``kl_coef`` is added to each token's reward. Optional
