@@ -12,8 +12,9 @@ larger a model, the more memory is lost in fragments. So processes with small mo
 large models return it. See mallopt(3). Other C libraries are left unchanged.
 
 A full garbage collection of Python visits every object. This takes a second if tens of thousands of requests are in
-flight, so full collections are rare here. Young objects are collected as usual, and nearly all others are freed without
-a collection, because they are in no cycle.
+flight, so full collections are rare here; nearly all objects are freed without one, because they are in no cycle. Young
+objects are collected more often than usual. Python counts new objects minus freed ones, old ones included: where about
+as many begin as end, hundreds of thousands pass before there are 700 more, and visiting them takes 0.1 to 0.3 seconds.
 """
 
 from __future__ import annotations
@@ -126,11 +127,14 @@ SHORTEST_WAIT_SECONDS = 600.0
 LONGEST_WAIT_SECONDS = 3600.0
 LARGEST_SHARE = 0.001
 """Largest share of time spent on full collections, as long as the wait between two is below the longest one."""
+YOUNG = 100
+"""Surplus of new objects at which young objects are collected. It costs no more in all than Python's 700."""
 NEVER = 2**30
 
 
 async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None:
-    """Run full garbage collections until cancelled; the longer they take, the rarer they are.
+    """Run full garbage collections until cancelled; the longer they take, the rarer they are. Meanwhile those of young
+    objects are short and frequent.
 
     Objects that exist now, mostly from imports, are never visited again: they live until the process ends, and visiting
     them takes most of a second. ``clock`` returns seconds, to measure a collection.
@@ -138,7 +142,7 @@ async def collect_rarely(clock: Callable[[], float] = time.perf_counter) -> None
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*before[:2], NEVER)
+    gc.set_threshold(YOUNG, before[1], NEVER)
     try:
         wait = SHORTEST_WAIT_SECONDS
         while True:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from collections import deque
 
 from roll.rollout.clock import run_virtual
 from roll.runtime.process import LARGEST_SHARE, SHORTEST_WAIT_SECONDS, collect_rarely
@@ -11,6 +12,10 @@ from roll.runtime.process import LARGEST_SHARE, SHORTEST_WAIT_SECONDS, collect_r
 class Cycle:
     def __init__(self):
         self.itself = self
+
+
+class Thing:
+    pass
 
 
 def full_collections():
@@ -41,6 +46,28 @@ def test_old_objects_are_looked_through_at_times_and_never_in_between():
     usual = gc.get_threshold()
     run_virtual(scenario())
     assert gc.get_threshold() == usual
+
+
+def test_young_objects_are_looked_through_before_they_are_many():
+    """As many objects end as begin, in waves of 150."""
+
+    def young_collections():
+        return gc.get_stats()[0]["collections"]
+
+    async def scenario():
+        task = asyncio.create_task(collect_rarely())
+        await asyncio.sleep(1)
+        held, before = deque(Thing() for _ in range(1000)), young_collections()
+        for _ in range(50):
+            held.extend([Thing() for _ in range(150)])
+            for _ in range(150):
+                held.popleft()
+        made = young_collections() - before
+        task.cancel()
+        await asyncio.wait([task])
+        return made
+
+    assert run_virtual(scenario()) >= 25, "one in each wave, or nearly; with the usual threshold there is none"
 
 
 def test_what_an_earlier_run_left_behind_is_collected_by_the_next_one_of_the_process():
