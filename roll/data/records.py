@@ -288,15 +288,15 @@ class SampleBatch:
     def concatenated(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
         """Return the samples of all batches. They have the same fields, but for ``loss_mask`` and ``prompt_pictures``,
         which only some may have."""
-        whole, own = [batch.tokens for batch in batches], [batch.per_sample for batch in batches]
-        if any("loss_mask" in tokens for tokens in whole):
-            whole = [{"loss_mask": tokens["response_mask"], **tokens} for tokens in whole]
+        fields, own = [batch.tokens for batch in batches], [batch.per_sample for batch in batches]
+        if any("loss_mask" in tokens for tokens in fields):
+            fields = [{"loss_mask": tokens["response_mask"], **tokens} for tokens in fields]
         if any("prompt_pictures" in values for values in own):
             none = np.frompyfunc(lambda _: (), 1, 1)
             own = [{"prompt_pictures": none(batch.lengths), **batch.per_sample} for batch in batches]
         return cls(
             lengths=np.concatenate([batch.lengths for batch in batches]),
-            tokens={name: np.concatenate([tokens[name] for tokens in whole]) for name in whole[0]},
+            tokens={name: np.concatenate([tokens[name] for tokens in fields]) for name in fields[0]},
             per_sample={name: np.concatenate([values[name] for values in own]) for name in own[0]},
         )
 
